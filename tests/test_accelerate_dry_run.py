@@ -55,6 +55,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="115MiB",
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "by_inductor", TRAINING, "by_inductor", whole_job=False)
+    cases.request(asked / "reduce_overhead", TRAINING, "reduce_overhead", whole_job=False)
     cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
     for name in ("summed", "masked", "beside"):
         cases.request(asked / name, TRAINING, name, budget="40MiB", allow=("accumulate",))
@@ -188,6 +190,28 @@ def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     assert "error" not in answer, answer
     assert not answer["fits"]
     assert any("torch.compile" in note for note in answer["notes"])
+    assert answer["plan"]["compiled"]["followed"]  # by Dynamo's backend that compiles nothing
+
+
+def test_accelerates_compiled_step_is_shown_beside_the_eager_one(answers: Any) -> None:
+    answer = answers["by_inductor"]
+    assert "error" not in answer, answer
+    compiled = answer["plan"]["compiled"]
+    assert (compiled["followed"], compiled["why"], compiled["breaks"]) == (True, "", [])
+    assert compiled["graphs"] >= 2
+    assert answer["plan"]["estimate"]["tier"] == "symbolic"
+    assert answer["plan"]["estimate"]["peak_allocated"] < compiled["eager"]["peak_allocated"]
+    assert "uncompiled" in answer["text"]
+
+
+def test_accelerates_step_that_cannot_be_followed_compiled_is_counted_as_eager_and_said(answers: Any) -> None:
+    answer = answers["reduce_overhead"]
+    assert "error" not in answer, answer
+    compiled = answer["plan"]["compiled"]
+    assert not compiled["followed"]
+    assert "CUDA graphs" in compiled["why"]
+    assert answer["plan"]["estimate"]["peak_reserved"] == compiled["eager"]["peak_reserved"]
+    assert answer["plan"]["estimate"]["tier"] == "partly symbolic"
 
 
 def test_a_model_that_compares_its_samples_is_not_sliced(answers: Any) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vram_guard import TrainingStep
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.plan import plan
 from vram_guard.private_names import missing_names
 from vram_guard.report import text
@@ -131,6 +131,25 @@ def test_a_graph_break_is_said_and_modules_behind_it_are_compiled() -> None:
     assert "graph_break" in made.compiled.breaks[0]
 
 
+class Positions(nn.Module):
+    """A break in a function that has made a tensor: Dynamo's guards there hold what the factory looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x + torch.arange(WIDTH, device=x.device))
+        torch._dynamo.graph_break()
+        return x * torch.arange(WIDTH, device=x.device)
+
+
+def test_what_a_trace_does_around_factories_compiles_nothing_anew() -> None:
+    made = followed(step_of(torch.compile(Positions())))
+    assert made.compiled is not None
+    assert made.compiled.graphs == 4  # two steps, but each graph and its backward once
+
+
 def test_batch_normalisation_convolutions_dropout_and_autocast_are_followed() -> None:
     model: Any = torch.compile(
         nn.Sequential(
@@ -165,6 +184,46 @@ def test_flex_attention_is_followed_where_it_is_compiled() -> None:
     assert made.compiled is not None
     assert made.compiled.graphs
     assert not made.compiled.breaks
+
+
+class Grouped(nn.Module):
+    """Attention of four heads over one group, as users write it in models that are not compiled otherwise."""
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        super().__init__()
+        self.parts, self.attention = nn.Linear(WIDTH, 6 * WIDTH), attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.parts(x).view(x.shape[0], -1, 6, WIDTH).transpose(1, 2)
+        query, key, value = parts.split([4, 1, 1], dim=1)
+        return self.attention(query, key, value, enable_gqa=True)  # type: ignore[no-any-return]
+
+
+def attending(attention: Callable[..., Any]) -> TrainingStep:
+    step = step_of(Grouped(attention))
+    return step.with_(batch=lambda count: torch.ones(count, 256, WIDTH))
+
+
+def test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncompiled() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    step = attending(torch.compile(flex_attention))
+    uncompiled, compiled = run_step(step, 4, CAPABILITY), followed(step, 4)
+    assert compiled.compiled == CompiledCode(graphs=2)
+
+    def blocks(timeline: Timeline) -> list[tuple[str, int]]:
+        sizes = timeline.sizes(4)
+        found = zip(timeline.blocks, sizes, strict=True)
+        return sorted((block.category, size) for block, size in found if size > 4096)  # scalars lie below
+
+    assert blocks(uncompiled) == blocks(compiled)
+
+
+def test_flex_attention_outside_the_compiler_is_refused() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with pytest.raises(UnsupportedStepError, match=r"call torch\.compile\(flex_attention\)"):
+        run_step(attending(flex_attention), 4, CAPABILITY)
 
 
 # --- plans and reports ----------------------------------------------------------------------------------------------

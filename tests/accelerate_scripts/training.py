@@ -4,13 +4,14 @@ import argparse
 import copy
 import os
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
+from accelerate.utils import TorchDynamoPlugin, set_seed
 from common import Network, WithLoss, dataset, end_process_groups_at_exit, weights, write
 from torch import nn
 from torch.utils.data import DataLoader
@@ -247,6 +248,20 @@ def compiled(options):
     """Compiled by Accelerate."""
     accelerator = Accelerator(dynamo_backend="eager")
     write(accelerator, options.out, **loop(options, accelerator))
+
+
+def by_inductor(options):
+    """Compiled by Accelerate, block by block, for the GPU."""
+    plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    accelerator = Accelerator(dynamo_plugin=plugin)
+    write(accelerator, options.out, **loop(options, accelerator))
+
+
+def reduce_overhead(options):
+    """Compiled by the script, to run as CUDA graphs."""
+    accelerator = Accelerator()
+    made = partial(torch.compile, Network(), mode="reduce-overhead")
+    write(accelerator, options.out, **loop(options, accelerator, model=made))
 
 
 def remembers(options):

@@ -235,7 +235,7 @@ def plan(
         job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
         whole = replace(source, trace=under(choice, job))
     # Before the first backward pass, after which autograd may not be copied any more.
-    compiler = Compiler(whole.trace, seconds) if source.compiles else None
+    compiler = Compiler(whole.trace, seconds, copies=not source.copies) if source.compiles else None
     earlier = None if source.explored is None else source.explored.get(batch_size)
     known = earlier if isinstance(earlier, _Explored) else None
     traces = Traces(source, batch_size, report, resolved.multiprocessors) if known is None else known.traces

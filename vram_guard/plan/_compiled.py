@@ -44,7 +44,7 @@ def with_compiled(
     """
     following = _Compiled(source, request, compiler, progress)
     why = _("over several GPUs")
-    if source.topology is None:
+    if source.topology is None and source.ranks == 1:
         try:
             return _followed(made, request, following, search)
         except NotCompiledError as error:
@@ -85,7 +85,8 @@ def _followed(made: Plan, request: Request, compiled: _Compiled, search: Callabl
         if again.fits:
             chosen, made = compiled(_option(again), again.micro_batch_size), again
     eager, fits = made.estimate, made.fits and request.fits(chosen.estimate)
-    reasons = made.reason_values
+    of_eager = {Why.SIZES_ARE_BOUNDS} if chosen.estimate.tier == "symbolic" else set()
+    reasons = tuple(reason for reason in made.reason_values if reason.kind not in of_eager)
     if made.fits and not fits:
         over = request.corrected(chosen.estimate) - request.usable(chosen.estimate)
         reasons = (Reason(Why.COMPILED_TOO_LARGE, missing=Amount(max(0, over))), *reasons)

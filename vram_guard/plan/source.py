@@ -102,6 +102,8 @@ class Source:
     """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
     compiles: bool = False
     """True if ``torch.compile`` compiles the model or parts of it, and its timelines can show that."""
+    copies: bool = False
+    """True if ``trace`` runs in copies of a process, of which one whose code is compiled gives up in time by itself."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
     explored: dict[int, object] | None = None

@@ -71,13 +71,15 @@ class Compiler(Generic[A]):
     Args:
         trace: what to follow -> its timeline, with compiled code.
         seconds: when to give up; 0: at once.
+        copies: False where ``trace`` itself makes a copy of a process, and gives up in time.
     """
 
-    def __init__(self, trace: Callable[[A], Timeline], seconds: float) -> None:
+    def __init__(self, trace: Callable[[A], Timeline], seconds: float, *, copies: bool = True) -> None:
         self._trace = trace
         self.seconds = seconds
+        self._copies = copies
         self._copy: WaitingCopy[A, Timeline] | None = None
-        if seconds and not in_copy():
+        if copies and seconds and not in_copy():
             with contextlib.suppress(ForkRefusedError):
                 self._copy = WaitingCopy(lambda asked: _checked(lambda: trace(asked)))
 
@@ -91,6 +93,8 @@ class Compiler(Generic[A]):
             raise NotCompiledError(_("compile_seconds is 0"))
         begun = time.monotonic()
         try:
+            if not self._copies:
+                return self._followed_elsewhere(asked)
             if self._copy is not None:
                 return self._copy(asked, self.seconds)
             if in_copy():  # nothing of this process goes on
@@ -100,12 +104,16 @@ class Compiler(Generic[A]):
             raise
         except (_TimeIsUp, LostCopyError) as error:
             late = isinstance(error, _TimeIsUp) or time.monotonic() - begun >= self.seconds
-            seconds = f"{self.seconds:g}"
-            why = _("the compiler took longer than {seconds} s (compile_seconds)", seconds=seconds) if late else error
-            raise NotCompiledError(str(why)) from error
+            raise NotCompiledError(too_late(self.seconds) if late else str(error)) from error
         except ForkRefusedError as error:
             raise NotCompiledError(str(error)) from error
         raise NotCompiledError(_("this system cannot copy a process (fork)"))
+
+    def _followed_elsewhere(self, asked: A) -> Timeline:
+        try:
+            return self._trace(asked)
+        except VramGuardError as error:
+            raise NotCompiledError(str(error)) from error
 
 
 class _TimeIsUp(BaseException):
@@ -130,20 +138,34 @@ def _limited(seconds: float) -> Iterator[None]:
 
 def _checked(run: Callable[[], Timeline]) -> Timeline:
     """Called in a copy, which alone imports the compiler."""
-    from vram_guard.simulate.private_api import COMPILER_NAMES
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own, which the training will show
-        missing = missing_names(COMPILER_NAMES)
-        if missing:
-            import torch
-
-            names = ", ".join(name.dotted for name in missing)
-            raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
+        check_compiler()
         try:
             return run()
         except Exception as error:
-            raise NotCompiledError(_cause(error)) from error
+            raise NotCompiledError(cause_of(error)) from error
+
+
+def check_compiler() -> None:
+    """Import the compiler; called in a copy of the process.
+
+    Raises:
+        NotCompiledError: this release lacks what following it rests on.
+    """
+    from vram_guard.simulate.private_api import COMPILER_NAMES
+
+    missing = missing_names(COMPILER_NAMES)
+    if missing:
+        import torch
+
+        names = ", ".join(name.dotted for name in missing)
+        raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
+
+
+def too_late(seconds: float) -> str:
+    """What is said where the compiler did not come to an end in time."""
+    return _("the compiler took longer than {seconds} s (compile_seconds)", seconds=f"{seconds:g}")
 
 
 def not_followed(why: object) -> Message:
@@ -151,7 +173,7 @@ def not_followed(why: object) -> Message:
     return Message("torch.compile is not followed: counted as eager ({why})", why=why)
 
 
-def _cause(error: Exception) -> str:
+def cause_of(error: BaseException) -> str:
     """The innermost error in a line: Dynamo and Inductor wrap what went wrong, and add advice."""
     while isinstance(inner := getattr(error, "inner_exception", None), Exception):
         error = inner

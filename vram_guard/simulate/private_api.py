@@ -21,7 +21,16 @@ _IN_PLACE = "test_gradients_that_others_hold_are_not_summed_in_place"
 _IMPORTED = "test_a_module_that_is_imported_during_a_trace_is_a_real_one"
 _META = "test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device"
 _PROFILED = "test_ranges_for_a_profiler_stop_no_trace"
+_FLEX = "test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncompiled"
 _FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
+
+#: Operators that are followed where they are there.
+FLEX_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._higher_order_ops.flex_attention:create_fw_bw_graph", "score_mod is not traced", _FLEX),
+    PrivateName("torch._higher_order_ops.flex_attention:flex_attention", "the kernel of a trace", _FLEX),
+    PrivateName("torch._higher_order_ops.flex_attention:flex_attention_backward", "the kernel of a trace", _FLEX),
+    PrivateName("torch._ops:HigherOrderOperator.python_key_table", "the kernel of a trace", _FLEX),
+)
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:TensorBase.device", "the true device behind the simulated one", _ASKED),
@@ -124,6 +133,8 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
 
 _COMPILED = "test_compiled_blocks_take_what_inductors_code_allocates"
 _LOSS = "test_a_compiled_loss_keeps_its_gradient"
+_PROCESSES = "test_accelerates_compiled_step_is_shown_beside_the_eager_one"
+_FACTORIES = "test_what_a_trace_does_around_factories_compiles_nothing_anew"
 _BREAKS = "test_a_graph_break_is_said_and_modules_behind_it_are_compiled"
 
 #: Only for steps whose compiled code is followed; a release without one of them counts such steps as eager.
@@ -145,6 +156,8 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
         _COMPILED,
     ),
     PrivateName("torch._dynamo.guards:CheckFunctionManager.__init__", "each graph is compiled once", _COMPILED),
+    PrivateName("torch._guards:GuardsSet.inner", "what a trace looks at compiles nothing anew", _FACTORIES),
+    PrivateName("torch._guards:Guard.user_stack", "what a trace looks at compiles nothing anew", _FACTORIES),
     PrivateName("torch._dynamo.types:ConvertFrameReturn.frame_exec_strategy", "our frames are skipped", _BREAKS),
     PrivateName("torch._C._dynamo.eval_frame:_FrameAction.SKIP", "our frames are skipped", _BREAKS),
     PrivateName("torch._C._dynamo.eval_frame:_FrameExecStrategy", "our frames are skipped", _BREAKS),
@@ -157,6 +170,7 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._inductor.scheduler:has_triton", "code for Triton is written", _COMPILED),
     PrivateName("torch.utils._triton:triton_hash_with_backend", "code for Triton is written", _COMPILED),
     PrivateName("torch._inductor.codecache:CacheBase.get_system", "no GPU is asked", _COMPILED),
+    PrivateName("torch._dynamo.repro.after_aot:save_graph_repro", "no process is started", _PROCESSES),
     PrivateName("torch._inductor.codecache:PyCodeCache.write", "generated code", _COMPILED),
     PrivateName("torch._inductor.codecache:PyCodeCache.load_by_key_path", "generated code", _COMPILED),
     PrivateName("torch._inductor.async_compile:AsyncCompile.triton", "kernels are not compiled", _COMPILED),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -12,6 +14,7 @@ from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
+from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
@@ -20,6 +23,7 @@ from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
+from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.timeline import Timeline
+
+#: Hooks and wrappers that lie around what is compiled.
+_ADAPTER = str(Path(__file__).parents[1]) + os.sep
 
 #: Seconds that one copy may take for two optimizer steps.
 PATIENCE = 300.0
@@ -60,7 +67,7 @@ class ForkedPhase(LoopPhase):
         self._calls: list[ModelCall] = []
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
-        limit(PATIENCE, self._out_of_time)
+        limit(allowed_seconds() if self._request.compiled else PATIENCE, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 
@@ -69,7 +76,12 @@ class ForkedPhase(LoopPhase):
         request, accelerator = self._request, self.loop.accelerator
         if request.precision != precision_of(accelerator):
             techniques.set_precision(accelerator, ACCELERATES[request.precision])
-        self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe
+        compiled = compiled_in(accelerator, self.loop.root)
+        if request.compiled:
+            self.loop.tracer.compile(_ADAPTER)
+        elif compiled:
+            self.loop.tracer.recorder.note(EAGER, tier="partly symbolic")
+        self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe and not request.compiled
         if self.run.observer.reads_losses:
             self._watch()
         if request.slices > 1 and request.sliced_by == "loader":
@@ -134,7 +146,9 @@ class ForkedPhase(LoopPhase):
 
     def _look_at_call(self, model: nn.Module, called: dict[str, Any]) -> None:
         if model.training and any(parameter.requires_grad for parameter in model.parameters()):
-            number = next(at for at, one in enumerate(self.loop.models) if one is model)
+            # Accelerate's regional compilation makes another module of the same parts, which names its original.
+            same = (model, vars(model).get("_orig_mod"))
+            number = next(at for at, one in enumerate(self.loop.models) if any(one is known for known in same))
             call = read_call(number, called, self._request.batch_size)
             self._calls += [call] if call not in self._calls else []
 
@@ -179,9 +193,13 @@ class ForkedPhase(LoopPhase):
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
+        if self._request.compiled and isinstance(error, Exception):
+            self._parent.send(DryRunFailure.unsupported(cause_of(error)))
         self._parent.send(DryRunFailure.of(error, script))
 
     def _out_of_time(self, frame: Any) -> NoReturn:
+        if self._request.compiled:
+            self._parent.send(DryRunFailure.of(LostCopyError(too_late(allowed_seconds()))))
         reason = _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{PATIENCE:.0f}")
         self._parent.send(DryRunFailure.of(LostCopyError(at_line(reason, frame))))
 

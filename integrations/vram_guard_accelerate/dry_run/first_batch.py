@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from vram_guard.capture.loader import Sample
+from vram_guard.simulate.compiled import compiles
 from vram_guard_accelerate._launch_plan import LoaderPlace
 from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
@@ -118,9 +119,23 @@ class FirstBatch:
     @property
     def compiled(self) -> bool:
         """True if ``torch.compile`` compiles a model as a whole."""
-        backend = getattr(self.accelerator.state.dynamo_plugin, "backend", "NO")
-        compiled = any(hasattr(part, "_orig_mod") for part in self.root.modules())
-        return compiled or str(getattr(backend, "value", backend)).upper() != "NO"
+        return _by_plugin(self.accelerator) or any(hasattr(part, "_orig_mod") for part in self.root.modules())
+
+    @property
+    def compiles(self) -> bool:
+        """True if ``torch.compile`` compiles a model or parts of one."""
+        return compiled_in(self.accelerator, self.root)
+
+
+def compiled_in(accelerator: Any, root: nn.Module) -> bool:
+    """True if ``torch.compile`` compiles the prepared models or parts of them."""
+    return _by_plugin(accelerator) or compiles(root)
+
+
+def _by_plugin(accelerator: Any) -> bool:
+    """True if Accelerate does it: what it returns for a model is compiled, the model itself is not."""
+    backend = getattr(accelerator.state.dynamo_plugin, "backend", "NO")
+    return str(getattr(backend, "value", backend)).upper() != "NO"
 
 
 def root_of(models: tuple[nn.Module, ...]) -> nn.Module:

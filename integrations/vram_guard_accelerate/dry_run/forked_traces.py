@@ -13,6 +13,7 @@ from vram_guard.longest.choice import choose
 from vram_guard.longest.wish import Wish
 from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
+from vram_guard.simulate.compiled import allowed_seconds
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
@@ -105,13 +106,15 @@ class ForkedTraces:
         if (request, whole_job, most) in self._answers:
             return self._answers[request, whole_job, most]
         # The planner asks for these two one after the other: they run side by side.
-        sizes = TRACED_SIZES if request.batch_size == TRACED_SIZES[0] else (request.batch_size,)
+        both = request.batch_size == TRACED_SIZES[0] and not request.compiled
+        sizes = TRACED_SIZES if both else (request.batch_size,)
         for wanted in ((replace(request, batch_size=size), whole_job, most) for size in sizes):
             if wanted not in self._answers and wanted not in self._running:
                 self._running[wanted] = self._fork(*wanted)
         try:
             copy = self._running.pop((request, whole_job, most))
-            answer = self._answers[request, whole_job, most] = _answer_of(copy, TraceResult)
+            more = allowed_seconds() if request.compiled else 0.0
+            answer = self._answers[request, whole_job, most] = _answer_of(copy, TraceResult, PATIENCE + more)
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
                 self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
@@ -163,8 +166,8 @@ def longest_again(sample: Sample, task: ForkTask) -> Sample:
     return replace(sample, batch_size=task.batch_size)
 
 
-def _answer_of(copy: Fork, kind: type[T]) -> T:
-    answer = copy.answer(PATIENCE)
+def _answer_of(copy: Fork, kind: type[T], seconds: float = PATIENCE) -> T:
+    answer = copy.answer(seconds)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, kind):

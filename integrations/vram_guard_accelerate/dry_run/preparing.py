@@ -93,7 +93,6 @@ class PreparingPhase(Phase):
                     "process only; launch it with --num_processes 1"
                 )
             )
-        self._calls.end()
         loop = OwnLoop(self.run.script.optimizers)
         loop.train(models)
         self.prepare(lambda *_args, **_kwargs: None, loop, tuple(models), {})
@@ -102,6 +101,7 @@ class PreparingPhase(Phase):
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
         """The first ``prepare``: from here on, the process is symbolic, and its copies that prove a plan are real."""
+        self._calls.end()  # Dynamo would follow what lies around the calls of modules
         self.run.phase = self._next(accelerator, args)
         return self.run.phase.prepare(original, accelerator, args, kwargs)
 

@@ -149,8 +149,7 @@ def _decided(
         if not verdict.refused:
             break
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
-    eager = (_("torch.compile is not followed: counted as eager"),) if first.by_itself and first.compiled else ()
-    notes = [*first.sample.notes, *eager, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
     if isinstance(launch_plan.loss_weight, Normaliser):
         notes.append(_("the losses of micro-batches are weighted by {count}", count=launch_plan.loss_weight.words()))
     relaunches: tuple[Relaunch, ...] = ()
@@ -203,6 +202,8 @@ class _Planner:
             ranks=first.shape.ranks,
             one_size=bool(first.why_one_size),
             sharded=first.fork_server is not None,
+            compiles=first.compiles,
+            copies=True,
             sliced_by=sliced_by,
             forward_again=forward_again,
             job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,

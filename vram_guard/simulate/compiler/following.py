@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,21 +41,30 @@ _DYNAMO = {
 #: The folder of what a trace runs around the user's code.
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
-#: Functions there that call a module's forward.
-_AROUND_MODULES = frozenset({"called", "marked"})
+#: Functions there, and in adapters, that call a module's forward.
+_AROUND_MODULES = frozenset({"called", "marked", "call"})
 
 
 class Followed:
-    """What was compiled in one trace."""
+    """What was compiled in one trace, so far.
 
-    def __init__(self) -> None:
+    Args:
+        breaks: Dynamo's own list of why it ended graphs.
+    """
+
+    def __init__(self, breaks: Iterable[str]) -> None:
         self.graphs = 0
-        self.breaks: tuple[str, ...] = ()
+        self._breaks = breaks
 
     @property
     def code(self) -> CompiledCode:
         """What a timeline says of it."""
-        return CompiledCode(self.graphs, self.breaks)
+        return CompiledCode(self.graphs, tuple(str(reason).strip().partition("\n")[0] for reason in self._breaks))
+
+
+def _looked_at_in(guard: Any, folders: tuple[str, ...]) -> bool:
+    stack = guard.user_stack
+    return bool(stack) and stack[-1].filename.startswith(folders)
 
 
 def _skipped(beneath: FrameAction) -> ConvertFrameReturn:
@@ -68,6 +77,7 @@ def compiler_followed(
     mode: TorchDispatchMode,
     capability: tuple[int, int],
     module_call: Callable[..., Any],
+    adapter: str = _OWN,
 ) -> Iterator[Followed]:
     """Inside the block ``torch.compile`` compiles symbolic tensors for CUDA, and its code runs in the trace.
 
@@ -79,11 +89,13 @@ def compiler_followed(
         mode: the trace's own.
         capability: of the GPU that is meant.
         module_call: ``nn.Module.__call__``, as torch has it.
+        adapter: the folder of the adapter that observes the loop from within it, with a separator at its end.
 
     Raises:
         UnsupportedStepError: the code would run as CUDA graphs, whose memory pools are not modelled.
     """
-    followed = Followed()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    followed = Followed(breaks)
     convert_frame, compile_fx = torch._dynamo.convert_frame, torch._inductor.compile_fx
     compiled_frame = convert_frame.CatchErrorsWrapper.__call__
     compiled_graph = compile_fx._compile_fx_inner
@@ -103,7 +115,7 @@ def compiler_followed(
             state.in_kernel = before
 
     def compile_frame(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if frame.f_code.co_filename.startswith(_OWN):
+        if frame.f_code.co_filename.startswith((_OWN, adapter)):
             # Between a break and the next graph Dynamo looks at all that runs. Of ours, modules alone lie around more.
             around = frame.f_code.co_name in _AROUND_MODULES
             return _skipped(FrameAction.DEFAULT if around else FrameAction.SKIP)
@@ -123,18 +135,22 @@ def compiler_followed(
             inputs_on_cuda(graph, inputs)
             return compiled_graph(graph, inputs, *args, **kwargs)
 
-    def make_checks(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Guards remember dispatch keys: those of the trace, where the code runs; else each step compiles anew."""
+    def make_checks(self: Any, code: Any, output: Any, *args: Any, **kwargs: Any) -> None:
+        """Guards remember dispatch keys: those of the trace, where the code runs; else each step compiles anew.
+
+        And what functions of ours looked at as Dynamo followed them, which is otherwise while the code runs.
+        """
+        for guard in [one for one in output.guards if _looked_at_in(one, (_OWN, adapter))]:
+            output.guards.inner.discard(guard)
         state.shapes_only += 1
         try:
             with mode:
-                checks_made(self, *args, **kwargs)
+                checks_made(self, code, output, *args, **kwargs)
         finally:
             state.shapes_only -= 1
 
     dynamo = {name: value for name, value in _DYNAMO.items() if hasattr(torch._dynamo.config, name)}
     torch._dynamo.reset()
-    breaks = torch._dynamo.utils.counters["graph_break"]
     breaks.clear()
     try:
         with (
@@ -147,6 +163,5 @@ def compiler_followed(
             torch.compiler.set_stance("default"),  # a framework's adapter has all else run uncompiled
         ):
             yield followed
-            followed.breaks = tuple(str(reason).strip().partition("\n")[0] for reason in breaks)
     finally:
         torch._dynamo.reset()

@@ -1,22 +1,23 @@
 """Inductor for a CUDA device that is not there: it writes its code as always, and its kernels do nothing.
 
-The code that it writes lies in a folder of the trace. No kernel is compiled, no process is started and nothing is
+The code that it writes lies in memory, and no file is made. No kernel is compiled, no process is started and nothing is
 measured: what torch would find out by measuring (the padding of matrix products) is left as it is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch._dynamo.device_interface
+import torch._dynamo.repro.after_aot
 import torch._functorch.config
 import torch._inductor.async_compile
 import torch._inductor.codecache
@@ -28,6 +29,7 @@ import torch._inductor.runtime.hints
 import torch._inductor.scheduler
 import torch.utils._triton
 
+from vram_guard.forks.fork import write_all
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiler.fake_tensors import graph_on_cuda, moved_to_cuda, on_cuda
 from vram_guard.simulate.device.cuda_module import CUDA
@@ -96,17 +98,21 @@ class _DeviceGuard:
 
 
 class _Codes:
-    """Generated modules, in a folder of their own: Inductor reads its code again."""
+    """Generated modules, in files without a place in any folder: Inductor reads its code again."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._count = 0
+    def __init__(self) -> None:
+        self._files: list[int] = []
 
     def write(self, source_code: str, **_extra: str) -> tuple[str, str]:
-        key, self._count = f"graph{self._count}", self._count + 1
-        path = self._folder / f"{key}.py"
-        path.write_text(source_code, encoding="utf-8")
-        return key, str(path)
+        key = f"graph{len(self._files)}"
+        # A copy of a script's process makes no files: what it opens for writing is thrown away.
+        self._files.append(os.memfd_create(key))
+        write_all(self._files[-1], memoryview(source_code.encode()))
+        return key, f"/proc/self/fd/{self._files[-1]}"
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
 
     def load(self, key: str, path: str, *args: Any, **kwargs: Any) -> ModuleType:
         made = ModuleType(f"torch._inductor.generated.{key}")
@@ -177,13 +183,15 @@ def inductor_without_gpu(state: FakeCudaState, capability: tuple[int, int]) -> I
 
     system = {"device": {"name": torch.cuda.get_device_name()}, "hash": "0"}
     with contextlib.ExitStack() as stack:
-        codes = _Codes(stack.enter_context(TemporaryDirectory(prefix="vram_guard_")))
+        codes = stack.enter_context(contextlib.closing(_Codes()))
         for target, values in (
             (interface, answers),
             (interface.Worker, worker),
             (torch._inductor.scheduler, {"has_triton": lambda *_args, **_kwargs: True}),
             (torch.utils._triton, {"triton_hash_with_backend": lambda: "0" * 52}),
             (codecache.CacheBase, {"get_system": _constant(system)}),
+            # Text for logs, for which nvcc would be run.
+            (torch._dynamo.repro.after_aot, {"save_graph_repro": lambda *_args, **_kwargs: None}),
             (
                 codecache.PyCodeCache,
                 {

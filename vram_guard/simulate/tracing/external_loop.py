@@ -12,7 +12,8 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.patching import replaced
+from vram_guard.simulate.compiled import check_compiler
 from vram_guard.simulate.device.cuda_module import accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
@@ -41,6 +43,9 @@ from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncomp
 from vram_guard.state.containers import mapped
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Timeline
+
+if TYPE_CHECKING:
+    from vram_guard.simulate.compiler.following import Followed
 
 
 def _onto_one_gpu(_model: nn.Module, inputs: Any, kwargs: Any, _gpus: Any) -> tuple[Any, Any]:
@@ -74,6 +79,7 @@ class ExternalLoopTracer:
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
         self._by_engine = False
+        self._followed: Followed | None = None
         self._flat: nn.Module | None = None
         """The model that FullyShardedDataParallel divides, if any: it stores gradients itself."""
 
@@ -88,6 +94,7 @@ class ExternalLoopTracer:
         check_torch()
         enter = self._stack.enter_context
         enter(compiler_not_imported())
+        self._module_call = nn.Module.__call__
         enter(asked_as_chosen(self.capability))
         enter(on_simulated_cuda(self._device, self.capability))
         if hasattr(torch, "accelerator"):
@@ -211,6 +218,21 @@ class ExternalLoopTracer:
                 model.register_forward_pre_hook(reduction.begins)
                 model.register_forward_hook(reduction.ended)
 
+    def compile(self, adapter: str) -> None:
+        """From here on what ``torch.compile`` compiles is followed as compiled, and no longer runs uncompiled.
+
+        Args:
+            adapter: the folder of the code that observes the loop from within it, with a separator at its end.
+
+        Raises:
+            NotCompiledError: this torch lacks what that rests on.
+        """
+        check_compiler()
+        from vram_guard.simulate.compiler.following import compiler_followed
+
+        follow = compiler_followed(self._device, self._mode, self.capability, self._module_call, adapter)
+        self._followed = self._stack.enter_context(follow)
+
     def train(self, model: nn.Module) -> None:
         """The loop is about to train this model (its names are those of the answer)."""
         self._stack.enter_context(module_paths(model, self.recorder))
@@ -291,4 +313,5 @@ class ExternalLoopTracer:
     def timeline(self, batch_size: int, precision: str) -> Timeline:
         """Everything that happened so far; nothing after this is recorded. Sizes are those of this batch size."""
         self.recorder.close()
-        return self._mode.timeline(batch_size, precision)
+        code = None if self._followed is None else self._followed.code
+        return replace(self._mode.timeline(batch_size, precision), compiled=code)

@@ -18,6 +18,8 @@ import torch
 import torch._compile
 
 from vram_guard.patching import replaced
+from vram_guard.simulate.operators.flex_attention import flex_attention_followed
+from vram_guard.simulate.tracing._dispatch import SymbolicMode
 
 if TYPE_CHECKING:
     from vram_guard.simulate.device.fake_cuda import FakeCudaState
@@ -39,6 +41,7 @@ def uncompiled(device: FakeCudaState) -> Iterator[None]:
         device: on which the block runs; it tells of modules that are imported.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(flex_attention_followed(SymbolicMode))
         set_stance = getattr(torch.compiler, "set_stance", None)
         told = False
 
