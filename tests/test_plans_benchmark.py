@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +78,8 @@ def row(budget="12GiB", peak=11 * GIB, fits=True, **changes):
         "plan": "4 micro-batches of 4",
         "slowdown": 1.25,
         "host_peak": 0,
+        "processor": 2.04,
+        "traces": 7,
         "halving": {"batch_size": 4, "peak": 9 * GIB, "slowdown": 1.5},
         **changes,
     }
@@ -105,6 +111,9 @@ def test_the_page_shows_plan_cost_and_halving(language, fails, kept):
     words = pages.TEXTS[language]
     page = pages.page(REPORT, words)
     assert "| 12 GiB | 4 micro-batches of 4 | 11.00 GiB | × 1.25 | - | 16 → 4 | × 1.50 | 3.2 " in page
+    table = [line.split("|") for line in page.splitlines() if line.startswith("|")]
+    assert [cell.strip(" s秒") for cell in table[2][-4:-1]] == ["3.2", "2.0", "7"], "wall, processor time, traces"
+    assert len({len(cells) for cells in table}) == 1
     assert f"| 8 GiB | {words['nothing_fits']} | - | - | - | {fails} | - |" in page
     assert f"| 24 GiB | {words['unchanged']} | 20.00 GiB | × 1.00 | - | {kept} | × 1.00 |" in page
     assert "not installed: pip install diffusers" in page
@@ -115,6 +124,7 @@ def test_the_table_in_the_terminal(capsys):
     out = capsys.readouterr().out
     assert "A, 16 x 2: 20.00 GiB as written" in out
     assert "4 (x 1.50)" in out
+    assert "3.2 s      2.0 s       7" in out
     assert "b: not installed" in out
 
 
@@ -134,6 +144,14 @@ def test_a_row_says_what_the_plan_and_halving_come_to():
     assert facts["halving"]["batch_size"] < 48
     assert f"micro-batches of {made.micro_batch_size}" in facts["plan"] or made.splits == 1
     assert facts["traces"] >= 2
+    assert 0 < facts["processor"] < 100
+
+
+def test_processor_time_counts_what_a_copy_of_the_process_did():
+    code = "import time\nwhile time.process_time() < 0.3: pass"
+    own, both = time.process_time(), compare.processor_seconds()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert compare.processor_seconds() - both >= time.process_time() - own + 0.25
 
 
 def test_a_budget_beyond_the_card_is_left_out():

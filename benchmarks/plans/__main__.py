@@ -4,7 +4,8 @@
 
 Prints the table and writes the pages DIR/en/plans.md and DIR/zh_cn/plans.md (DIR is the repository's ``docs`` unless
 told otherwise). Each training is planned in a worker of its own, built symbolically: it takes no GPU, no weights and
-no download, and host memory only for the trace. Seconds exclude imports.
+no download, and host memory only for the trace. Seconds exclude imports; "processor" is processor time, which other
+work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -68,13 +69,18 @@ def print_tables(results: Results) -> None:
     """One table for each training."""
     for title, found in results.by_source():
         print(f"\n{title}: {found[0].details['as_written'] / GIB:.2f} GiB as written")
-        print(f"  {'budget':>8}{'peak GiB':>10}{'step time':>11}{'planned in':>12}  {'halved':<16} plan")
+        cost = f"{'planned in':>12}{'processor':>11}{'traces':>8}"
+        print(f"  {'budget':>8}{'peak GiB':>10}{'step time':>11}{cost}  {'halved':<16} plan")
         for row in found:
             slowdown, half = row.details["slowdown"], row.details["halving"]
             time = f"x {slowdown:.2f}" if row.fits and slowdown is not None else "-"
-            seconds, peak = f"{row.seconds:.1f} s", f"{(row.predicted or 0) / GIB:.2f}"
+            seconds, used = f"{row.seconds:.1f} s", f"{row.details['processor']:.1f} s"
+            traces, peak = row.details["traces"], f"{(row.predicted or 0) / GIB:.2f}"
             halved = "fails" if half is None else f"{half['batch_size']} (x {half['slowdown']:.2f})"
-            print(f"  {row.name:>8}{peak:>10}{time:>11}{seconds:>12}  {halved:<16} {row.details['plan']}")
+            print(
+                f"  {row.name:>8}{peak:>10}{time:>11}{seconds:>12}{used:>11}{traces:>8}"
+                f"  {halved:<16} {row.details['plan']}"
+            )
     for name, why in results.failed.items():
         print(f"\n{name}: {why}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,9 +55,9 @@ def row(workload: Workload, budget: Budget, say: Callable[[str], None], name: st
         traces.append(line)
         say(f"{format_bytes(budget.total)}: {line}")
 
-    start = time.perf_counter()
+    start, used = time.perf_counter(), processor_seconds()
     made = plan(workload.step, size, budget, host_budget=HOST_BUDGET, progress=heard)
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, processor_seconds() - used
     assert made.timeline_before is not None
     return Row(
         source=workload.title,
@@ -75,10 +76,17 @@ def row(workload: Workload, budget: Budget, say: Callable[[str], None], name: st
             "slowdown": made.slowdown,
             "host_peak": made.estimate.host_peak,
             "halving": halving(made.timeline_before, size, budget),
+            "processor": used,
             "traces": sum(line.startswith("tracing") for line in traces),
             "explanation": made.explain(),
         },
     )
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of the copies of it that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def in_words(made: Plan) -> str:

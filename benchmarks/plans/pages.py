@@ -52,4 +52,6 @@ def _line(row: Row, words: Texts) -> tuple[str, ...]:
         batch,
         time,
         words["seconds"].format(seconds=row.seconds),
+        words["seconds"].format(seconds=facts["processor"]),
+        str(facts["traces"]),
     )
