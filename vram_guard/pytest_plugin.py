@@ -110,5 +110,5 @@ def _configured(config: pytest.Config) -> tuple[Any, Any]:
     if "gpu_memory" in found:
         from vram_guard.budget import Budget
 
-        return Budget.resolve(gpu_memory=found["gpu_memory"].value), None  # type: ignore[arg-type]
+        return Budget.resolve(gpu_memory=found["gpu_memory"].value), None
     return tuple(found[name].value if name in found else None for name in ("budget", "gpu"))  # type: ignore[return-value]
