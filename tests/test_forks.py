@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from vram_guard.budget import HostMemory
 from vram_guard.errors import InvalidInputError, LostCopyError, UnsupportedStepError
-from vram_guard.forks import fork, hanging
+from vram_guard.forks import fork, hanging, host_copies
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
 
@@ -249,9 +251,12 @@ def test_where_a_copy_of_a_copy_hangs_is_what_is_reported(monkeypatch: pytest.Mo
     assert (hanging._fields(int(seen[0])) or ["Z"])[0] == "Z"  # ended, whether or not it was waited for
 
 
-def test_what_a_used_gpu_forbids_in_a_copy_is_told_apart() -> None:
+@pytest.mark.parametrize(
+    "words", ["Cannot re-initialize CUDA in forked subprocess. To use CUDA ...", "CUDA error: initialization error\n"]
+)
+def test_what_a_used_gpu_forbids_in_a_copy_is_told_apart(words: str) -> None:
     def work(_say: object) -> None:
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA ...")
+        raise RuntimeError(words)
 
     with pytest.raises(ForkRefusedError):
         run_in_fork(work)
@@ -279,3 +284,80 @@ def test_a_copy_after_work_of_torchs_threads_and_autograd() -> None:
 
     train()
     assert run_in_fork(lambda _say: train()) > 0
+
+
+#: A process whose torch believes in one GPU, on which nothing works: its thread of autograd ends the process.
+WITH_A_GPU = """
+import ctypes, os, threading, torch
+from vram_guard.forks import autograd_threads
+from vram_guard.forks.fork import ForkRefusedError, run_in_fork
+
+def answers(_gpu):
+    if threading.get_ident() != main:
+        os.abort()
+    return 1  # the number of devices, and the type of CUDA's
+
+main = threading.get_ident()
+method = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(answers)
+methods = (ctypes.c_void_p * 64)(*[ctypes.cast(method, ctypes.c_void_p).value] * 64)
+gpu = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
+autograd_threads._registered()[autograd_threads._CUDA] = ctypes.addressof(gpu)
+
+def train(_say):
+    weight = torch.ones((), requires_grad=True)
+    (3 * weight).backward()
+    return float(weight.grad)
+
+def twice(say):
+    return train(say), run_in_fork(train)
+
+print(run_in_fork(twice))
+"""
+
+
+def test_autograd_of_a_copy_starts_no_threads_for_gpus_and_works_in_copies_of_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WITH_A_GPU], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "(3.0, 3.0)"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_values_on_a_gpu_lie_on_the_host_in_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(4, 4)
+    tied = model.weight.detach().t()[1:]
+    addresses = [model.weight.data_ptr(), model.bias.data_ptr()]
+    weight, bias = model.weight.tolist(), model.bias.tolist()
+    monkeypatch.setattr(host_copies, "_gpu_tensors", lambda: [model.weight, model.bias, tied])
+
+    def work(_say: object) -> tuple[object, ...]:
+        assert not {model.weight.data_ptr(), model.bias.data_ptr()} & set(addresses)
+        found = model.weight.tolist(), model.bias.tolist()
+        model.weight.data.fill_(7)
+        return *found, tied.tolist()
+
+    assert run_in_fork(work) == (weight, bias, [[7.0] * 4] * 3)
+    assert [model.weight.data_ptr(), model.bias.data_ptr()] == addresses
+    assert model.weight.tolist() == weight
+
+
+def test_values_that_the_host_has_no_room_for_stay_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor = torch.ones(1024)
+    monkeypatch.setattr(host_copies, "_gpu_tensors", lambda: [tensor])
+    monkeypatch.setattr(host_copies, "host_memory", lambda: HostMemory(8000, 8000, "physical memory"))
+    address = tensor.data_ptr()
+    assert run_in_fork(lambda _say: tensor.data_ptr()) == address
+    assert "too little memory" in caplog.text
+
+
+@pytest.mark.gpu
+def test_values_on_a_real_gpu_are_read_in_the_copy() -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").view(2, 3))
+
+    def work(_say: object) -> tuple[str, float]:
+        (weight * weight).sum().backward()
+        return weight.device.type, float(weight.grad.sum())
+
+    assert run_in_fork(work) == ("cpu", 30.0)
+    assert weight.is_cuda

@@ -20,10 +20,11 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar, cast
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
-from vram_guard.forks import hanging
+from vram_guard.forks import autograd_threads, hanging
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.hanging import HangsError, Patience, abort
+from vram_guard.forks.host_copies import HostCopies
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.language import _
@@ -36,7 +37,11 @@ Progress = Callable[[str], None]
 MOST_SECONDS = 1800.0
 
 #: Parts of messages with which CUDA and torch's autograd refuse to work in a copy of a process that has used a GPU.
-_REFUSED_IN_FORKS = ("Cannot re-initialize CUDA in forked subprocess", "combination with fork-based multiprocessing")
+_REFUSED_IN_FORKS = (
+    "Cannot re-initialize CUDA in forked subprocess",
+    "combination with fork-based multiprocessing",
+    "CUDA error: initialization error",
+)
 
 
 class ForkRefusedError(UnsupportedStepError):
@@ -60,7 +65,7 @@ def can_fork() -> bool:
 
 
 def fork_with_generators() -> int:
-    """``os.fork``, but the copy draws what its original would have drawn: Python seeds its own generator anew there.
+    """``os.fork``, but Python's generator is not seeded anew, and autograd of the copy uses no GPU.
 
     Example:
         >>> fork_with_generators()  # doctest: +SKIP
@@ -70,6 +75,7 @@ def fork_with_generators() -> int:
     process = os.fork()
     if process == 0:
         random.setstate(generators)
+        autograd_threads.start_without_gpus()
     return process
 
 
@@ -100,7 +106,7 @@ def run_in_fork(
     if not can_fork():
         raise ForkRefusedError(_("this system cannot copy a process (fork)"))
     here, there = Pipe(duplex=False)
-    stack = FatalStack()
+    stack, values = FatalStack(), HostCopies()
     with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -111,7 +117,8 @@ def run_in_fork(
             raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
     if process == 0:
         here.close()
-        _work_in_copy(work, there, stack)
+        _work_in_copy(work, there, stack, values)
+    del values
     there.close()
     with here, contextlib.closing(stack):
         kind, value, buffers = _answer(here, process, stack, progress or (lambda _line: None), most_seconds)
@@ -126,7 +133,7 @@ def run_in_fork(
 # --- in the copy ---------------------------------------------------------------------------------------------------
 
 
-def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: FatalStack) -> None:
+def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: FatalStack, values: HostCopies) -> None:
     """Do the work, send what came of it, and end without the exit handlers of the process."""
     code = 1
     try:
@@ -135,6 +142,7 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: Fata
         gc.freeze()  # finalizers of the original's objects are not run here
         isolate({home.fileno(), stack.number})
         discard_writes()
+        values.take_over()
         buffers: list[pickle.PickleBuffer] = []
         outcome = _outcome(work, home, buffers)
         home.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueError
+from vram_guard.forks import autograd_threads
 from vram_guard.language import _
 from vram_guard.simulate.cost.op_cost import CostMeter, network_of
 from vram_guard.simulate.device import constants
@@ -472,5 +473,7 @@ def device_of_factories() -> Iterator[None]:
     """On a torch without CUDA, factories with ``device="cuda"`` get as far as the dispatch mode."""
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is not None and not torch.cuda.is_initialized():
+        if not getattr(torch._C, "_cuda_getDeviceCount", int)():
+            autograd_threads.start()  # from torch 2.15 on, it would start a thread for each of the pretended GPUs
         ensure()
     yield
