@@ -286,39 +286,51 @@ def test_a_copy_after_work_of_torchs_threads_and_autograd() -> None:
     assert run_in_fork(lambda _say: train()) > 0
 
 
-#: A process whose torch believes in one GPU, on which nothing works: its thread of autograd ends the process.
-WITH_A_GPU = """
-import ctypes, os, threading, torch
-from vram_guard.forks import autograd_threads
-from vram_guard.forks.fork import ForkRefusedError, run_in_fork
-
-def answers(_gpu):
-    if threading.get_ident() != main:
-        os.abort()
-    return 1  # the number of devices, and the type of CUDA's
-
-main = threading.get_ident()
-method = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(answers)
-methods = (ctypes.c_void_p * 64)(*[ctypes.cast(method, ctypes.c_void_p).value] * 64)
-gpu = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
-autograd_threads._registered()[autograd_threads._CUDA] = ctypes.addressof(gpu)
+ON_A_GPU_MACHINE = """
+import pretended_gpu
+import torch
+from lightning import pytorch as lightning
+from torch.utils.data import DataLoader, TensorDataset
+from vram_guard.forks.fork import run_in_fork
+from vram_guard_lightning import VramGuard
 
 def train(_say):
     weight = torch.ones((), requires_grad=True)
     (3 * weight).backward()
     return float(weight.grad)
 
-def twice(say):
-    return train(say), run_in_fork(train)
+print(run_in_fork(lambda say: (train(say), run_in_fork(train))))
 
-print(run_in_fork(twice))
+class Deep(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+guard = VramGuard(budget="26MiB", margin=0, allow="accumulate", remember=False, whole_job=False)
+lightning.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[guard]).fit(
+    Deep(), DataLoader(TensorDataset(torch.rand(2048, 128)), batch_size=1024)
+)
 """
 
 
-def test_autograd_of_a_copy_starts_no_threads_for_gpus_and_works_in_copies_of_it() -> None:
-    done = subprocess.run([sys.executable, "-c", WITH_A_GPU], capture_output=True, text=True, check=False)
+def test_on_a_machine_with_a_gpu_copies_and_their_copies_run_backward_passes_and_plans_are_proven() -> None:
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ON_A_GPU_MACHINE],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(3.0, 3.0)"
+    assert done.stdout.splitlines()[0] == "(3.0, 3.0)"
+    assert "proven by running 4 samples" in done.stdout + done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

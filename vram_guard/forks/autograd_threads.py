@@ -24,31 +24,21 @@ _CUDA = 1
 
 
 def start_without_gpus() -> None:
-    """Called first in a copy of a process: from now on, and in copies of this copy, backward passes use this thread.
+    """Have autograd start as the first backward pass of a process does, for no GPU; nothing is computed.
 
-    Where autograd of the original has threads already, backward passes are refused here as before. In the middle of a
-    backward pass nothing is started: that pass is still to go on in the copy.
+    Called first in a copy of a process. Where autograd of the original has threads already, backward passes are refused
+    in the copy as before. In the middle of a backward pass nothing is started: that pass is still to go on.
 
     Example:
-        >>> start_without_gpus()  # doctest: +SKIP
+        >>> start_without_gpus()
     """
     import torch
 
-    if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - there is no public word for it
-        with _no_gpu_registered(), contextlib.suppress(RuntimeError):
-            start()
-
-
-def start() -> None:
-    """Have autograd start its threads, as the first backward pass of a process does; nothing is computed.
-
-    Example:
-        >>> start()
-    """
-    import torch
-
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - there is no public word for it
+        return
     engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch.autograd.backward wants tensors
-    engine.run_backward((), (), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    with _no_gpu_registered(), contextlib.suppress(RuntimeError):
+        engine.run_backward((), (), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextlib.contextmanager

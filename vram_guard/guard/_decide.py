@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.apply.normalisers import Normaliser
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.budget import Budget
+from vram_guard.errors import DeviceQueryError, NoDeviceError, UnsupportedStepError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vram_guard.budget import Budget
     from vram_guard.guard.settings import GuardSettings, PlanSettings
     from vram_guard.guard.training import CapturedTraining, Training
     from vram_guard.longest.file_sizes import FileSizes
@@ -100,12 +101,19 @@ def in_copy_of_process(training: Training, work: Callable[[Progress], T]) -> tup
 
 
 def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
-    """The budget of this rank's device.
+    """The budget of this rank's device, with what is known of the device where an amount was given.
 
     Raises:
         NoDeviceError: there is no GPU here and neither a budget nor a GPU's name was given.
     """
-    return settings.resolved_budget(device if device.type == "cuda" else None)
+    on_gpu = device.type == "cuda"
+    budget = settings.resolved_budget(device if on_gpu else None)
+    if on_gpu and budget.compute_capability is None:  # a copy of this process could not ask CUDA
+        with contextlib.suppress(NoDeviceError, DeviceQueryError):
+            found = Budget.resolve(device=device)
+            known = found.compute_capability, found.multiprocessors
+            budget = replace(budget, compute_capability=known[0], multiprocessors=known[1])
+    return budget
 
 
 def decide_alone(

@@ -27,7 +27,7 @@ from vram_guard.language import _
 from vram_guard.proof.differences import TOLERANCES, differences
 from vram_guard.proof.observed import Observed, observe
 from vram_guard.state.random_generators import RandomState
-from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class RehearsedEvaluation(ExitStack):
         self._given: dict[str, Any] = {}
         self._indices: set[str] = set()
         self.enter_context(cpu_as_gpu(AS_WRITTEN))
+        self.enter_context(without_gpu())
         self.applied.replace(torch.distributed, "is_initialized", lambda: False)
         refuse_connections()
 

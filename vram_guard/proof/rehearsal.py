@@ -24,7 +24,7 @@ from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, gradients_of, observe
 from vram_guard.state.random_generators import RandomState
-from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class RehearsedStep(ExitStack):
         self._generators = RandomState(of_torch=False)
         self._opened: Counter[str] = Counter()
         self.enter_context(cpu_as_gpu(rehearsal.recipe))
+        self.enter_context(without_gpu())
         if rehearsal.recipe.optimizer_in_backward:
             self._keep_gradients()
         # No other process takes part, whatever this one's copy was connected to.

@@ -24,7 +24,7 @@ from vram_guard.language import _
 from vram_guard.proof._norms import distance, norm
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind
 from vram_guard.techniques import install, place
-from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _difference(model: nn.Module, name: str, call: _Call, recipe: Recipe) -> Dif
     before = copy.deepcopy(block.state_dict())
     written = _run(block, call)
     block.load_state_dict(before)
-    with cpu_as_gpu(recipe):
+    with cpu_as_gpu(recipe), without_gpu():
         _keep.extend((place(model, recipe, "cpu"), install(model, recipe)))
         changed = _run(block, call)
     for (part, one), (other_part, other) in zip(written, changed, strict=True):

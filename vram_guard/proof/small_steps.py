@@ -7,20 +7,18 @@ the model is.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vram_guard.language import _
-from vram_guard.patching import replaced
 from vram_guard.proof._norms import distance, norm
 from vram_guard.proof.differences import TOLERANCES
-from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
+from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.optimizers import eight_bit_library, needs_closure
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -101,20 +99,10 @@ def _compared(optimizer: torch.optim.Optimizer, recipe: Recipe, *, exact: bool) 
     steps = []
     for form in (AS_WRITTEN, recipe):
         weights = [[torch.nn.Parameter(one.clone()) for one in group] for group in began]
-        with cpu_as_gpu(form), _without_gpu():
+        with cpu_as_gpu(form), without_gpu():
             steps.append(_stepped(optimizer_for(_over(optimizer, weights), form), weights))
     moved = zip(*steps, [one for group in began for one in group], strict=True)
     return max((distance(one, other) / (norm(one - first) or 1.0) for one, other, first in moved), default=0.0)
-
-
-@contextlib.contextmanager
-def _without_gpu() -> Iterator[None]:
-    """Inside the block there is no GPU whose stream a step could ask whether it is captured, nor a pretended one."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(torch.cuda, {"is_available": lambda: False}))
-        if hasattr(torch, "accelerator"):  # since torch 2.6
-            stack.enter_context(replaced(torch.accelerator, {"current_accelerator": lambda **_options: None}))
-        yield
 
 
 def _stand_ins(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[list[torch.Tensor]]:

@@ -30,6 +30,26 @@ def cpu_as_gpu(recipe: Recipe) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """Inside the block torch finds no GPU, nor a pretended one, whatever the machine has.
+
+    CUDA does not work in a copy of a process that has used it, and steps of optimizers ask it whether a graph is captured.
+
+    Example:
+        >>> with without_gpu():
+        ...     __import__("torch").cuda.is_available()
+        False
+    """
+    import torch
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.cuda, {"is_available": lambda: False}))
+        if hasattr(torch, "accelerator"):  # since torch 2.6
+            stack.enter_context(replaced(torch.accelerator, {"current_accelerator": lambda **_options: None}))
+        yield
+
+
 def _let_torchao_run(stack: contextlib.ExitStack) -> None:
     import torch
 

@@ -474,6 +474,6 @@ def device_of_factories() -> Iterator[None]:
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if ensure is not None and not torch.cuda.is_initialized():
         if not getattr(torch._C, "_cuda_getDeviceCount", int)():
-            autograd_threads.start()  # from torch 2.15 on, it would start a thread for each of the pretended GPUs
+            autograd_threads.start_without_gpus()  # from torch 2.15 on, it would start threads for the pretended ones
         ensure()
     yield
