@@ -34,7 +34,8 @@ def cpu_as_gpu(recipe: Recipe) -> Iterator[None]:
 def without_gpu() -> Iterator[None]:
     """Inside the block torch finds no GPU, nor a pretended one, whatever the machine has.
 
-    CUDA does not work in a copy of a process that has used it, and steps of optimizers ask it whether a graph is captured.
+    CUDA does not work in a copy of a process that has used it, and steps of optimizers ask it whether a graph is
+    captured.
 
     Example:
         >>> with without_gpu():
@@ -46,7 +47,7 @@ def without_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(torch.cuda, {"is_available": lambda: False}))
         if hasattr(torch, "accelerator"):  # since torch 2.6
-            stack.enter_context(replaced(torch.accelerator, {"current_accelerator": lambda **_options: None}))
+            stack.enter_context(replaced(torch.accelerator, {"current_accelerator": lambda *_args, **_kwargs: None}))
         yield
 
 
