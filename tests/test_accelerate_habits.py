@@ -160,8 +160,11 @@ def test_a_shell_can_do_more_than_its_first_word_says(line: str) -> None:
     assert not only_tells(line, in_shell=True)
 
 
-def test_what_a_script_leaves_behind_ends_with_its_dry_run(tmp_path: Path, cache: Path) -> None:
+def test_what_a_script_leaves_behind_ends_with_its_dry_run(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "left"
+    monkeypatch.chdir("/")  # programs may write temporary files unless the user works among them
     done = launch(*ONE, "--dry-run", "--budget", "1GiB", HABITS, "leaves_one_behind", "--out", out, cache=cache)
     assert done.returncode == 0, done.stderr
     process, deadline = int(Path(f"{out}.pid").read_text()), time.monotonic() + 100

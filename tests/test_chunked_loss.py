@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_equal_and_the_logits_are_never_there(
     monkeypatch.setattr(functional, "linear", watched)
     again, in_chunks = _trained(model, tokens)
     assert 0 < largest <= 4 * CLASSES  # of 57 rows in 19 chunks
-    torch.testing.assert_close(again, loss, rtol=1e-7, atol=0)  # "a cast": a loss in single precision
+    torch.testing.assert_close(again, loss, rtol=5e-7, atol=0)  # "a cast": a loss in single precision
     for name, gradient in gradients.items():
         torch.testing.assert_close(in_chunks[name], gradient, rtol=1e-6, atol=1e-9)
     undo()

@@ -23,6 +23,7 @@ import pynvml
 import pytest
 import torch
 from test_budget_device import GIB, NOT_SUPPORTED, Card, Library, Torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vram_guard import cli
 from vram_guard.budget import Budget, nvml, torch_cuda
@@ -440,6 +441,12 @@ def test_a_process_that_is_gone_or_another_of_its_number_is_left_out(told, tmp_p
         assert trainings() == {}
     path.write_text("[")
     assert trainings() == {}
+
+
+def test_tensors_without_memory_are_not_counted():
+    with FakeTensorMode():
+        kept = torch.empty(3, 1_234_567)
+    assert not [name for name in live_tensors("cpu") if "1234567" in name], kept
 
 
 def test_memory_that_grows_from_epoch_to_epoch():

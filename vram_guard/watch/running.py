@@ -117,6 +117,8 @@ def live_tensors(device_type: str) -> dict[str, int]:
         # Not isinstance: it asks proxies for their class, and some of them warn or import then.
         if issubclass(type(one), torch.Tensor) and one.device.type == device_type and one.layout == torch.strided:
             storage = one.untyped_storage()
+            if storage.device.type != device_type:  # of a FakeTensor, which has no memory
+                continue
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 kind = type(one).__name__.lower()
