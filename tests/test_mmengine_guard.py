@@ -20,6 +20,7 @@ from mmengine.config import Config
 
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard_mmengine._training import RunnerTraining
 from vram_guard_mmengine.commands import write_base
 
 pytestmark = [
@@ -354,6 +355,16 @@ def test_a_hook_registered_by_hand(pretrain: Style) -> None:
     runner.train()
     assert cases.guard(runner).plan.splits > 1
     same(pretrain.plain, runner)
+
+
+def test_the_loss_of_a_model_that_was_placed_on_a_gpu_is_run_on_the_cpu(pretrain: Style) -> None:
+    """A Runner places its model as it is made; in the copy that runs the loss, its weights are on the host."""
+    runner = cases.build(pretrain.cfg("placed"))
+    runner.model.data_preprocessor._device = torch.device("cuda")
+    captured = RunnerTraining(runner).capture()
+    loss = captured.loss_of(captured.sample.distinct(4))
+    assert loss.device.type == "cpu"
+    assert loss.requires_grad
 
 
 # --- what is written down ---------------------------------------------------------------------------------------

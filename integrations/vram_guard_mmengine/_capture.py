@@ -126,6 +126,7 @@ class Captured(CapturedTraining):
 
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As train_step hands it to the optimizer wrapper."""
+        self.model.to("cpu")  # and its data preprocessor, which would take the batch to the GPU
         with self.symbolic_run():
             loss: torch.Tensor = self.step.loss(self.model, HostBatch(batch))
             return loss

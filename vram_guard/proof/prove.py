@@ -23,6 +23,7 @@ from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.single_blocks import run_single_blocks
 from vram_guard.proof.small_steps import SmallSteps, small_steps
+from vram_guard.techniques.cpu_as_gpu import without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.units import format_bytes
 
@@ -315,7 +316,8 @@ class _Prover:
             for samples in dict.fromkeys((way.samples, min(SAMPLES, way.samples))):  # as many classes would mislead
                 batch = self._captured.sample.distinct(samples)
                 parts = Splitter(samples, self._micro(samples), layout=way.layout).split(batch)
-                weight, _why = find_normaliser(self._captured.loss_of, batch, parts)
+                with without_gpu():
+                    weight, _why = find_normaliser(self._captured.loss_of, batch, parts)
                 if weight is not None:
                     return weight
             return None
