@@ -505,7 +505,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, c
     broken.write_text("{: nothing")
     for arguments, says in (
         ((), "training_script"),
-        (("nowhere.py",), "there is no script nowhere.py"),
+        (("nowhere.py",), f"there is no script nowhere.py, seen from {Path.cwd()}"),
         ((str(tmp_path),), "is a folder"),
         (("-m", "no.such.module"), "there is no module"),
         (("--bugdet", "1GiB", str(TRAINING)), "--bugdet"),

@@ -10,6 +10,7 @@ import pytest
 
 from vram_guard import __version__, cli
 from vram_guard.budget import catalogue
+from vram_guard.cli import _doctor
 from vram_guard.errors import DeviceQueryError, DoesNotFitError, InvalidInputError, NoDeviceError
 
 
@@ -74,6 +75,19 @@ def test_doctor_for_people(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["vram", "guard", __version__]
     assert {line[: len(lines[0]) - len(__version__)].strip() for line in lines} >= {"GPU", "host memory", "torch"}
+
+
+def test_doctor_does_not_say_twice_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(_doctor, "_gpu_at_hand", lambda: ("no GPU here", False))
+    monkeypatch.setenv("VRAM_GUARD_LANG", "zh")
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "no GPU here" in out
+    assert "GPU 无法读取" not in out
+    assert "physical memory" not in out
+    monkeypatch.setattr(_doctor, "_gpu_at_hand", lambda: ("a broken driver", True))
+    assert cli.main(["doctor"]) == 3
+    assert "GPU 无法读取" in capsys.readouterr().out
 
 
 def test_doctor_exits_with_3_where_the_gpu_cannot_be_read(monkeypatch, capsys):

@@ -58,6 +58,7 @@ def test_an_alias_bomb_is_refused_at_once(tmp_path):
         (b"a: \xff\xfe", "not UTF-8"),
         ("? [1, 2]\n: 3\n", "unhashable"),
         ("a: \x00", "config.yaml"),
+        ("a:\n\tb: 1\n", "line 2: a tab, .* indent by spaces"),
     ],
 )
 def test_what_is_no_config_is_named(tmp_path, text, said):

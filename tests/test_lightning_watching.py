@@ -33,7 +33,13 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Numbers:
 
 
 def train(
-    root: Path, memory: Numbers, share: float, module: Any = None, **settings: Any
+    root: Path,
+    memory: Numbers,
+    share: float,
+    module: Any = None,
+    callbacks: Any = (),
+    enable_progress_bar: bool = False,
+    **settings: Any,
 ) -> tuple[VramGuard, list[Any]]:
     """A training that takes ``share`` times what is predicted; the guard, and what loggers were given."""
     guard = VramGuard(**{"budget": "64GiB", "margin": 0, **settings})
@@ -54,7 +60,8 @@ def train(
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             written.append(metrics)
 
-    trainer = cases.make_trainer(PL, root, [guard, Takes()], max_epochs=1, logger=Writes())
+    bar = {"enable_progress_bar": enable_progress_bar}
+    trainer = cases.make_trainer(PL, root, [guard, Takes(), *callbacks], max_epochs=1, logger=Writes(), **bar)
     torch.manual_seed(0)
     trainer.fit(module or cases.make_module(PL), cases.loader(40))
     return guard, [line for line in written if any("measured" in name for name in line)]
@@ -64,6 +71,28 @@ def remembered(root: Path) -> list[str]:
     """What is kept for later predictions; pages for people are not."""
     folder = root / "cache"
     return sorted(found.name for found in folder.iterdir() if found.name != "reports") if folder.exists() else []
+
+
+def shown_lines(raw: str) -> list[str]:
+    """A terminal's lines: after a carriage return, text replaces what stands there, column by column."""
+    lines = []
+    for line in raw.split("\n"):
+        columns: list[str] = []
+        for part in line.split("\r"):
+            columns[: len(part)] = part
+        lines.append("".join(columns).rstrip())
+    return lines
+
+
+def test_lines_beside_a_progress_bar_are_lines_of_their_own(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
+    """tqdm leaves the cursor at the end of its bar: what is printed then has to clear it first."""
+    pytest.importorskip("tqdm")
+    bar = importlib.import_module(f"{PL}.callbacks").TQDMProgressBar(refresh_rate=1)
+    train(tmp_path, memory, 1.25, callbacks=[bar], enable_progress_bar=True)
+    shown = shown_lines(capsys.readouterr().out)
+    assert [line for line in shown if line.startswith("vram_guard: after 3 optimizer steps")]
+    assert not [line for line in shown if "it/s" in line and "vram_guard" in line]
+    assert [line for line in shown if line.startswith("Epoch 0: 100%")]
 
 
 def test_said_once_and_used_next_time(tmp_path: Path, memory: Numbers, capsys: Any) -> None:

@@ -98,10 +98,10 @@ def test_several_steps_under_one_name(module):
     [
         ("needs", "needs width"),
         ("breaks", "RuntimeError: no weights here"),
-        ("number", "gives a int, not a TrainingStep"),
+        ("number", "gives a value of type int, not a TrainingStep"),
         ("Net", "is a model, not a step"),
         ("biuld", "did you mean build"),
-        ("both", "gives a dict"),
+        ("both", "gives a value of type dict"),
     ],
 )
 def test_what_is_no_step_is_named(module, attribute, said):

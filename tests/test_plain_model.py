@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,11 @@ def test_a_class_is_built_symbolically(models: str, capsys: pytest.CaptureFixtur
     assert "parameters" in capsys.readouterr().out
     assert main(["plan", f"{models}:Huge", *words, "--set", "width=64"]) == 2
     assert "fails on an input of 131072" in capsys.readouterr().err
+    assert main(["plan", f"{models}:net", "--input", "3,8,8", "--batch", "2", "--budget", "1GiB"]) == 2
+    said = capsys.readouterr().err
+    assert "fails on 3 inputs of 3, 8, 8 (commas separate inputs, x separates the sizes of one)" in said
+    assert main(["plan", models, "--input", "3x8x8", "--batch", "2", "--budget", "1GiB"]) == 2
+    assert f"vram-guard plan {models}:NAME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,11 @@ def test_a_kind_of_transformers_has_its_usual_size(
 
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--model", "resnett", "--batch", "2", "--gpu", "H100 SXM"]) == 2
-    assert "resnett is unknown" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "resnett is unknown" in said
+    absent = [name for name in ("torchvision", "timm", "transformers") if not find_spec(name)]
+    assert ("not installed" in said) == bool(absent)
+    assert all(name in said.partition("not installed")[2] for name in absent)
 
 
 LIBRARIES = {
@@ -212,8 +222,11 @@ def get_model(name, weights):
 from types import SimpleNamespace
 from torch import nn
 
+def list_models():
+    return ["tiny_vit"]
+
 def is_model(name):
-    return name == "tiny_vit"
+    return name in list_models()
 
 is_model_pretrained = is_model
 
@@ -226,15 +239,27 @@ def create_model(name):
 }
 
 
-@pytest.mark.parametrize("name", ["resnet50", "tiny_vit"])
-def test_models_of_picture_libraries_are_built_by_name(tmp_path: Path, name: str) -> None:
+def estimated_with_libraries(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     """torchvision has no build that needs no GPU on every index: stand-ins with the functions that are called."""
     for file, text in LIBRARIES.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from vram_guard.cli import main; main(sys.argv[1:])"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    script = f"import sys; sys.path.insert(0, {str(folder)!r}); from vram_guard.cli import main; main(sys.argv[1:])"
     words = ["estimate", "--model", name, "--batch", "2", "--gpu", "H100 SXM", "--json"]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("resnet5O", "resnet50"), ("tinyvit", "tiny_vit"), ("qqqq", None)])
+def test_the_nearest_name_of_a_library_is_offered(tmp_path: Path, typed: str, meant: str | None) -> None:
+    said = estimated_with_libraries(tmp_path, typed).stderr
+    assert f"the model {typed} is unknown" in said
+    assert ("did you mean" in said) == (meant is not None)
+    assert f"did you mean {meant}?" in said or meant is None
+
+
+@pytest.mark.parametrize("name", ["resnet50", "tiny_vit"])
+def test_models_of_picture_libraries_are_built_by_name(tmp_path: Path, name: str) -> None:
+    done = estimated_with_libraries(tmp_path, name)
     answer = json.loads(done.stdout)
     sides = 224 if name == "resnet50" else 96
     labels = 512

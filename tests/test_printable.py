@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from vram_guard import TrainingStep, cli, plan
 from vram_guard.language import Message, _
-from vram_guard.printable import printable
+from vram_guard.printable import beside_progress_bars, printable
 from vram_guard.report import html_report, plan_figure, render, show
 from vram_guard.report.as_json import as_json
 
@@ -202,3 +203,22 @@ def test_every_way_out_goes_through_one_place() -> None:
         "integrations/vram_guard_accelerate/cli/_launch.py",  # JSON
         "vram_guard/check.py",  # annotations, made printable line by line
     }
+
+
+def test_progress_bars_are_out_of_the_way_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = pytest.importorskip("tqdm").tqdm
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    with bars(total=2, file=stream, mininterval=0, desc="bar") as bar:
+        bar.update()
+        with beside_progress_bars():
+            print("a line")
+        shown = stream.getvalue().partition("a line\n")
+    assert shown[0].endswith("\r")  # cleared, and the cursor at the left
+    assert shown[2].lstrip("\r").startswith("bar:")
+
+
+def test_without_progress_bars_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tqdm.std", raising=False)
+    with beside_progress_bars():
+        assert "tqdm.std" not in sys.modules

@@ -157,6 +157,10 @@ def test_a_constructor_is_filled_where_the_caller_says_nothing(project, monkeypa
     assert Guard().got == (None, 0.1, "report", 0)
     assert Guard("T4", mode="fit").got == ("T4", 0.1, "fit", 0)  # given, though it is the default
     assert Guard(None, 0.2).got == (None, 0.2, "report", 0)
+    with pytest.raises(TypeError, match=r"'margn'; did you mean 'margin'\?"):
+        Guard(margn=0.2)
+    with pytest.raises(TypeError, match=r"'whatever'$"):
+        Guard(whatever=0.2)
 
 
 def answer(capsys, *arguments):

@@ -44,8 +44,9 @@ def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[s
     if str(path).endswith(".py"):
         raise InvalidInputError(
             _(
-                "{path} is Python, not YAML. An OpenMMLab config is read by: vram-guard mmengine compare {path}. A "
-                "training script is followed by: vram-guard launch --dry-run {path}",
+                "{path} is Python, not YAML. A model or a step in it is named after a colon: vram-guard plan "
+                "{path}:NAME. An OpenMMLab config is read by: vram-guard mmengine compare {path}. A training script is "
+                "followed by: vram-guard launch --dry-run {path}",
                 path=path,
             )
         )
@@ -191,4 +192,6 @@ def _problem(error: yaml.YAMLError) -> str:
     """The problem and its line, in one line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if "'\\t' that cannot start any token" in problem:
+        problem = _("a tab, which YAML does not allow there: indent by spaces")
     return problem if mark is None else _("line {line}: {problem}", line=mark.line + 1, problem=problem)

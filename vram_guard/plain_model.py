@@ -178,6 +178,17 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         shapes = ", ".join("x".join(map(str, one.shape[1:])) for one in inputs)
         problem = f"{type(error).__name__}: {error}"
+        if len(inputs) > 1 and isinstance(error, TypeError):
+            # TypeError: Python's own for a wrong number of arguments.
+            raise InvalidInputError(
+                _(
+                    "the model fails on {count} inputs of {shapes} (commas separate inputs, x separates the sizes of "
+                    "one): {problem}",
+                    count=len(inputs),
+                    shapes=shapes,
+                    problem=problem,
+                )
+            ) from error
         raise InvalidInputError(
             _("the model fails on an input of {shapes}: {problem}", shapes=shapes, problem=problem)
         ) from error

@@ -7,6 +7,8 @@ controls: with them, a name can forge a line of a report. They are shown as Pyth
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import AbstractContextManager, nullcontext
 
 #: Controls (Unicode's C0, DEL and C1) but tab and line feed; line and paragraph separators; the controls of Unicode's
 #: bidirectional algorithm (Standard Annex 9); and halves of surrogate pairs, which no encoding takes.
@@ -25,6 +27,17 @@ def printable(text: str, *, lines: bool = True) -> str:
     if not lines and "\n" in text:
         text = text.replace("\n", "\\n")
     return _HARMFUL.sub(_escaped, text)
+
+
+def beside_progress_bars() -> AbstractContextManager[None]:
+    """Lines that are printed inside it stand by themselves, above progress bars that tqdm shows.
+
+    tqdm leaves the cursor at the end of a bar. Its own context clears the bars and shows them again; where nothing
+    imported tqdm, there are none.
+    """
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    inside: AbstractContextManager[None] = nullcontext() if bars is None else bars.external_write_mode()
+    return inside
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -118,7 +118,13 @@ def filled_from_settings(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def filling(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((name for name in kwargs if name not in signature.parameters), "")
+            near = get_close_matches(unknown, list(signature.parameters), n=1)
+            hint = _("; did you mean {near}?", near=repr(near[0])) if near else ""
+            raise TypeError(f"{error}{hint}") from None
         by_name = {name for name, one in signature.parameters.items() if one.kind is not one.POSITIONAL_ONLY}
         given = {name: value for name, value in bound.arguments.items() if value is not None}
         more = filled(given, by_name & KINDS.keys())

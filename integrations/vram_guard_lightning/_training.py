@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.printable import printable
+from vram_guard.printable import beside_progress_bars, printable
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
 from vram_guard_lightning._capture import Captured, capture
 
@@ -111,7 +111,8 @@ class LightningTraining:
     def warn(self, message: str) -> None:
         """As Python does."""
         if self.trainer.is_global_zero:
-            warnings.warn(f"vram_guard: {printable(message)}", stacklevel=2)
+            with beside_progress_bars():
+                warnings.warn(f"vram_guard: {printable(message)}", stacklevel=2)
 
     def _has(self, callback: str) -> bool:
         """True if a callback of this class (its path below the namespace) is in the Trainer."""
@@ -122,7 +123,8 @@ def write(text: str) -> None:
     """Print, whatever standard output is."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
+        with beside_progress_bars():
+            sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding))
+            sys.stdout.flush()
     except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
         return

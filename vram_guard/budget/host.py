@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import DeviceQueryError
-from vram_guard.language import _
+from vram_guard.language import _, marked
 from vram_guard.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PHYSICAL = "physical memory"
+PHYSICAL = marked("physical memory")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Nvml:
         if memory is None:
             host = host_memory()
             total, free = host.total, host.available
-            shared = _("the GPU shares the host's RAM ({limit}): these are its bytes", limit=host.limited_by)
+            shared = _("the GPU shares the host's RAM ({limit}): these are its bytes", limit=_(host.limited_by))
             notes = (*notes, shared)
         else:
             total, free = int(memory.total), int(memory.free)

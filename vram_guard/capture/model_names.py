@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,24 @@ def library_of(name: str) -> str | None:
         return None  # all of their names are in lower case
     known = {"torchvision": _in_torchvision, "timm": _in_timm, "transformers": _in_transformers}
     return next((library for library, knows in known.items() if find_spec(library) and knows(name)), None)
+
+
+def absent_libraries() -> list[str]:
+    """The libraries whose models have names, as far as they are not installed."""
+    return [library for library in ("torchvision", "timm", "transformers") if not find_spec(library)]
+
+
+def similar_name(name: str) -> str | None:
+    """The name of an installed library's model that is nearest to this one. Imports these libraries."""
+    known: set[str] = set()
+    if find_spec("torchvision"):
+        known.update(_library("torchvision.models").list_models())
+    if find_spec("timm"):
+        known.update(_library("timm").list_models())
+    if find_spec("transformers"):
+        auto: Any = _library("transformers.models.auto.modeling_auto")
+        known.update(*(getattr(auto, head) for head in _HEADS))
+    return next(iter(get_close_matches(name.lower(), known, n=1)), None)
 
 
 def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:

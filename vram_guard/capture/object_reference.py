@@ -78,7 +78,7 @@ def load_step(name: str, arguments: Mapping[str, Any] | None = None) -> Training
     made = load_value(name, arguments)
     if not isinstance(made, TrainingStep):
         _refuse_plain(name, made)
-        raise _invalid(_("{name} gives a {kind}, not a TrainingStep", name=name, kind=_kind(made)))
+        raise _invalid(_("{name} gives a value of type {kind}, not a TrainingStep", name=name, kind=_kind(made)))
     return made
 
 
@@ -95,7 +95,11 @@ def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Modu
         return found
     if isinstance(found, TrainingStep) or not callable(found):
         raise InvalidInputError(
-            _("{name} gives a {kind}, and --input is for a plain model", name=name, kind=_kind(found))
+            _(
+                "{name} gives a value of type {kind}; --input needs a torch.nn.Module, or what builds one",
+                name=name,
+                kind=_kind(found),
+            )
         )
     return partial(found, **_fitting(name, found, arguments or {}))
 
@@ -124,7 +128,11 @@ def load_steps(name: str, arguments: Mapping[str, Any] | None = None) -> dict[st
         return {name.rpartition(":")[2]: made}
     if not isinstance(made, Mapping) or not made:
         raise _invalid(
-            _("{name} gives a {kind}, neither a TrainingStep nor a dict of them", name=name, kind=_kind(made))
+            _(
+                "{name} gives a value of type {kind}, neither a TrainingStep nor a dict of them",
+                name=name,
+                kind=_kind(made),
+            )
         )
     for key, step in made.items():
         if not isinstance(key, str) or not isinstance(step, TrainingStep):

@@ -96,9 +96,24 @@ def checked_margin(text: str | float | None) -> float | None:
     return None if text is None else number("margin", text, 0)
 
 
-def unknown_model(name: str) -> str:
-    """The message where a model cannot be built from its name."""
-    return _("the model {model} is unknown: name it as module:callable for a symbolic answer", model=name)
+def unknown_model(name: str, *, suggest: bool = True) -> str:
+    """The message where a model cannot be built from its name.
+
+    Args:
+        name: of the model.
+        suggest: look for names that are like it, which imports the libraries that have models by name.
+    """
+    from vram_guard.capture.model_names import absent_libraries, similar_name
+
+    near, absent = similar_name(name) if suggest else None, ", ".join(absent_libraries())
+    said = _(
+        "the model {model} is unknown{hint}: name it as module:callable for a symbolic answer",
+        model=name,
+        hint=_("; did you mean {names}?", names=near) if near else "",
+    )
+    if not absent:
+        return said
+    return _("{said} (not installed, and their models' names not known: {libraries})", said=said, libraries=absent)
 
 
 def count(name: str, text: str | None) -> int | None:

@@ -71,7 +71,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield variable, meant
         elif name.startswith("integration "):
             yield _("integration {name}", name=name.partition(" ")[2]), _(value) if value == "ready" else value
-        elif name != "settings_problem" or value is not None:
+        elif value or name not in ("settings_problem", "gpu_unreadable"):  # which say only what is wrong
             yield _(_LABELS[name]) if name in _LABELS else name.replace("_", " "), in_words(value)
 
 
@@ -140,7 +140,7 @@ def _host_memory() -> str:
     except DeviceQueryError as error:
         return str(error)
     free, total = format_bytes(host.available), format_bytes(host.total)
-    return _("{free} free of {total} ({source})", free=free, total=total, source=host.limited_by)
+    return _("{free} free of {total} ({source})", free=free, total=total, source=_(host.limited_by))
 
 
 def _allocator_settings() -> str:

@@ -145,7 +145,7 @@ def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> Tra
     if request.model is None:
         return None
     if not is_buildable(request.model):
-        notes.add(unknown_model(request.model))
+        notes.add(unknown_model(request.model, suggest=False))
         return None
     try:
         return step_from_config(request, config)

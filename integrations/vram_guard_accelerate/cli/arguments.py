@@ -144,4 +144,4 @@ def check_script(script: str, *, module: bool) -> None:
             raise InvalidInputError(
                 _("there is no script {path}; options of vram-guard and accelerate come before the script", path=script)
             )
-        raise InvalidInputError(_("there is no script {path}", path=script))
+        raise InvalidInputError(_("there is no script {path}, seen from {folder}", path=script, folder=Path.cwd()))

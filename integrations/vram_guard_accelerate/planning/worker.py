@@ -111,7 +111,12 @@ def _follow(
         run.phase.failed(error, request.command[0])
         raise
     run.phase.ended()
-    stopped(_("the script ended without asking for a training batch of a model prepared by Accelerator.prepare"))
+    stopped(
+        _(
+            "the script ended without asking for a training batch of a model prepared by Accelerator.prepare; give the "
+            "options with which it trains (many need --do_train) after its name"
+        )
+    )
 
 
 def _too_long(settings: Settings) -> str:
