@@ -391,6 +391,30 @@ def test_a_source_is_asked_for_what_the_plan_needs_and_nothing_else() -> None:
     assert {one.slices for one in sliced} <= {2, 4, 8}, "where the model slices, each number is followed by itself"
 
 
+def test_a_step_without_a_law_is_followed_once_at_each_size() -> None:
+    asked: list[TraceRequest] = []
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        for _ in range(len(batch)):  # one allocation more for every sample
+            out = out + 1
+        return out.square().mean()
+
+    own = source_of(
+        TrainingStep(lambda: torch.nn.Linear(64, 4096), lambda b: torch.randn(b, 64), loss, torch.optim.AdamW), (8, 0)
+    )
+
+    def follow(request: TraceRequest) -> Timeline:
+        asked.append(request)
+        return own.trace(request)
+
+    usable = own.trace(TraceRequest(64, "32-true")).at(64).peak_reserved - 1
+    made = plan(replace(own, trace=follow), 64, usable, margin=0, allow=["accumulate"])
+    assert made.fits
+    assert made.splits > 1
+    assert len(asked) == len(set(asked))
+
+
 def test_slices_that_are_loaded_by_themselves_leave_no_whole_batch_on_the_device() -> None:
     source = source_of(STEP, (8, 0))
     apart = plan(replace(source, sliced_by="loader"), 8, "1GiB", pin={"micro_batch_size": 2})

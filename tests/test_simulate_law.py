@@ -64,6 +64,28 @@ def test_a_sequence_that_depends_on_the_batch_size_is_noticed_and_traced_anew() 
     assert timeline.exact(7).events == direct.events
 
 
+def test_a_size_without_a_law_is_traced_once_however_often_it_is_asked_for() -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        sizes.append(batch.shape[0])
+        out = model(batch)
+        for _ in range(batch.shape[0]):
+            out = out + 1
+        return out.sum()
+
+    step = TrainingStep(lambda: nn.Linear(8, 8), lambda b: torch.randn(b, 8), loss, adamw)
+    timeline = trace(step)
+    first = timeline.at(7)
+    assert 7 in sizes
+    sizes.clear()
+    assert timeline.at(7) == first
+    assert timeline.at(5).batch_size == 5
+    assert timeline.exact(7).at(5) == timeline.at(5)
+    assert set(sizes) == {5}
+    assert len(sizes) == 2, "the two steps of one trace"
+
+
 @settings(max_examples=25, deadline=None)
 @given(small=st.integers(1, 4000), more=st.integers(1, 4000))
 def test_more_batch_never_asks_for_fewer_bytes(small: int, more: int) -> None:

@@ -39,6 +39,8 @@ class Traces:
         progress: Callable[[str], None],
         multiprocessors: int | None = None,
     ) -> None:
+        from vram_guard.simulate import each_once
+
         self.source = source
         self._batch_size = batch_size
         self._progress = progress
@@ -52,6 +54,7 @@ class Traces:
         """Those of ``_exact`` that follow no law in the depth of the model."""
         self._by_law = source.direct is not None
         self._compose = Composer(source, self._base)
+        self._followed = each_once(self._follow)
 
     def compose_with(self, checkpoint: Iterable[str], offload: Iterable[str]) -> None:
         """From now on timelines may be composed; options checkpoint some of these blocks, and offload some of those."""
@@ -142,10 +145,13 @@ class Traces:
         return self._traced[request]
 
     def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:
-        trace = self.source.trace
-        if self.source.direct is not None and (all_blocks or not self._by_law):
-            trace = self.source.direct
-        return lambda size: trace(replace(request, batch_size=size)).on(self._multiprocessors)
+        directly = self.source.direct is not None and (all_blocks or not self._by_law)
+        return lambda size: self._followed(replace(request, batch_size=size), directly)
+
+    def _follow(self, request: TraceRequest, directly: bool) -> Timeline:
+        direct = self.source.direct
+        trace = direct if directly and direct is not None else self.source.trace
+        return trace(request).on(self._multiprocessors)
 
     def _confirmed(self, request: TraceRequest, *, all_blocks: bool = False) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from vram_guard.job import Job
 from vram_guard.language import Message
@@ -14,6 +15,8 @@ from vram_guard.timeline import FOLLOWED_STEPS, Affine, Collective, Estimate, No
 
 if TYPE_CHECKING:
     from torch import nn
+
+P = ParamSpec("P")
 
 __all__ = ["estimate", "holds_at", "law", "trace", "traced_at"]
 
@@ -26,6 +29,9 @@ DEFAULT_CAPABILITY = (8, 0)
 #: Where the law is checked unless the caller names a size: far from the traced ones, a multiple of nothing. Sizes that
 #: grow with the square of the batch, padding to multiples and code for large batches show here.
 CHECKED_SIZE = 37
+
+#: Timelines that are kept where a law does not hold: a plan asks for each of a handful of sizes many times.
+KEPT_TRACES = 16
 
 LAW_BROKEN = Note(Message("the sequence of allocations differs between batch sizes: every size asked for is traced"))
 
@@ -91,6 +97,7 @@ def trace(
 
 def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked: bool = True) -> Timeline:
     """The timeline for every batch size, as :func:`trace` gives it, of whatever ``run`` follows at one size."""
+    run = each_once(run)
     check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
     if check_at in TRACED_SIZES:
         check_at = CHECKED_SIZE
@@ -113,7 +120,17 @@ def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked:
 
 def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:
     """Trace ``run`` at one batch size; other sizes that the timeline is asked for are traced anew."""
-    return replace(run(batch_size), retrace=lambda size: traced_at(run, size))
+    run = each_once(run)
+
+    def retrace(size: int) -> Timeline:
+        return replace(run(size), retrace=retrace)
+
+    return retrace(batch_size)
+
+
+def each_once(run: Callable[P, Timeline]) -> Callable[P, Timeline]:
+    """``run``, which keeps the last :data:`KEPT_TRACES` timelines that it made."""
+    return cast("Callable[P, Timeline]", functools.lru_cache(maxsize=KEPT_TRACES)(run))
 
 
 def trace_at(
