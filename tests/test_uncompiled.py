@@ -6,6 +6,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+
+#: Whether torch can be told to run compiled code as it is written (``torch.compiler.set_stance``).
+needs_stances = pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_stance"), reason="compiled models need torch 2.6 or later"
+)
 
 #: What a trace of a small step holds at most, by its loss; the compiler's modules that are there.
 _STEP = """
@@ -66,6 +72,7 @@ print(json.dumps({
     assert found["compiled"] == 2.0
 
 
+@needs_stances
 @pytest.mark.parametrize(
     "imported",
     [
@@ -90,9 +97,38 @@ print(json.dumps([compiled, peak(error), len(compiler()) > 10]))
     assert found[2]
 
 
+@needs_stances
 def test_a_model_that_is_compiled_as_it_is_built_is_traced_uncompiled() -> None:
     found = in_a_process("""
 compiled = peak(error, lambda: torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))))
 print(json.dumps([compiled, peak(error)]))
 """)
     assert found[0] == found[1]
+
+
+def test_a_checkpointed_step_imports_no_compiler() -> None:
+    """torch's checkpointing asks the compiler for a setting, and to leave a hook alone; accelerate, for its class."""
+    found = in_a_process("""
+from torch.utils.checkpoint import checkpoint
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+def asking(model, batch):
+    assert not isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+    return error(model, batch)
+
+first = peak(asking, Checkpointed())
+without = compiler()
+import torch._dynamo
+compiled = torch.compile(Checkpointed(), backend="eager")(torch.ones(2, 64)).shape
+print(json.dumps({"without": without, "peaks": [first, peak(asking, Checkpointed())], "compiled": list(compiled)}))
+""")
+    assert set(found["without"]) <= {"torch._dynamo.config"}
+    assert found["peaks"][0] == found["peaks"][1]
+    assert found["compiled"] == [2, 8]

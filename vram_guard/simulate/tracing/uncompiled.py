@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch._compile
@@ -24,7 +26,13 @@ from vram_guard.simulate.tracing._dispatch import SymbolicMode
 if TYPE_CHECKING:
     from vram_guard.simulate.device.fake_cuda import FakeCudaState
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _COMPILER = "torch._dynamo"
+
+#: It tells the compiler to leave a hook alone, which it makes for each backward pass through a block.
+_CHECKPOINTING = "torch.utils.checkpoint"
 
 #: Where the compiler keeps its results: importing it sets this variable, which processes of the user's would inherit.
 _RESULTS = "TORCHINDUCTOR_CACHE_DIR"
@@ -87,9 +95,16 @@ class _WaitingCompiler(ModuleType):
     def graph_break(*_words: object) -> None:
         """Nothing is compiled that could be interrupted."""
 
+    eval_frame = SimpleNamespace(OptimizedModule=type("OptimizedModule", (), {}))
+    """Nothing is an instance of a compiled module's class (accelerate asks, ``is_compiled_module``)."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # who lists modules (inspect, warnings) uses none of them
             raise AttributeError(name)
+        if name == "config":  # torch 2.13's checkpointing asks for a setting (torch/utils/checkpoint.py)
+            return _settings()
+        if name == "disable" and sys._getframe(1).f_globals.get("__name__") == _CHECKPOINTING:
+            return _as_it_is
         self.make_way()
         return getattr(importlib.import_module(_COMPILER), name)
 
@@ -98,6 +113,29 @@ class _WaitingCompiler(ModuleType):
         if sys.modules.get(_COMPILER) is self:
             del sys.modules[_COMPILER]
             del torch._dynamo
+
+
+def _as_it_is(function: Callable[P, T]) -> Callable[P, T]:
+    """In place of ``torch._dynamo.disable``, for a function that is made anew wherever it is needed."""
+    return function
+
+
+def _settings() -> ModuleType:
+    """The module of the compiler's settings, which needs nothing of the compiler."""
+    name = f"{_COMPILER}.config"
+    if name not in sys.modules:
+        path = Path(torch.__file__).with_name("_dynamo") / "config.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise AttributeError(name)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _imported() -> bool:
