@@ -127,6 +127,10 @@ def test_it_fits_as_it_is(small, capsys):
 
 def test_the_symbolic_answer_stands_beside_the_closed_form(small, capsys):
     pytest.importorskip("diffusers")
+    try:  # a diffusers may be too new for torch 2.4: what it offers is imported where it is asked for
+        from diffusers import CogVideoXTransformer3DModel  # noqa: F401 - whether it is there
+    except RuntimeError as error:
+        pytest.skip(str(error))
     pytest.importorskip("transformers")
     sizes = ["--num-frames", "3", "--height", "8", "--width", "8", "--batch", "2"]
     code, found = answer(capsys, small, *sizes, *TWO_MODELS, "--dtype", "bf16", "--recommend", "--gpu", "T4")

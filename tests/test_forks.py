@@ -121,7 +121,7 @@ def test_files_that_the_copy_writes_stay_as_they_are(tmp_path: Path) -> None:
             descriptor = os.open(tmp_path / "low", os.O_WRONLY | os.O_CREAT)
             os.write(descriptor, b"x")
             np.save(folder / "array.npy", np.arange(3))
-            loaded = int(torch.load(saved).sum())
+            loaded = int(torch.load(saved, weights_only=True).sum())
             return log.read_text(), new.read_text(), loaded, int(np.load(folder / "array.npy").sum())
 
         assert run_in_fork(work) == ("first\nthird\n", "new", 6, 3)

@@ -94,9 +94,11 @@ class SymbolicMode(TorchDispatchMode):
             if dtensors.goes_over_lists(func):
                 return dtensors.on_parts(self.__torch_dispatch__, func, args, kwargs or {})
             return NotImplemented  # a wrapper around tensors (8-bit states): it calls again for what it wraps
-        if self._below_autograd and func._can_decompose():
+        if self._below_autograd:
             with self:
-                return func.decompose(*args, **(kwargs or {}))
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         plan = self._plans.get(func)
         if plan is None:
             plan = self._plans[func] = self._plan_for(func)
