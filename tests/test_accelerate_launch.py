@@ -586,6 +586,16 @@ def test_arguments_are_sorted_by_accelerates_own_parser() -> None:
     assert given.settings.grow
 
 
+def test_without_a_script_it_asks_for_one_and_not_for_its_arguments(capsys: Any) -> None:
+    from vram_guard_accelerate.cli.arguments import parsed
+
+    with pytest.raises(SystemExit) as ended:
+        parsed(["--budget", "1GiB"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.strip().endswith("required: training_script (vram-guard launch --help)")
+    assert parsed(["--budget", "1GiB", str(TRAINING)]).arguments == ()
+
+
 def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path: Path, monkeypatch: Any) -> None:
     from vram_guard_accelerate.cli.arguments import parsed
     from vram_guard_accelerate.cli.target import target_of

@@ -42,6 +42,9 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         SystemExit: with 0 for ``--help``, with 2 for unknown options, as argparse does.
     """
     both = launch_parser()
+    for action in both._actions:  # noqa: SLF001 - argparse has no other
+        if action.nargs == argparse.REMAINDER:  # argparse before Python 3.12 asks for the script's arguments too
+            action.required = False
     add_options(both)
     both.prog = "vram-guard launch"
     both.formatter_class = _with_hyphens(both.formatter_class)
