@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterator
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class StepState:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._model = model
         roots = [(path, part) for path, part in model.named_modules() if _is_users(part)]
-        self._reached = ReachedState([*roots, ("", loss)])
+        self._reached = ReachedState([*roots, ("", loss)], passed_over=lambda value: not _is_users(value))
         self._versions = {name: (id(one), version_of(one)) for name, one in _tensors(model)}
         self._arrays = dict(_arrays(model))
 
@@ -78,6 +80,13 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    kind = value if isinstance(value, type) else type(value)
-    home = str(kind.__module__).partition(".")[0]
-    return home not in _KNOWN and not home.startswith("vram_guard")
+    """True for what the training's own code defines, and for values and containers of Python's own types."""
+    named = value if isinstance(value, (type, FunctionType)) else type(value)
+    home = str(named.__module__).partition(".")[0]
+    return home not in _KNOWN and not home.startswith("vram_guard") and not _is_installed(home)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    path = str(getattr(sys.modules.get(package), "__file__", None) or "")
+    return "site-packages" in path or "dist-packages" in path
