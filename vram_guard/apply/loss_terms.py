@@ -197,6 +197,8 @@ def reduction_of(
             independent += 1
             continue
         kind, why = _over_samples(term, samples, twin, other_samples)
+        if kind == "mean" and term.reduction == "mean" and paths.picked(term.behind):
+            kind, why = None, _("it is a mean over what a mask has picked")
         if kind == "mean" and term.labels and not (term.ignored in labels_counted and not term.weighed):
             kind, why = _over_labels(term, twin)
         if kind is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
 from vram_guard.language import _
+from vram_guard.proof._joined_samples import Calls, joined_by
+from vram_guard.proof._step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class LossGraph:
         self._loaded = loaded
         self._terms: dict[int, tuple[Term, ...]] = {}
         self._size = 0
+        self._looks: dict[int, _Look] = {}
+        self._looking = False
         self._source = batch_source(step.batch)
         self.step = step.with_(loss=self._loss, batch=self._batch)
 
@@ -38,6 +42,8 @@ class LossGraph:
     def _loss(self, model: Any, batch: Any) -> Any:
         from vram_guard.simulate.tracing.loop import scalar_loss
 
+        if self._looking:
+            return self._looked_at(model, batch)
         returned = self._as_written.loss(model, batch)
         if self._size and self._size not in self._terms and returned is not None:
             self._terms[self._size] = loss_terms(scalar_loss(returned), behind=True, batch=self._loaded(batch))
@@ -52,7 +58,7 @@ class LossGraph:
         from vram_guard.simulate.tracing.run import run_step
 
         try:
-            for size in (max(2, batch_size), max(1, batch_size // 2)):
+            for size in _sizes(batch_size):
                 if len(self._terms) < 2:
                     run_step(self.step.with_(job=None), size, (8, 0))
         except Exception as error:  # noqa: BLE001 - the user's own code runs in it
@@ -61,3 +67,72 @@ class LossGraph:
             return None, _("the step makes no loss of its own")
         small, large = min(self._terms), max(self._terms)
         return reduction_of(self._terms[large], large, self._terms[small], small)
+
+    def advanced(self, batch_size: int) -> str:
+        """Why state that the step advances itself makes micro-batches another training; "" where none is seen.
+
+        The step is traced at two sizes for this and for :meth:`joined`. Call them inside ``symbolic_run``.
+        """
+        one, other = self._looked(batch_size)
+        for name, shape in {**one.changed, **one.written}.items():
+            # What is as long as the batch is the batch's own, kept for a callback or a hook.
+            if shape is None or shape == other.changed.get(name):
+                return _("the step itself changes {name}, which would be once per micro-batch", name=name)
+        return ""
+
+    def joined(self, batch_size: int) -> str:
+        """Why samples are joined by what has no graph; "" where this is not seen."""
+        one, other = self._looked(batch_size)
+        function, numbers = joined_by(one.calls, other.calls)
+        if function:
+            return _("the result of {function}, which joins samples, reaches it without a graph", function=function)
+        if numbers and any(term.reduction == "sum" for terms in self._terms.values() for term in terms):
+            return _("it is a sum that may be divided by a number that was computed")
+        return ""
+
+    def _looked(self, batch_size: int) -> tuple[_Look, _Look]:
+        """The step at two sizes of the batch; kept, for the step stays the same."""
+        from vram_guard.simulate.tracing.run import run_step
+
+        traced = max(self._terms, default=0), min(self._terms, default=0)
+        sizes = traced if traced[0] > traced[1] else _sizes(batch_size)
+        if not self._looks.keys() >= set(sizes):
+            self._looks, self._looking = {}, True
+            try:
+                for size in sizes:
+                    run_step(self.step.with_(job=None), size, (8, 0))
+            finally:
+                self._looking = False
+        return self._looks[sizes[0]], self._looks[sizes[1]]
+
+    def _looked_at(self, model: Any, batch: Any) -> Any:
+        """The loss, and a look at what else the step does.
+
+        What is made on first use is made in the first step of a trace; only what it writes to weights counts there.
+        """
+        from vram_guard.simulate.tracing.loop import scalar_loss
+
+        state, calls = StepState(model, self._as_written.loss), Calls(batch)
+        with calls:
+            returned = self._as_written.loss(model, batch)
+        if returned is not None:
+            calls.returned(scalar_loss(returned))
+            changed = dict(state.changed()) if self._size in self._looks else {}
+            written = dict.fromkeys(state.written(calls.written))
+            before = self._looks[self._size].written if self._size in self._looks else {}
+            self._looks[self._size] = _Look(changed, {**before, **written}, calls)
+        return returned
+
+
+class _Look(NamedTuple):
+    """One loss of a trace."""
+
+    changed: dict[str, tuple[int, ...] | None]
+    """Names that held something else afterwards, with the shape of what is a tensor."""
+    written: dict[str, None]
+    """Tensors that it wrote to, in any step of the trace."""
+    calls: Calls
+
+
+def _sizes(batch_size: int) -> tuple[int, int]:
+    return max(2, batch_size), max(1, batch_size // 2)

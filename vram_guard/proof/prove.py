@@ -235,9 +235,17 @@ class _Prover:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
         layout = self._layout()
         whole, way = self._as_written(Rehearsal(samples, samples, layout))
-        weight = self._said or (self._weight(way) if self._splits else "mean")
+        found_out = self._weight(way) if self._splits and self._said is None else None
+        weight = self._said or found_out or "mean"
         changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
         found = self._differences(whole, changed)
+        # A count that is the same in both halves of these samples (margins that all are exceeded) is no proof.
+        why = "" if found or not self._splits or found_out or self._said else self._beside_graph(state=False)
+        if why:
+            return Disproof(
+                "accumulate",
+                _("the loss is not known to be a mean or a sum over the samples ({why}); pass loss_weight", why=why),
+            )
         if not found:
             draws = _("micro-batches draw other random numbers than a whole batch, from the same distributions")
             notes = (draws,) if whole.random and self._splits else ()
@@ -309,8 +317,8 @@ class _Prover:
     def _most_seconds(self) -> float:
         return 10 * max(self._seconds, 1.0)
 
-    def _weight(self, way: Rehearsal) -> LossWeight:
-        """The weight to try: the loss graph's, which also holds where these samples do not show it."""
+    def _weight(self, way: Rehearsal) -> LossWeight | None:
+        """The loss graph's weight, which also holds where these samples do not show it; None where it has none."""
 
         def look(_progress: object) -> LossWeight | None:
             for samples in dict.fromkeys((way.samples, min(SAMPLES, way.samples))):  # as many classes would mislead
@@ -323,10 +331,9 @@ class _Prover:
             return None
 
         try:
-            found = run_in_fork(look)
+            return run_in_fork(look)
         except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal shows what holds
-            found = None
-        return found or "mean"
+            return None
 
     def _differences(self, whole: Rehearsed, changed: Rehearsal) -> tuple[Difference, ...]:
         cut = changed.samples, changed.samples - changed.micro_batch_size or changed.samples
@@ -392,7 +399,8 @@ class _Prover:
             return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
         with self._captured.symbolic_run():
             kind, why = self._graph.reduction(self._plan.batch_size)
-        if kind is None:
+        why = why or self._beside_graph()
+        if kind is None or why:
             return Disproof(
                 "accumulate",
                 _(
@@ -408,7 +416,20 @@ class _Prover:
             )
         else:
             said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
-        return Proof(said, kind, beside)
+        unseen = _(
+            "not compared this way: what the step logs, returns, or writes outside of the model, what hooks of tensors "
+            "do, and which random numbers are drawn"
+        )
+        return Proof(said, kind, (*beside, unseen))
+
+    def _beside_graph(self, *, state: bool = True) -> str:
+        """What the graph of the loss does not show and symbolic runs of the step do; "" where that is nothing."""
+        try:
+            with self._captured.symbolic_run():
+                advanced = self._graph.advanced(self._plan.batch_size) if state else ""
+                return advanced or self._graph.joined(self._plan.batch_size)
+        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+            return f"{type(error).__name__}: {error}" if state else ""
 
     def _by_parts(self, reason: str) -> Proof | Disproof:
         """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""

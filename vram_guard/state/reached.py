@@ -50,9 +50,15 @@ class ReachedState:
     Args:
         roots: names and objects: callables, and others.
         most: objects that are looked at besides them, the nearest first.
+        passed_over: says True of objects that are not looked at either.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        most: int = MOST,
+        passed_over: Callable[[Any], bool] = lambda _value: False,
+    ) -> None:
         self._cells: list[tuple[str, CellType, Any]] = []
         self._globals: list[tuple[str, dict[str, Any], Any]] = []
         self._containers: list[tuple[str, Any, Any]] = []
@@ -64,7 +70,7 @@ class ReachedState:
         seen: set[int] = set()
         while pending and len(seen) < most:
             name, value = pending.popleft()
-            if id(value) not in seen and not _is_nobodys(value):
+            if id(value) not in seen and not _is_nobodys(value) and not passed_over(value):
                 seen.add(id(value))
                 pending += self._look_at(name, value)
 

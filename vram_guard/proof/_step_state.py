@@ -1,0 +1,92 @@
+"""State that a step advances itself, seen in a symbolic run of it: counters, queues, averaged weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.proof.observed import normalisation_buffers
+from vram_guard.state.reached import ReachedState
+from vram_guard.tensors import version_of
+
+#: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
+_KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine")
+#: Elements of a NumPy array that is compared.
+_LARGEST = 2**20
+
+
+class StepState:
+    """What a model and the code of its step hold, before the step computes its loss.
+
+    Args:
+        model: that is trained.
+        loss: the function that computes the loss.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self._model = model
+        roots = [(path, part) for path, part in model.named_modules() if _is_users(part)]
+        self._reached = ReachedState([*roots, ("", loss)], passed_over=lambda value: not _is_users(value))
+        self._versions = {name: (id(one), version_of(one)) for name, one in _tensors(model)}
+        self._arrays = dict(_arrays(model))
+
+    def changed(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+        """The names that hold something else by now, with the shape of what is a tensor."""
+        for name, value in self._reached.kept():
+            if _is_users(value) and not name.rpartition(".")[2].startswith("__"):
+                yield name, tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        yield from ((name, None) for name, now in _arrays(self._model) if self._arrays.get(name, now) != now)
+
+    def written(self, storages: Container[int]) -> Iterator[str]:
+        """The names of tensors that were written in place, also past autograd into one of these storages."""
+        for name, one in _tensors(self._model):
+            before = self._versions.get(name)
+            same = before is not None and before[0] == id(one)
+            if same and (before != (id(one), version_of(one)) or storage_of(one) in storages):
+                yield name
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number of the tensor's storage; -1 where it has none."""
+    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return -1
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights, buffers and other tensors of all modules, but statistics of normalisation."""
+    left_out = normalisation_buffers(model)
+    yield from model.named_parameters()
+    yield from ((name, one) for name, one in model.named_buffers() if name not in left_out)
+    yield from ((name, one) for name, one in _attributes(model) if isinstance(one, torch.Tensor))
+
+
+def _arrays(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+    numpy = sys.modules.get("numpy")
+    for name, one in _attributes(model) if numpy is not None else ():
+        if isinstance(one, numpy.ndarray) and one.size <= _LARGEST:  # type: ignore[union-attr]
+            yield name, one.tobytes()
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        yield from ((f"{path}.{name}" if path else name, one) for name, one in vars(module).items())
+
+
+def _is_users(value: Any) -> bool:
+    """True for what the training's own code defines, and for values and containers of Python's own types."""
+    named = value if isinstance(value, (type, FunctionType)) else type(value)
+    home = str(named.__module__).partition(".")[0]
+    return home not in _KNOWN and not home.startswith("vram_guard") and not _is_installed(home)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    path = str(getattr(sys.modules.get(package), "__file__", None) or "")
+    return "site-packages" in path or "dist-packages" in path
