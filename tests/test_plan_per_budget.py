@@ -15,6 +15,7 @@ from vram_guard.report import budget_figure, save_figure
 
 BUDGETS = ("96MiB", "128MiB", "192MiB", "384MiB")
 SIZE = 8
+ALLOW = ("precision", "accumulate", "checkpoint")
 
 
 class Block(nn.Module):
@@ -33,10 +34,10 @@ def step() -> TrainingStep:
 
 def test_each_plan_is_the_one_of_its_budget_and_few_traces_give_all() -> None:
     traces: list[str] = []
-    found = plans_per_budget(step(), SIZE, reversed(BUDGETS), gpu="RTX 4070", progress=traces.append)
+    found = plans_per_budget(step(), SIZE, reversed(BUDGETS), gpu="RTX 4070", allow=ALLOW, progress=traces.append)
     assert [one.name for one in found] == list(BUDGETS)
     for name, made in found:
-        alone = plan(step(), SIZE, name, gpu="RTX 4070")
+        alone = plan(step(), SIZE, name, gpu="RTX 4070", allow=ALLOW)
         assert (made.fits, made.precision, made.splits, made.recipe, made.peak) == (
             alone.fits,
             alone.precision,
@@ -69,7 +70,7 @@ def test_no_budgets_and_several_gpus_are_refused() -> None:
 def test_the_picture_names_every_budget_and_its_plan(tmp_path: Path) -> None:
     import matplotlib as mpl
 
-    found = plans_per_budget(step(), SIZE, ["1MiB", *BUDGETS], gpu="RTX 4070")
+    found = plans_per_budget(step(), SIZE, ["1MiB", *BUDGETS], gpu="RTX 4070", allow=ALLOW)
     with mpl.rc_context({"svg.fonttype": "none"}):
         assert save_figure(budget_figure(found), tmp_path / "budgets.svg")
     text = (tmp_path / "budgets.svg").read_text()

@@ -56,7 +56,9 @@ def add(commands: Any) -> None:
     several.add_argument(
         "--compare-gpus", metavar="N,M", help=_("other numbers of GPUs for the same training, as a table")
     )
-    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
+    parser.add_argument(
+        "--cards", metavar="A,B", help=_("GPUs in the plots of batch sizes and budgets (default: common ones)")
+    )
     parser.add_argument(
         "--annotations",
         metavar="WHERE",
