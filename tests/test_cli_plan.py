@@ -24,6 +24,7 @@ def test_everything_at_once(tmp_path, capsys):
         "--html": "r.html",
         "--plot": "p.svg",
         "--plot-batch": "b.png",
+        "--plot-budgets": "u.svg",
         "--trace": "t.json",
         "--snapshot": "s.pickle",
     }
@@ -40,7 +41,7 @@ def test_everything_at_once(tmp_path, capsys):
     assert captured.out.startswith("Does not fit as written (")
     assert "x 0." in captured.out, "what it costs"
     assert "32-true" not in captured.out
-    assert captured.err.count("wrote") == 5
+    assert captured.err.count("wrote") == 6
     page = (tmp_path / "r.html").read_text("utf-8")
     assert "<title>Small &lt;b&gt;</title>" in page
     assert "B200" in page
@@ -48,6 +49,7 @@ def test_everything_at_once(tmp_path, capsys):
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["batch_size"] > 0
     assert pickle.loads((tmp_path / "s.pickle").read_bytes())["segments"]
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "u.svg").stat().st_size > 10_000
     assert (tmp_path / "p.svg").read_text().lstrip().startswith("<?xml")
 
 
@@ -68,6 +70,8 @@ def test_json_and_exit_codes(capsys):
         (["missing.yaml"], "missing.yaml"),
         ([], "name what to plan for"),
         ([CONFIG, "--plot", "x.bmp"], ".png"),
+        ([CONFIG, "--plot-budgets", "x.bmp"], ".png"),
+        ([CONFIG, "--plot-budgets", "x.png", "--gpus", "4"], "on one GPU"),
         ([CONFIG, "--cards", "RTX 4099"], "RTX 4090"),
         ([CONFIG, "--set", "batch_size=0"], "batch_size"),
         ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),

@@ -182,8 +182,23 @@ def test_dropout_softmax_and_zeros(data: Any) -> None:
         assert_as_torch_says(func, tensor, -1, False)
         if tensor.dtype == torch.float16:
             assert_as_torch_says(func, tensor, -1, True)
-    assert_as_torch_says(aten.zeros_like.default, tensor)
-    assert_as_torch_says(aten.zeros_like.default, tensor, memory_format=torch.preserve_format)
+    for func in (aten.zeros_like.default, aten.empty_like.default):
+        assert_as_torch_says(func, tensor)
+        assert_as_torch_says(func, tensor, memory_format=torch.preserve_format)
+        assert_as_torch_says(func, tensor, dtype=torch.float64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_sums(data: Any) -> None:
+    tensor = data.draw(tensors())
+    assert_as_torch_says(aten.sum.default, tensor)
+    assert_as_torch_says(aten.sum.default, tensor, dtype=torch.float64)
+    rank = tensor.dim()
+    dims = data.draw(st.lists(st.integers(-rank, max(rank - 1, 0)), max_size=rank, unique_by=lambda dim: dim % rank))
+    for keep in (False, True):
+        assert_as_torch_says(aten.sum.dim_IntList, tensor, dims, keep)
+    assert_as_torch_says(aten.sum.dim_IntList, tensor, None)
 
 
 def test_a_number_of_updates() -> None:
@@ -204,5 +219,13 @@ def test_the_plain_cases_are_answered_directly() -> None:
     assert assert_as_torch_says(aten.mm.default, one, one.T)
     assert assert_as_torch_says(aten.mul.Tensor, one[:, ::2], one.half()[:1, ::2])  # gaps, another dtype
     assert assert_as_torch_says(aten.neg.default, one[..., 1:])
+    assert assert_as_torch_says(aten.sum.dim_IntList, one.T, [0], True)
+    assert assert_as_torch_says(aten.empty_like.default, one)
+    kernel, image = torch.empty(4, 3, 1, 1, device="meta"), torch.empty(4, 3, 5, 5, device="meta")
+    assert assert_as_torch_says(aten.sqrt.default, kernel)
+    assert assert_as_torch_says(aten.add.Tensor, kernel, kernel)
+    assert assert_as_torch_says(aten.add.Tensor, image, kernel)  # the bias of each sample and channel
+    assert not assert_as_torch_says(aten.add.Tensor, kernel, image)
+    assert assert_as_torch_says(aten.lerp_.Scalar, kernel, kernel, 0.1)
     assert assert_as_torch_says(aten.native_dropout.default, one, 0.5, True)
     assert assert_as_torch_says(aten.zeros_like.default, one, memory_format=torch.preserve_format)

@@ -183,6 +183,8 @@ def test_the_trace_carries_one_block_at_a_time_and_the_root_with_it():
     # The head (root) from its forward to its backward, and the block that runs.
     assert device_bytes(timeline, "parameters") == 2 * (WEIGHT + BIAS)
     assert device_bytes(timeline, "optimizer_states") == 0
+    # While they are divided: one that goes to the host, and its pinned copy. Nothing holds those before it.
+    assert device_bytes(timeline, "temporaries") < 3 * (WEIGHT + BIAS)
     # Gradients of the block that ends and of the root, which is reduced last.
     assert device_bytes(timeline, "gradients") == 2 * (WEIGHT + BIAS)
     plain = run_step(step(recipe=Recipe()), 4, (8, 0))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, whole_number
 from vram_guard.cli._compare import listed, tell_progress
@@ -18,6 +19,10 @@ from vram_guard.cli.releases import add_release_options, required_releases, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
+    from vram_guard.cli._configuration import Configuration
 
 
 def add(commands: Any) -> None:
@@ -51,7 +56,9 @@ def add(commands: Any) -> None:
     several.add_argument(
         "--compare-gpus", metavar="N,M", help=_("other numbers of GPUs for the same training, as a table")
     )
-    parser.add_argument("--cards", metavar="A,B", help=_("GPUs in the batch-size plot (default: common ones)"))
+    parser.add_argument(
+        "--cards", metavar="A,B", help=_("GPUs in the plots of batch sizes and budgets (default: common ones)")
+    )
     parser.add_argument(
         "--annotations",
         metavar="WHERE",
@@ -59,7 +66,35 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
+    parser.add_argument(
+        "--plot-budgets",
+        metavar="FILE",
+        help=_("write one picture of the peak over the batch size and the plan for each GPU's memory (--cards)"),
+    )
     parser.set_defaults(run=_plan)
+
+
+def _plot_budgets(
+    options: argparse.Namespace, one: Configuration, budget: Budget, cards: list[str], allow: Iterable[str]
+) -> None:
+    """The picture of the plans for several budgets, on the kernels of the GPU that was planned for."""
+    from vram_guard.plan.per_budget import plans_per_budget
+    from vram_guard.report import budget_figure, save_figure
+    from vram_guard.report.batch_curve import COMMON_CARDS
+    from vram_guard.report.files import must_be_written
+
+    plans = plans_per_budget(
+        one.step,
+        one.batch_size,
+        cards or COMMON_CARDS,
+        gpu=budget.gpu,
+        allow=allow,
+        cudnn=options.cudnn,
+        progress=tell_progress,
+    )
+    with must_be_written():
+        save_figure(budget_figure(plans), options.plot_budgets)
+    say(_("wrote {path}", path=options.plot_budgets), sys.stderr)
 
 
 def _several(options: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +130,9 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
 
-    check_pictures(options)
+    check_pictures(options, options.plot_budgets)
+    if options.plot_budgets and options.gpus is not None:
+        raise InvalidInputError(_("plans for several budgets are of trainings on one GPU"))
     if options.annotations is not None:
         checked_annotations(options.annotations)
     _one_of(options)
@@ -127,6 +164,8 @@ def _plan(options: argparse.Namespace) -> int:
             say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
+    if options.plot_budgets:
+        _plot_budgets(options, one, budget, cards, allow)
     if options.annotations is not None:
         found = [] if made.fits else [finding(f"{name}: {made.verdict()}", "", options.config or "")]
         if lines := annotate(found, options.annotations):

@@ -29,17 +29,21 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--snapshot", metavar="FILE", help=_("write a snapshot for pytorch.org/memory_viz"))
 
 
-def check_pictures(options: argparse.Namespace) -> None:
+def check_pictures(options: argparse.Namespace, *more: str | None) -> None:
     """Before any work: matplotlib is there if it is needed, and the files' names have endings that can be written.
+
+    Args:
+        options: with the values of :func:`add_picture_options`.
+        more: names of other pictures.
 
     Raises:
         InvalidInputError: another ending than .png, .svg or .pdf, or a folder.
         MissingLibraryError: matplotlib is not installed; names the extra that brings it.
     """
-    for path in (options.html, options.plot, options.plot_batch, options.trace, options.snapshot):
+    for path in (options.html, options.plot, options.plot_batch, options.trace, options.snapshot, *more):
         if path and Path(path).is_dir():
             raise InvalidInputError(_("{path} is a folder: give the name of a file", path=path))
-    asked = [path for path in (options.plot, options.plot_batch) if path]
+    asked = [path for path in (options.plot, options.plot_batch, *more) if path]
     if asked:
         from vram_guard.report.plot import new_figure, picture_format
 

@@ -21,6 +21,7 @@ from vram_guard.plan.pins import Pins
 from vram_guard.plan.search_space import Request
 from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
+from vram_guard.state.collector import collector_paused
 from vram_guard.step import TrainingStep, checked_count
 
 if TYPE_CHECKING:
@@ -287,7 +288,8 @@ def plan(
         source.explored[batch_size] = explored
 
     def searched(asked: Request) -> Plan:
-        made = search(asked, traces, cost_model, report, explored.candidates)
+        with collector_paused():  # the collector looks at millions of values of timelines, of which none is in a cycle
+            made = search(asked, traces, cost_model, report, explored.candidates)
         uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
         made = replace(made, uneven=uneven)
         if whole is source:

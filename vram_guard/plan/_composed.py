@@ -11,6 +11,7 @@ from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batche
 
 if TYPE_CHECKING:
     from vram_guard.plan.source import Source, TraceRequest
+    from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -89,6 +90,11 @@ class Composer:
             self._refused.add(group)
             _log.info("%s: each option is traced: %s", group, why)
 
+    @staticmethod
+    def cuts(recipe: Recipe) -> bool:
+        """True if micro-batches may be composed of a whole batch: FSDP2 adds up gradients on the host by itself."""
+        return not recipe.parameters_on_host
+
     def _composes(self, request: TraceRequest, blocks: Treatable) -> bool:
         recipe = request.recipe
         if not self._source.marks or recipe.optimizer not in _FORMS:
@@ -125,8 +131,7 @@ class Composer:
         return self._whole(request, blocks)
 
     def _cut(self, request: TraceRequest) -> bool:
-        """True if micro-batches are composed of a whole batch."""
-        return request.slices > 1 and self._cuts and not request.recipe.parameters_on_host
+        return request.slices > 1 and self._cuts and self.cuts(request.recipe)
 
     def _whole(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         """The timeline with its blocks and the form of its optimizer."""

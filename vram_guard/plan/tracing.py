@@ -98,8 +98,8 @@ class Traces:
             composed, self._compose = self._compose, Composer(self.source, self._base)
             self._compose.blocks = composed.blocks
             return
-        size = self._batch_size // option.splits if self._directly else 0
-        self._compose.refuse(self._request(option, size), "a direct trace says otherwise")
+        request = self._request(option, self._batch_size // option.splits)
+        self._compose.refuse(self._composable(request), "a direct trace says otherwise")
 
     def direct(self, option: Option, size: int) -> Timeline:
         """The option's timeline after a direct trace at the micro-batch size that will run.
@@ -118,8 +118,9 @@ class Traces:
         return self._compose(self._composable(self._request(option, size)))
 
     def _composable(self, request: TraceRequest) -> TraceRequest:
-        """The request as it is composed: for every size, unless each is traced by itself."""
-        return request if self._directly else replace(request, batch_size=0)
+        """The request as it is composed: for every size, unless each is traced by itself, or no other is composed."""
+        one_size = self._directly or (request.slices == 1 and not self._compose.cuts(request.recipe))
+        return request if one_size else replace(request, batch_size=0)
 
     def _has(self, request: TraceRequest) -> bool:
         """True if :meth:`_base` has traced this already."""

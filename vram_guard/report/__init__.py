@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vram_guard.report.as_json import write_json
     from vram_guard.report.html import html_report, save_html
-    from vram_guard.report.plot import batch_figure, plan_figure, save_figure, timeline_figure
+    from vram_guard.report.plot import batch_figure, budget_figure, plan_figure, save_figure, timeline_figure
     from vram_guard.report.snapshot import save_snapshot
     from vram_guard.report.text import render, show
     from vram_guard.report.trace_events import save_trace
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Names of functions only, none of which is a module's: importing the module would replace the function.
 __all__ = [
     "batch_figure",
+    "budget_figure",
     "html_report",
     "plan_figure",
     "render",
@@ -35,6 +36,7 @@ __all__ = [
 
 _HOME = {
     "batch_figure": "plot",
+    "budget_figure": "plot",
     "html_report": "html",
     "plan_figure": "plot",
     "render": "text",

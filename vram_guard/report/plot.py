@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: the memory of a step over its events, and the peak over the batch size.
+"""Pictures by matplotlib: the memory of a step over its events, the peak over the batch size, plans for budgets.
 
 matplotlib is imported when a picture is asked for, and only its Figure class is used: no window system is
 needed, and the user's own pyplot state and backend stay as they are. The words are English: matplotlib's own fonts
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import ENGLISH, _, speaking
+from vram_guard.plan.search_space import Option
 from vram_guard.printable import printable
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan import Plan
+    from vram_guard.plan.per_budget import PlanOfBudget
     from vram_guard.report._charts import Chart
     from vram_guard.timeline import Category, Timeline
 
@@ -48,6 +51,14 @@ INK, SOFT, FRAME, FAINT, GRID = "#222222", "#555555", "#999999", "#f2f2f5", "#e3
 LIMIT, CURVE = "#c0102a", "#332288"
 
 FORMATS = ("png", "svg", "pdf")
+
+_GIB = 2**30
+
+#: Inches of a bar, and of what stands above and below all of them.
+_BAR, _TITLE = 0.42, 0.9
+
+#: Signs of a plan beside its bar: no more stand in the picture's width.
+_MOST_WORDS = 130
 
 #: More columns than this cannot be told apart at the width of a page.
 MOST_COLUMNS = 1600
@@ -114,6 +125,65 @@ def batch_figure(
     return figure
 
 
+def budget_figure(
+    plans: Sequence[PlanOfBudget],
+    *,
+    settings: AllocatorSettings | None = None,
+    title: str | None = None,
+) -> Figure:
+    """The batch-size curve of the step as written, above the plan for each budget.
+
+    Args:
+        plans: of :func:`vram_guard.plan.per_budget.plans_per_budget`.
+        settings: the allocator's settings; None: PyTorch's defaults.
+        title: None: the precision.
+
+    Raises:
+        MissingLibraryError: matplotlib is not installed; names the extra that brings it.
+        InvalidInputError: no plans, or one without its timeline.
+    """
+    timeline = plans[0].plan.timeline_before if plans else None
+    if timeline is None:
+        raise InvalidInputError(_("a batch-size curve needs at least one GPU or budget"))
+    figure = new_figure(height=5.2 + _TITLE + _BAR * len(plans))
+    before = plans[0].plan
+    size = before.batch_size_before
+    curve = batch_curve(timeline, [one.name for one in plans], at=size, settings=settings)
+    with speaking(ENGLISH):
+        above, below = figure.subfigures(2, 1, height_ratios=[5.2, _TITLE + _BAR * len(plans)])
+        _draw(above, [batch_chart(curve, before.precision_before, at=size)], title)
+        _plans(below.add_subplot(), plans)
+    return figure
+
+
+def _plans(axes: Axes, plans: Sequence[PlanOfBudget]) -> None:
+    """A bar for each budget, filled as far as the plan reaches, with the plan in words."""
+    names = [printable(one.name) for one in plans]
+    usable = [one.plan.budget.usable / _GIB for one in plans]
+    peaks = [one.plan.peak / _GIB if one.plan.fits else 0.0 for one in plans]
+    axes.barh(names, usable, color=FAINT, edgecolor=LIMIT, linewidth=0.8, height=0.72)
+    axes.barh(names, peaks, color=COLOURS["optimizer_states"], height=0.72)
+    for number, one in enumerate(plans):
+        axes.text(0, number, f" {_in_words(one.plan)}", va="center", fontsize=8, color=INK, parse_math=False)
+    axes.set_xlim(0, max(usable))
+    axes.set_xlabel(_("GiB: what may be reserved, and what the plan reserves"), fontsize=8.5, color=SOFT)
+    remark = _("batch {count}; step times modelled", count=plans[0].plan.batch_size_before)
+    axes.set_title(_("plan for each budget"), loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_title(remark, loc="right", fontsize=10, color=INK)
+    axes.tick_params(labelsize=8.5, colors="#444444")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _in_words(plan: Plan) -> str:
+    if not plan.fits:
+        return _("nothing fits")
+    if not plan.changed:
+        return _("as written")
+    option = Option(plan.precision, plan.splits, plan.recipe).words(plan.batch_size, plan.precision_before)
+    return shorten(option if plan.slowdown is None else f"x {plan.slowdown:.2f}: {option}", _MOST_WORDS)
+
+
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> bool:
     """Write a figure as PNG, SVG or PDF, by the name's ending; whole or not at all.
 
@@ -153,7 +223,7 @@ def new_figure(height: float) -> Figure:
     return Figure(figsize=(11, height), layout="constrained", facecolor="white")
 
 
-def _draw(figure: Figure, charts: Sequence[Chart], title: str | None = None) -> None:
+def _draw(figure: Figure | SubFigure, charts: Sequence[Chart], title: str | None = None) -> None:
     """The charts below each other, with one legend."""
     panels = [figure.add_subplot(len(charts), 1, number) for number in range(1, len(charts) + 1)]
     for axes, chart in zip(panels, charts, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,8 @@ def patch_forwards(
     Raises:
         InvalidInputError: no module of the model has such a name, or it is a mere container.
     """
-    modules = {id(module): module for module in (callable_module(model, name) for name in names)}
+    known = dict(model.named_modules(remove_duplicate=False))
+    modules = {id(module): module for module in (callable_module(known, name) for name in names)}
     patched = [make(module) for module in modules.values()]
     for one in patched:
         one.install()
@@ -94,13 +95,12 @@ def patch_forwards(
     return undo
 
 
-def callable_module(model: nn.Module, name: str) -> nn.Module:
-    """The module of this name, whose forward can be called.
+def callable_module(known: Mapping[str, nn.Module], name: str) -> nn.Module:
+    """The module of this name, of all that a model has (duplicates too), whose forward can be called.
 
     Raises:
         InvalidInputError: no module of the model has such a name, or it is a mere container.
     """
-    known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if name not in known:
         near = get_close_matches(str(name), known, n=3)
         if near:

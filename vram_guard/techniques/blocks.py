@@ -53,13 +53,14 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> tuple[ModelBlock, ..
     Raises:
         InvalidInputError: no module has such a name, or it has no forward; or a module is named twice, or is the model.
     """
+    known = dict(model.named_modules(remove_duplicate=False))
     modules: dict[str, nn.Module] = {}
     for name in names:
         if name == "":
             raise InvalidInputError(_("the whole model is not a block of itself; name modules inside it"))
         if name in modules:
             raise InvalidInputError(_("the module {name} is named twice", name=repr(name)))
-        modules[name] = callable_module(model, name)
+        modules[name] = callable_module(known, name)
     return tuple(_described(modules.items()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vram_guard.patching import replace_attributes
@@ -12,14 +12,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def shared_parameter(model: nn.Module, name: str) -> str:
-    """The path outside a module of a parameter that it shares with the rest of the model; "" where there is none."""
+def shared_parameter(model: nn.Module, name: str, paths: Sequence[tuple[str, nn.Parameter]] | None = None) -> str:
+    """The path outside a module of a parameter that it shares with the rest of the model; "" where there is none.
+
+    Args:
+        model: the whole.
+        name: of the module.
+        paths: all parameters by every path, for those who ask about many modules; None: looked up.
+    """
     own = {id(p) for p in model.get_submodule(name).parameters()}
     inside = name + "."
-    for path, parameter in model.named_parameters(remove_duplicate=False):
+    for path, parameter in all_paths(model) if paths is None else paths:
         if id(parameter) in own and not path.startswith(inside):
             return path
     return ""
+
+
+def all_paths(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a model by every path that leads to them."""
+    return list(model.named_parameters(remove_duplicate=False))
 
 
 def keep_parameters_in_place(module: nn.Module) -> Callable[[], None]:

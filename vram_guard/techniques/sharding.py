@@ -8,12 +8,12 @@ the device from its forward to its backward (``fully_shard``'s default for the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
-from vram_guard.techniques.host_modules import keep_parameters_in_place, shared_parameter
+from vram_guard.techniques.host_modules import all_paths, keep_parameters_in_place, shared_parameter
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,7 @@ def offload_parameters(
     check_torch()
     if precision == "16-mixed":
         raise UnsupportedTechniqueError(_("parameters_on_host does not work with 16-mixed: use bf16-mixed or 32-true"))
-    for name in names:
-        _check_module(model, name)
+    _check_modules(model, names)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = torch.device(device)
@@ -95,12 +94,18 @@ def check_torch() -> None:
         raise UnsupportedTechniqueError(_("parameters_on_host needs torch.distributed, which this torch lacks"))
 
 
-def _check_module(model: nn.Module, name: str) -> None:
+def _check_modules(model: nn.Module, names: Iterable[str]) -> None:
+    # In a function of its own: what it holds would keep the parameters on the device that the host is about to get.
+    modules, paths = dict(model.named_modules()), all_paths(model)
+    for name in filter(None, names):
+        _check_module(model, name, modules, paths)
+
+
+def _check_module(
+    model: nn.Module, name: str, modules: Mapping[str, nn.Module], paths: Sequence[tuple[str, nn.Parameter]]
+) -> None:
     from torch import nn
 
-    if not name:
-        return
-    modules = dict(model.named_modules())
     if name not in modules:
         raise InvalidInputError(_("parameters_on_host: the model has no module named {name}", name=repr(name)))
     module = modules[name]
@@ -110,7 +115,7 @@ def _check_module(model: nn.Module, name: str) -> None:
         )
     if next(module.parameters(), None) is None:
         raise InvalidInputError(_("parameters_on_host: {name} has no parameters", name=repr(name)))
-    shared = shared_parameter(model, name)
+    shared = shared_parameter(model, name, paths)
     if shared:
         raise UnsupportedTechniqueError(
             _(

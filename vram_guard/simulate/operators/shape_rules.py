@@ -37,6 +37,18 @@ def _plain(tensor: Any) -> bool:
     )
 
 
+def _laid_out(tensor: Any) -> bool:
+    """A symbolic floating-point tensor in contiguous memory; its shape may be :func:`_ambiguous`."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and is_symbolic(tensor)
+        and tensor.dtype.is_floating_point
+        and tensor.dim() > 0
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+    )
+
+
 def _ambiguous(shape: Sequence[int]) -> bool:
     """True if such a tensor is channels last as well as contiguous: torch then has reasons of its own to choose."""
     return len(shape) in (4, 5) and (shape[1] == 1 or all(size == 1 for size in shape[2:]))
@@ -74,7 +86,9 @@ def _broadcast(one: torch.Size, other: torch.Size) -> list[int] | None:
 
 def _unary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    return _like(tensor) if _in_order(tensor) and not _complex(args[1:]) else None
+    # Contiguous operands of one shape make a contiguous result (TensorIterator, ``FastSetupType::CONTIGUOUS``).
+    ordered = _in_order(tensor) or (len(args) == 1 and _laid_out(tensor))
+    return _like(tensor) if ordered and not _complex(args[1:]) else None
 
 
 def _power(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,17 +111,28 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(second, torch.Tensor) and _counts(first) and type(second) is int:
         return _like(first)
     if not _in_order(first):
-        return None
+        return _like(first, _promoted(first, second)) if _alike(first, second) else None
     if not isinstance(second, torch.Tensor):
         return None if isinstance(second, complex) else _like(first)
     if second.dim() == 0:
         return None if second.dtype.is_complex else _like(first)
-    if not _in_order(second):
-        return None
     shape = _broadcast(first.shape, second.shape)
+    if not _in_order(second):
+        # The first operand decides about each pair of dimensions, where none of them is broadcast (``should_swap``).
+        decides = first is args[0] and shape == [*first.shape] and is_symbolic(second)
+        return _like(first, _promoted(first, second)) if decides and second.dtype.is_floating_point else None
     if shape is None or _ambiguous(shape):
         return None
-    return torch.empty(shape, dtype=torch.promote_types(first.dtype, second.dtype), device=_META)
+    return torch.empty(shape, dtype=_promoted(first, second), device=_META)
+
+
+def _promoted(one: torch.Tensor, other: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(one.dtype, other.dtype)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """True for two tensors of one shape in contiguous memory."""
+    return _laid_out(one) and _laid_out(other) and one.shape == other.shape
 
 
 def _division(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +208,7 @@ def _group_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An element-wise update: the first operand itself, where the others are of its shape and dtype, or numbers."""
     target = args[0]
-    if kwargs.keys() - {"alpha", "value"} or not _plain(target) or _complex(args[1:]):
+    if kwargs.keys() - {"alpha", "value"} or not _laid_out(target) or _complex(args[1:]):
         return None
     for other in args[1:]:
         if isinstance(other, torch.Tensor):
@@ -201,13 +226,35 @@ def _last_dim_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _like(tensor, torch.float32 if half_to_float else None)
 
 
-def _zeros_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _made_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Memory like a tensor's: its strides too, where they leave no gaps (TensorFactories.cpp, ``empty_like``)."""
     tensor = args[0]
-    if not _plain(tensor) or any(kwargs.get(name) for name in ("layout", "device", "pin_memory")):
+    if not _laid_out(tensor) or any(kwargs.get(name) for name in ("layout", "device", "pin_memory")):
         return None
-    if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
         return None
-    return _like(tensor, kwargs.get("dtype"))
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """``torch.empty_like``, in a tenth of its time where that can be."""
+    made: torch.Tensor | None = _made_like((tensor,), {})
+    return torch.empty_like(tensor) if made is None else made
+
+
+def _sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A sum over some dimensions is contiguous, wherever its operand lies (ReduceOpsUtils.h, ``resize_reduction``)."""
+    tensor, dims, keep = (*args, *((), False)[len(args) - 1 :])[:3]
+    if not (is_symbolic(tensor) and tensor.dtype.is_floating_point and tensor.dim()) or kwargs.keys() - {"dtype"}:
+        return None
+    rank = tensor.dim()
+    if not all(-rank <= dim < rank for dim in dims or ()):
+        return None
+    reduced = {dim % rank for dim in dims} if dims else {*range(rank)}
+    if len(reduced) != len(dims or range(rank)):
+        return None
+    shape = [1 if at in reduced else size for at, size in enumerate(tensor.shape) if keep or at not in reduced]
+    return torch.empty(shape, dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
 
 
 #: Operators that return new tensors.
@@ -233,7 +280,8 @@ NEW: dict[str, Rule] = {
     "aten::native_group_norm": _group_norm,
     "aten::_softmax": _last_dim_softmax,
     "aten::_log_softmax": _last_dim_softmax,
-    "aten::zeros_like": _zeros_like,
+    **dict.fromkeys(("aten::zeros_like", "aten::empty_like"), _made_like),
+    "aten::sum": _sum,
 }
 
 #: Updates in place; an optimizer that steps parameter by parameter makes thousands.

@@ -366,7 +366,7 @@ class SymbolicMode(TorchDispatchMode):
         held = foreach.norm_parts(self.recorder, func, first)
         made = []
         for tensor in first:
-            out = tensor.new_empty(()) if scalars and "maximum" not in name else torch.empty_like(tensor)
+            out = tensor.new_empty(()) if scalars and "maximum" not in name else shape_rules.empty_like(tensor)
             self.recorder.put(out, self.recorder.place_of(tensor), operator=name)
             made.append(out)
         self.recorder.release(held)
