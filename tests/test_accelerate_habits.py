@@ -141,6 +141,8 @@ def test_a_program_that_tells_something_runs(answers: Any) -> None:
         (["git"], False),
         ([b"nvidia-smi", b"-q"], True),
         (Path("/usr/bin/nvidia-smi"), True),
+        (["/usr/local/cuda/bin/nvcc", "--version"], True),
+        (["gcc", "-shared", "x.c"], False),
         ([sys.executable, "-m", "pip", "freeze"], True),
         ([sys.executable, "-m", "pip", "install", "x"], False),
         ([sys.executable, "train.py"], False),

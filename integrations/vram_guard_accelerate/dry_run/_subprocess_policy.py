@@ -36,6 +36,8 @@ TELLING_COMMANDS = {
     "pip": ("freeze", "list", "show", "--version"),
     "conda": ("list", "info", "--version"),
     "hg": ("id", "identify", "status", "log"),
+    # Asked for by torch's compiler and by libraries that compile kernels.
+    **dict.fromkeys(("nvcc", "ptxas", "gcc", "g++", "c++", "clang", "clang++"), ("--version",)),
 }
 
 #: What makes a shell do more than run one program with these words.
