@@ -150,7 +150,8 @@ def budget_figure(
     curve = batch_curve(timeline, [one.name for one in plans], at=size, settings=settings)
     with speaking(ENGLISH):
         heights = [5.2, _TITLE + _BAR * len(plans)]
-        above, below = (figure.add_subfigure(part) for part in figure.add_gridspec(2, 1, height_ratios=heights))
+        grid = figure.add_gridspec(2, 1, height_ratios=heights)
+        above, below = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
         _draw(above, [batch_chart(curve, before.precision_before, at=size)], title)
         _plans(below.add_subplot(), plans)
     return figure
