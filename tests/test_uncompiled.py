@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,14 @@ compiled = peak(error, lambda: torch.compile(nn.Sequential(nn.Linear(64, 64), nn
 print(json.dumps([compiled, peak(error)]))
 """)
     assert found[0] == found[1]
+
+
+def test_the_trace_that_imports_the_compiler_is_that_of_those_after_it() -> None:
+    """Errors that torch's compiler catches as it is imported kept the tensors of a recomputation."""
+    code = (
+        "from tests.test_compose import *\n"
+        "source = source_of(step(*MODELS['layers']), AMPERE)\n"
+        "asked = source.request('16-mixed', 1, Recipe(checkpoint=('1', '2', '3', '4', '5')), 2)\n"
+        "assert source.trace(asked).events == source.trace(asked).events\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=Path(__file__).parents[1], timeout=300)

@@ -7,6 +7,7 @@ what not to compile. That takes as long as importing torch itself. Where nothing
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -91,7 +92,10 @@ class _WaitingCompiler(ModuleType):
         if name.startswith("__") and name != "__path__":  # who lists modules (inspect, warnings) uses none of them
             raise AttributeError(name)
         self.make_way()
-        return getattr(importlib.import_module(_COMPILER), name)
+        compiler = importlib.import_module(_COMPILER)
+        # Errors that its modules catch hold the frames that asked for it, in cycles, and with them tensors of the step.
+        gc.collect()
+        return getattr(compiler, name)
 
     def make_way(self) -> None:
         """The place is free for the compiler."""
