@@ -336,6 +336,27 @@ def test_a_plan_of_few_traces_is_the_one_of_many() -> None:
     assert asked[True] < asked[False]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_parameters_on_the_host_are_composed_of_two_traces_at_their_own_size() -> None:
+    source = source_of(step(*MODELS["layers"]), AMPERE)
+    asked: list[int] = []
+
+    def counted(request: Any) -> Timeline:
+        asked.append(request.batch_size)
+        return source.trace(request)
+
+    traces = Traces(replace(source, trace=counted), BATCH, lambda _line: None)
+    blocks = tuple(block.name for block in find_blocks(source.model))
+    traces.compose_with(blocks, blocks)
+    options = [Option("32-true", 1, Recipe(checkpoint=blocks[:n], parameters_on_host=blocks)) for n in (2, 4)]
+    said = [traces.exact(option, BATCH).at(BATCH).peak_reserved for option in options]
+    assert asked == [BATCH] * 2
+    assert all(traces.composed(option, BATCH) for option in options)
+    assert said == [traces.direct(option, BATCH).at(BATCH).peak_reserved for option in options]
+    traces.distrust(options[0])
+    assert not traces.known(Option("32-true", 1, Recipe(checkpoint=blocks[:3], parameters_on_host=blocks)), BATCH)
+
+
 class Conditioned(nn.Module):
     """Layers that learn, behind frozen ones that run twice."""
 

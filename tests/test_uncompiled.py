@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,14 @@ print(json.dumps({"without": without, "peaks": [first, peak(asking, Checkpointed
     assert set(found["without"]) <= {"torch._dynamo.config"}
     assert found["peaks"][0] == found["peaks"][1]
     assert found["compiled"] == [2, 8]
+
+
+def test_the_trace_that_imports_the_compiler_is_that_of_those_after_it() -> None:
+    """Errors that torch's compiler catches as it is imported kept the tensors of a recomputation."""
+    code = (
+        "from tests.test_compose import *\n"
+        "source = source_of(step(*MODELS['layers']), AMPERE)\n"
+        "asked = source.request('16-mixed', 1, Recipe(checkpoint=('1', '2', '3', '4', '5')), 2)\n"
+        "assert source.trace(asked).events == source.trace(asked).events\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=Path(__file__).parents[1], timeout=300)

@@ -22,7 +22,7 @@ from vram_guard.plan.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
-    from vram_guard.cli._configuration import Configuration
+    from vram_guard.plan.comparison import Configuration
 
 
 def add(commands: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
+from vram_guard.plan._option import Option
 from vram_guard.plan._purity import watched_modules
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.source import Source, source_of
@@ -26,6 +27,15 @@ class PlanOfBudget(NamedTuple):
     name: str
     """The budget as it was given: a card, or an amount."""
     plan: Plan
+
+    @property
+    def words(self) -> str:
+        """What differs from the step as written, behind the modelled time of a step in its times."""
+        made = self.plan
+        if not made.fits or not made.changed:
+            return _("as written") if made.fits else _("nothing fits")
+        option = Option(made.precision, made.splits, made.recipe).words(made.batch_size, made.precision_before)
+        return option if made.slowdown is None else f"x {made.slowdown:.2f}: {option}"
 
 
 def plans_per_budget(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import ENGLISH, _, speaking
-from vram_guard.plan.search_space import Option
 from vram_guard.printable import printable
 from vram_guard.report._charts import batch_chart, timeline_charts
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
@@ -150,7 +149,9 @@ def budget_figure(
     size = before.batch_size_before
     curve = batch_curve(timeline, [one.name for one in plans], at=size, settings=settings)
     with speaking(ENGLISH):
-        above, below = figure.subfigures(2, 1, height_ratios=[5.2, _TITLE + _BAR * len(plans)])
+        heights = [5.2, _TITLE + _BAR * len(plans)]
+        grid = figure.add_gridspec(2, 1, height_ratios=heights)
+        above, below = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
         _draw(above, [batch_chart(curve, before.precision_before, at=size)], title)
         _plans(below.add_subplot(), plans)
     return figure
@@ -164,7 +165,9 @@ def _plans(axes: Axes, plans: Sequence[PlanOfBudget]) -> None:
     axes.barh(names, usable, color=FAINT, edgecolor=LIMIT, linewidth=0.8, height=0.72)
     axes.barh(names, peaks, color=COLOURS["optimizer_states"], height=0.72)
     for number, one in enumerate(plans):
-        axes.text(0, number, f" {_in_words(one.plan)}", va="center", fontsize=8, color=INK, parse_math=False)
+        axes.text(
+            0, number, f" {shorten(one.words, _MOST_WORDS)}", va="center", fontsize=8, color=INK, parse_math=False
+        )
     axes.set_xlim(0, max(usable))
     axes.set_xlabel(_("GiB: what may be reserved, and what the plan reserves"), fontsize=8.5, color=SOFT)
     remark = _("batch {count}; step times modelled", count=plans[0].plan.batch_size_before)
@@ -173,15 +176,6 @@ def _plans(axes: Axes, plans: Sequence[PlanOfBudget]) -> None:
     axes.tick_params(labelsize=8.5, colors="#444444")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-
-
-def _in_words(plan: Plan) -> str:
-    if not plan.fits:
-        return _("nothing fits")
-    if not plan.changed:
-        return _("as written")
-    option = Option(plan.precision, plan.splits, plan.recipe).words(plan.batch_size, plan.precision_before)
-    return shorten(option if plan.slowdown is None else f"x {plan.slowdown:.2f}: {option}", _MOST_WORDS)
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> bool:

@@ -7,6 +7,7 @@ what not to compile. That takes as long as importing torch itself. Where nothing
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -106,7 +107,10 @@ class _WaitingCompiler(ModuleType):
         if name == "disable" and sys._getframe(1).f_globals.get("__name__") == _CHECKPOINTING:
             return _as_it_is
         self.make_way()
-        return getattr(importlib.import_module(_COMPILER), name)
+        compiler = importlib.import_module(_COMPILER)
+        # Errors that its modules catch hold the frames that asked for it, in cycles, and with them tensors of the step.
+        gc.collect()
+        return getattr(compiler, name)
 
     def make_way(self) -> None:
         """The place is free for the compiler."""
