@@ -134,6 +134,34 @@ def test_a_graph_break_is_said_and_modules_behind_it_are_compiled() -> None:
     assert "graph_break" in made.compiled.breaks[0]
 
 
+class Numbered(Block):
+    """A block that differs from others of its kind in a number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (self.number + 1)
+
+
+def test_blocks_that_differ_are_compiled_up_to_dynamos_limit_and_the_others_are_named() -> None:
+    limit = 2
+    for count in (limit, limit + 1):
+        model = nn.Sequential(*(Numbered(number) for number in range(count)))
+        for block in model:
+            block.compile()
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            made = followed(step_of(model))
+        assert made.compiled is not None
+        assert made.compiled.graphs == 2 * limit
+        said = [reason for reason in made.compiled.breaks if "recompile_limit" in reason]
+        assert len(said) == (count > limit)
+    assert f"recompile_limit ({limit}) is reached" in said[0]
+    assert "'forward'" in said[0]
+    assert Path(__file__).name in said[0]
+
+
 class Positions(nn.Module):
     """A break in a function that has made a tensor: Dynamo's guards there hold what the factory looked at."""
 

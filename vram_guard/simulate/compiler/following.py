@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -54,12 +55,44 @@ class Followed:
 
     def __init__(self, breaks: Iterable[str]) -> None:
         self.graphs = 0
+        self.uncompiled: dict[str, None] = {}
+        """Functions of which Dynamo compiles no more variants, in words."""
         self._breaks = breaks
 
     @property
     def code(self) -> CompiledCode:
         """What a timeline says of it."""
-        return CompiledCode(self.graphs, tuple(str(reason).strip().partition("\n")[0] for reason in self._breaks))
+        breaks = (str(reason).strip().partition("\n")[0] for reason in self._breaks)
+        return CompiledCode(self.graphs, (*breaks, *self.uncompiled))
+
+
+class _LimitsReached(logging.Handler):
+    """Dynamo says nowhere else that it gives a function up (``torch/_dynamo/convert_frame.py``)."""
+
+    def __init__(self, followed: Followed) -> None:
+        super().__init__(logging.WARNING)
+        self._followed = followed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "hit config." in str(record.msg) and isinstance(record.args, tuple) and len(record.args) > 2:
+            limit, count, function = record.args[:3]
+            said = _(
+                "{limit} ({count}) is reached: other variants of {function} run uncompiled",
+                limit=limit,
+                count=count,
+                function=function,
+            )
+            self._followed.uncompiled[said] = None
+
+
+@contextlib.contextmanager
+def _limits_noted(followed: Followed) -> Iterator[None]:
+    log, handler = logging.getLogger(torch._dynamo.convert_frame.__name__), _LimitsReached(followed)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _looked_at_in(guard: Any, folders: tuple[str, ...]) -> bool:
@@ -155,6 +188,7 @@ def compiler_followed(
     try:
         with (
             inductor_without_gpu(state, capability),
+            _limits_noted(followed),
             replaced(convert_frame.CatchErrorsWrapper, {"__call__": compile_frame}),
             replaced(convert_frame, {"is_in_any_mode_without_ignore_compile_internals": lambda: False}),
             replaced(compile_fx, {"_compile_fx_inner": compile_graph}),
