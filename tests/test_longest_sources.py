@@ -247,6 +247,13 @@ def test_the_limit_interrupts_and_leaves_other_alarms_alone():
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_limit_that_a_block_has_noticed_itself_does_not_ring_as_well():
+    for _round in range(50):  # both are for the same point in time
+        with at_most(0.002) as limit:
+            while True:
+                limit.check()
+
+
 def test_no_time_is_no_time():
     done = []
     for seconds in (0, -3):

@@ -23,6 +23,8 @@ class TimeLimit:
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
+        self.told = False
+        """True once :meth:`check` has raised: an alarm for the same point in time says nothing more."""
 
     @property
     def left(self) -> float:
@@ -32,6 +34,7 @@ class TimeLimit:
     def check(self) -> None:
         """Raise TimeIsUpError where it is past: for code that cannot be interrupted, between two parts of it."""
         if self.left <= 0:
+            self.told = True
             raise TimeIsUpError
 
 
@@ -71,5 +74,5 @@ class at_most:  # noqa: N801 - reads as a statement
         return kind is not None and issubclass(kind, TimeIsUpError)
 
     def _ring(self, _number: int, _frame: Any) -> None:
-        if self._inside:
+        if self._inside and not self._limit.told:
             raise TimeIsUpError
