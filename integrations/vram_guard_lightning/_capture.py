@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
+    from vram_guard.proof.effects import StepEffects
     from vram_guard.proof.evaluations import EvaluationRehearsal
     from vram_guard.proof.observed import Observed
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
@@ -63,6 +64,7 @@ class Captured(CapturedTraining):
     model: LightningModule
     optimizer_traits: set[str]
     """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
+    heard: Heard
     later: LaterEpochs | None = None
     """What traces have seen of later epochs; None where the job is left out."""
 
@@ -70,8 +72,13 @@ class Captured(CapturedTraining):
     def symbolic_run(self) -> Iterator[None]:
         """The Trainer's loggers and loops notice nothing of it."""
         view = _view(self.trainer, self.sample, _batches_per_epoch(self.trainer, self.sample))
-        with random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view):
+        with random_state_kept(), _trainer_proxy.symbolic_run(self.trainer, self.model, view, self.effects):
             yield
+
+    @property
+    def effects(self) -> StepEffects:
+        """What ``self.log`` is given, and calls of loggers."""
+        return self.heard.effects
 
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_lightning._rehearsal`."""
@@ -176,7 +183,7 @@ def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True
         job=job,
     )
     notes = (*found.notes, *_notes(module), *job_notes)
-    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, later)
+    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, heard, later)
 
 
 def _shardings(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.guard.places import Asked
 from vram_guard.language import Message
 from vram_guard.patching import replaced
+from vram_guard.proof.effects import StepEffects
 from vram_guard_lightning import _namespaces
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Heard:
     listening: bool = False
     batch: Any = None
     output: Any = None
+    effects: StepEffects = field(default_factory=StepEffects)
+    """Of the steps of symbolic runs."""
 
     def step(self, batch: Any, output: Any) -> None:
         """A training_step has run."""

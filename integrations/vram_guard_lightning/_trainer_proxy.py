@@ -7,11 +7,14 @@ optimizer. During a trace all that is answered here, and nothing of it reaches t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from vram_guard.proof.effects import StepEffects
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -40,20 +43,29 @@ class TrainerView:
         """The class of the original, so that ``isinstance`` holds."""
         return type(vars(self)["_original"])
 
+    def replace_loggers(self, log: _Log) -> None:
+        """Methods of loggers that write are heard by ``log`` from now on."""
+        loggers = [_Logger(one, log, "logger") for one in vars(self)["_original"].loggers]
+        vars(self).update(loggers=loggers, logger=loggers[0] if loggers else None)
+
 
 @contextlib.contextmanager
-def symbolic_run(trainer: Trainer, module: LightningModule, view: TrainerView) -> Iterator[None]:
-    """Inside the block, ``module.trainer`` is ``view`` and logging is silent; then everything is as before.
+def symbolic_run(
+    trainer: Trainer, module: LightningModule, view: TrainerView, effects: StepEffects | None = None
+) -> Iterator[None]:
+    """Inside the block, ``module.trainer`` is ``view`` and logging goes to ``effects``; then everything is as before.
 
     The trace itself gives back the module's own attributes; here it is what the Trainer holds.
     """
     strategy: Any = trainer.strategy
     optimizers, schedulers, wrapped = strategy.optimizers, strategy.lr_scheduler_configs, vars(strategy).get("_model")
     kept = [(part, dict(vars(part))) for part in module.modules()]
+    log = _Log(StepEffects() if effects is None else effects)
+    view.replace_loggers(log)
     try:
         for part in module.modules():
             if "_trainer" in vars(part):
-                vars(part).update(_trainer=view, log=_silent, log_dict=_silent, print=_silent)
+                vars(part).update(_trainer=view, log=log.value, log_dict=log.values, print=_silent)
         vars(module).update(all_gather=_gathered(trainer.world_size), _current_fx_name="training_step")
         with contextlib.ExitStack() as stack:
             if getattr(module, "_compiler_ctx", None) is not None and hasattr(torch.compiler, "set_stance"):
@@ -69,7 +81,50 @@ def symbolic_run(trainer: Trainer, module: LightningModule, view: TrainerView) -
 
 
 def _silent(*_args: Any, **_kwargs: Any) -> None:
-    """Stands in for ``self.log``, ``self.log_dict`` and ``self.print``."""
+    """Stands in for ``self.print``."""
+
+
+class _Log:
+    """Stands in for ``self.log``, ``self.log_dict`` and the loggers' own methods."""
+
+    def __init__(self, effects: StepEffects) -> None:
+        self._effects = effects
+
+    def value(self, name: str, value: Any, *_args: Any, reduce_fx: Any = "mean", **_kwargs: Any) -> None:
+        """One value; of those that are reduced in a way of the user's own, it is not told what they are."""
+        named = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        known = named.lower() in ("mean", "sum", "min", "max", "amin", "amax")
+        self._effects.logged[name] = value if known else None
+
+    def values(self, values: Any, *args: Any, **kwargs: Any) -> None:
+        """Several."""
+        for name, value in values.items():
+            self.value(name, value, *args, **kwargs)
+
+    def call(self, name: str, *_args: Any, **_kwargs: Any) -> None:
+        """A logger's method."""
+        self._effects.calls.append(name)
+
+
+class _Logger:
+    """A logger, or its ``experiment``, of which methods that write are heard and do nothing."""
+
+    def __init__(self, original: Any, log: _Log, name: str) -> None:
+        vars(self).update(_original=original, _log=log, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        of, log = vars(self)["_name"], vars(self)["_log"]
+        if name == "experiment":
+            return _Logger(None, log, f"{of}.experiment")
+        if vars(self)["_original"] is None or name.startswith("log_"):
+            return functools.partial(log.call, f"{of}.{name}")
+        return getattr(vars(self)["_original"], name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the original, so that ``isinstance`` holds."""
+        original = vars(self)["_original"]
+        return _Logger if original is None else type(original)
 
 
 def _gathered(ranks: int) -> Any:

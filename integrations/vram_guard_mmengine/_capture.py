@@ -27,6 +27,7 @@ from vram_guard.guard.training import CapturedTraining
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.parallel.data_parallel import options_of
+from vram_guard.proof.effects import StepEffects
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import (
@@ -131,6 +132,11 @@ class Captured(CapturedTraining):
             loss: torch.Tensor = self.step.loss(self.model, HostBatch(batch))
             return loss
 
+    @property
+    def effects(self) -> StepEffects:
+        """What train_step returns: ``log_vars``."""
+        return self.recorder.effects
+
     def loaded(self, batch: Any) -> Any:
         """Out of its wrapper."""
         return batch.data
@@ -158,6 +164,7 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
         self._loss: torch.Tensor | None = None
         self.outputs: Any = None
         """Of the last ``train_step``."""
+        self.effects = StepEffects()
         self._held: list[dict[str, Any]] = []
         self._accumulative_counts = 1
         self._inner_count = 0
@@ -209,7 +216,8 @@ class _Loss:
 
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
-        self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
+        outputs = self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
+        self.recorder.effects.logged = dict(outputs) if isinstance(outputs, Mapping) else {}
         return self.recorder.loss
 
 

@@ -32,8 +32,10 @@ import torch
 from vram_guard import private_names
 
 REPORT, FIT, MICRO, CHECKPOINT, TIGHT = MODES = ("report", "fit", "micro", "checkpoint", "tight")
+#: Micro-batches that nothing is run to prove (``proof_seconds=0``): wherever they are pinned, they are so as well.
+GRAPH = "graph"
 #: Largest relative difference: where nothing is changed, none; recomputed forwards; sums in another order.
-TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, TIGHT: 1e-5}
+TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, GRAPH: 1e-5, TIGHT: 1e-5}
 #: Values below are rounding errors of what they were computed from (gradients that cancel out).
 FLOOR = 1e-2
 #: Promises, facts about every plan, and what is said about sizes: never the words that a difference needs.
@@ -84,7 +86,8 @@ class Case:
 
     @property
     def pairs(self) -> list[tuple[Case, str]]:
-        return [(self, mode) for mode in self.modes]
+        modes = (*self.modes, GRAPH) if MICRO in self.modes else self.modes
+        return [(self, mode) for mode in modes]
 
 
 @dataclass

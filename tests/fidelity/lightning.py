@@ -21,6 +21,7 @@ from vram_guard_lightning import VramGuard
 from .harness import (
     CHECKPOINT,
     FIT,
+    GRAPH,
     MICRO,
     REPORT,
     TIGHT,
@@ -269,6 +270,7 @@ def guard(mode: str, about: Case, peak: int) -> VramGuard:
         REPORT: {"mode": "report"},
         FIT: {},
         MICRO: {"pin": {"micro_batch_size": about.micro}},
+        GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
         # Mixed precision is another training by intention, and always said.
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ("accumulate", "checkpoint", "offload", "foreach")},

@@ -396,3 +396,21 @@ def halves(m, batch):
     x, y = batch
     half = len(x) // 2
     return squared(m, x, y) + 0.3 * (m.net(x[:half]).mean(0) - m.net(x[half:]).mean(0)).square().sum()
+
+
+@batches("neighbours of every sample beside", collate=lambda s: (*stacked(s), torch.eye(len(s)).roll(1, 0)))
+def with_neighbours(m, batch):
+    x, y, neighbours = batch
+    return squared(m, x + 0.1 * neighbours @ x, y)
+
+
+@batches("order of the samples beside", collate=lambda s: (*stacked(s), torch.arange(len(s)).flip(0)))
+def with_order(m, batch):
+    x, y, order = batch
+    return squared(m, x + 0.1 * x[order], y)
+
+
+@batches("pairs of samples beside", collate=lambda s: (*stacked(s), torch.arange(2 * (len(s) // 2)).view(2, -1)))
+def with_pairs(m, batch):
+    x, y, (one, other) = batch
+    return squared(m, x, y) + 0.1 * (m.net(x)[one] - m.net(x)[other]).square().mean()

@@ -135,6 +135,70 @@ class ForwardHook(Base):
         self.net.register_forward_hook(lambda module, given, out: self.effects.append(tuple(out.shape)))
 
 
+class Reading(pl.Callback):
+    """Keeps what the step left at the module for the batch."""
+
+    def __init__(self):
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(pl_module.kept.clone())
+
+
+def kept_for_the_end(make: Any) -> Any:
+    reading = Reading()
+    return Training(make(), callbacks=[reading], effects=lambda: reading.seen)
+
+
+@hook("features that a forward hook keeps for on_train_batch_end", says=r"kept")
+def kept_by_hook():
+    class Kept(Base):
+        def __init__(self):
+            super().__init__()
+            self.net.first.register_forward_hook(lambda module, given, out: setattr(self, "kept", out.detach()))
+
+    return kept_for_the_end(Kept)
+
+
+@hook("features that the step keeps for on_train_batch_end", says=r"kept")
+def kept_by_step():
+    class Kept(Base):
+        def loss(self, batch):
+            self.kept = batch[0]
+            return super().loss(batch)
+
+    return kept_for_the_end(Kept)
+
+
+@hook("features that nobody reads later", exact=True)
+class KeptForNobody(Base):
+    def loss(self, batch):
+        self.kept = batch[0]
+        return super().loss(batch)
+
+
+@hook("entries that the step writes to its batch", says=r"batch")
+def written_to_batch():
+    class Written(Base):
+        def loss(self, batch):
+            batch["features"] = self.net.first(batch["x"]).detach()
+            return super().loss((batch["x"], batch["y"]))
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.effects.append(batch["features"].clone())
+
+    return Training(Written(), loader(Rows("x", "y")))
+
+
+@hook("hook of an intermediate result", says=r"hook|gradient of")
+class ResultHook(Base):
+    def loss(self, batch):
+        x, y = batch
+        out = self.net(x)
+        out.register_hook(lambda grad: grad / grad.norm())
+        return F.mse_loss(out, y)
+
+
 # --- around batches and steps -----------------------------------------------------------------------------------
 
 
@@ -288,6 +352,14 @@ class Spread(Base):
         self.log("spread", self.net(batch[0]).std())
         self.log("root", F.mse_loss(self.net(batch[0]), batch[1]).sqrt())
         return self.loss(batch)
+
+
+@logged("reduced in a way of its own")
+class OwnReduction(Base):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("own", loss.detach(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.square().mean())
+        return loss
 
 
 @logged("rate and other facts", exact=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -66,6 +67,26 @@ class Queue(Base):
         return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
 
 
+@state("rate of the optimizer", "lr", "param_groups")
+class OwnRate(Base):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+        return loss
+
+
+@case("state variable of the environment", says=r"environ")
+def in_environment():
+    class InEnvironment(Base):
+        def loss(self, batch):
+            calls = int(os.environ.get("FIDELITY_CALLS", "0")) + 1
+            os.environ["FIDELITY_CALLS"] = str(calls)
+            return super().loss(batch) * min(1.0, calls / 3)
+
+    os.environ.pop("FIDELITY_CALLS", None)
+    return Training(InEnvironment(), effects=lambda: os.environ.get("FIDELITY_CALLS"))
+
+
 class Taught(Base):
     def __init__(self):
         super().__init__()
@@ -88,6 +109,34 @@ class Teacher(Taught):
     def loss(self, batch):
         self.follow()
         return super().loss(batch)
+
+
+@state("teacher made in the first step", "teacher", "old")
+class TeacherMadeLate(Base):
+    old = None
+
+    def loss(self, batch):
+        x, y = batch
+        if self.old is None:
+            self.old = [part.detach().clone() for part in self.net.parameters()]
+        with torch.no_grad():
+            for mine, theirs in zip(self.old, self.net.parameters(), strict=True):
+                mine.mul_(0.5).add_(theirs, alpha=0.5)
+        first, bias, last, more = self.old
+        taught = F.linear(torch.tanh(F.linear(x, first, bias)), last, more)
+        return F.mse_loss(self.net(x), y) + F.mse_loss(self.net(x), taught + 0.1)
+
+
+@state("cache by the length of the batch", "cache")
+class Cached(Base):
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def loss(self, batch):
+        x, y = batch
+        noise = self.cache.setdefault(len(x), torch.full((1, 6), 0.01 * len(x)))
+        return F.mse_loss(self.net(x + noise), y)
 
 
 @case("state teacher averaged after the batch", REPORT, FIT, MICRO, TIGHT, exact=True)
@@ -587,6 +636,18 @@ class Negatives(Base):
         other = torch.randint(len(x), (len(x),))
         out = self.net(x)
         return F.softplus((out * y[other]).sum(-1) - (out * y).sum(-1)).mean()
+
+
+class Jitter(nn.Module):
+    def forward(self, weight):
+        return weight + 0.1 * torch.randn_like(weight)
+
+
+@draws("a weight with noise")
+class Jittered(Base):
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrize.register_parametrization(self.net.last, "weight", Jitter())
 
 
 @draws("a seed for every batch")

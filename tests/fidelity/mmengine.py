@@ -24,6 +24,7 @@ import vram_guard_mmengine
 from .harness import (
     CHECKPOINT,
     FIT,
+    GRAPH,
     MICRO,
     REPORT,
     TIGHT,
@@ -120,6 +121,7 @@ def guard(mode: str, about: Case, peak: int) -> Any:
         REPORT: {"mode": "report"},
         FIT: {},
         MICRO: {"pin": {"micro_batch_size": about.micro}},
+        GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ["accumulate", "checkpoint", "offload", "foreach"]},
     }[mode]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.decision import Decision
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
+    from vram_guard.proof.effects import StepEffects
     from vram_guard.proof.evaluations import EvaluationRehearsal
     from vram_guard.proof.observed import Observed
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
@@ -88,6 +89,13 @@ class CapturedTraining(ABC):
     def loaded(self, batch: Any) -> Any:
         """A batch as :attr:`step` gets it, as the loader delivered it."""
         return batch
+
+    @property
+    def effects(self) -> StepEffects:
+        """What the last step of a symbolic run has logged and called, as far as the adapter hears it."""
+        from vram_guard.proof.effects import StepEffects
+
+        return StepEffects()
 
     def objection(self, plan: Plan) -> Refusal | None:  # noqa: ARG002 - for those who know one
         """A technique of the plan that only the trace has shown to be impossible."""

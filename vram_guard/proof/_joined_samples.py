@@ -2,11 +2,13 @@
 
 The graph of a loss shows nothing of them: a mean over the batch that is subtracted, a count of what is positive, a
 largest value that scales. In two symbolic runs of batches of two sizes they show in their sizes: they are computed of
-something that grows with the batch, and do not grow with it.
+something that grows with the batch, and do not grow with it. Samples that change their places (mixed with others by a
+drawn order, cut into halves) show in what picks them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,17 @@ _FACTS = (
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__")
 #: Functions that move samples, or add them up, along a dimension that they are given.
 _ALONG = ("flip", "roll", "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin")
+#: Functions that give samples other places by an index, the third of what they are given.
+_PICKING = ("index_select", "gather", "take_along_dim")
+#: Functions that make places of samples: drawn, or counted by the script.
+_PLACES = ("randperm", "randint", "multinomial", "tensor", "as_tensor", "from_numpy")
+#: Functions that leave an ``arange`` one, whatever its shape is then.
+_SAME_PLACES = (
+    *("to", "cuda", "long", "int", "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as"),
+    *("contiguous", "clone", "detach", "__getitem__"),
+)
+#: Functions that cut a dimension, or fold it.
+_CUTTING = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "view", "reshape", "unflatten", "unfold")
 
 
 class Call(NamedTuple):
@@ -49,6 +62,8 @@ class Call(NamedTuple):
     has_graph: bool
     along: tuple[int, ...]
     """Dimensions that it works along, where it is one that moves samples."""
+    picked: tuple[tuple[int, int], ...] = ()
+    """Dimensions of its first operand in which integers pick, and the numbers of those; -1 for a list of Python's."""
 
 
 class Calls(TorchFunctionMode):
@@ -56,10 +71,12 @@ class Calls(TorchFunctionMode):
 
     Args:
         batch: whose tensors are the samples'.
+        samples: of it.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, samples: int = 0) -> None:
         super().__init__()
+        self.samples = samples
         self._numbers: dict[int, int] = {}
         self._shapes: list[tuple[int, ...]] = []
         self._alive: list[torch.Tensor] = []  # an id of one that is gone would be given again
@@ -78,15 +95,17 @@ class Calls(TorchFunctionMode):
         if operands and (short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))):
             made.append(operands[0])
             self.written.add(storage_of(operands[0]))
-        if operands and (made or short in _NUMBERS) and not any(fact in short for fact in _FACTS):
+        told = bool(operands) and (bool(made) or short in _NUMBERS) and not any(fact in short for fact in _FACTS)
+        if told or short in _PLACES or short == "arange":
             self.calls.append(
                 Call(
-                    short,
+                    "masked_select" if short == "__getitem__" and _is_mask(args[1]) else short,
                     tuple(map(self._number, operands)),
                     tuple(map(self._number, made)),
                     tuple(tuple(one.shape) for one in made),
                     any(one.requires_grad for one in made),
                     _dimensions(short, args, kwargs or {}),
+                    tuple((dim, self._place(index)) for dim, index in _picks(short, args)),
                 )
             )
         return out
@@ -98,6 +117,9 @@ class Calls(TorchFunctionMode):
     def shape(self, number: int) -> tuple[int, ...]:
         """Of the value with this number, when it was first seen."""
         return self._shapes[number]
+
+    def _place(self, index: Any) -> int:
+        return self._number(index) if isinstance(index, torch.Tensor) else -1
 
     def _number(self, value: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(value), len(self._alive))
@@ -114,6 +136,56 @@ def _dimensions(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
     return tuple(given) or (-1,)
 
 
+def _picks(name: str, args: Any) -> Iterator[tuple[int, Any]]:
+    """Dimensions in which integers pick, with these."""
+    if name in _PICKING and len(args) > 2:
+        yield (args[1], args[2])
+    if name != "__getitem__":
+        return
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    wide = sum(one is not None and one is not Ellipsis for one in parts)
+    dim = 0
+    for one in parts:
+        if one is Ellipsis:
+            dim += args[0].dim() - wide
+        elif one is not None:
+            if isinstance(one, list) or (hasattr(one, "dtype") and not _is_mask(one) and getattr(one, "ndim", 0)):
+                yield dim, one
+            dim += one.ndim if _is_mask(one) else 1
+
+
+def _is_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(str(getattr(one, "dtype", "")).endswith(("bool", "uint8")) for one in parts)
+
+
+class _Places:
+    """Which tensors hold places of samples other than their own, of those that do not come from the batch."""
+
+    def __init__(self) -> None:
+        self._ranges: set[int] = set()
+        self._others = {-1}
+
+    def follow(self, call: Call, twin: Call) -> None:
+        """What the call makes."""
+        made = set(call.made)
+        if call.name == "arange":
+            self._ranges |= made
+        elif call.name in _PLACES and not call.operands:
+            if call.shapes != twin.shapes:
+                self._others |= made
+        elif call.name in _SAME_PLACES and self._ranges.issuperset(call.operands):
+            self._ranges |= made
+        elif self._others.intersection(call.operands) or self._ranges.issuperset(call.operands):
+            self._others |= made
+
+    def moved(self, call: Call, one: Calls, other: Calls) -> bool:
+        """True if samples are picked by other places than their own."""
+        first = (one.shape(call.operands[0]), other.shape(call.operands[0])) if call.operands else ((), ())
+        growing = [dim for dim, (a, b) in enumerate(zip(*first, strict=False)) if a != b]
+        return any(index in self._others and dim % max(1, len(first[0])) in growing for dim, index in call.picked)
+
+
 def joined_by(one: Calls, other: Calls) -> tuple[str, bool]:
     """The function whose result joins samples behind the graph's back and reaches the loss, "" for none.
 
@@ -126,6 +198,7 @@ def joined_by(one: Calls, other: Calls) -> tuple[str, bool]:
     """What is joined and has a graph, which tells it, until it is detached."""
     joined: dict[int, str] = {}
     numbers = False
+    places = _Places()
     for call, twin in zip(one.calls, other.calls, strict=True):
         if call[:3] != twin[:3]:
             return "", False
@@ -134,11 +207,15 @@ def joined_by(one: Calls, other: Calls) -> tuple[str, bool]:
         told = next((seen[at] for at in call.operands if at in seen), "")
         grown = any(one.shape(at) != other.shape(at) for at in from_batch)
         numbers = numbers or (not call.made and bool(before))
+        places.follow(call, twin)
+        picked = bool(from_batch) and places.moved(call, one, other)
         for at, shape, another in zip(call.made, call.shapes, twin.shapes, strict=True):
             of_batch[at] = bool(from_batch) or of_batch.get(at, False)
             dims = [dim for dim, (a, b) in enumerate(zip(shape, another, strict=False)) if a != b]
             moved = any(dim % max(1, len(shape)) in dims for dim in call.along)
-            by = told or (call.name if grown and (len(dims) != 1 or moved) and at not in call.operands else "")
+            cut = call.name in _CUTTING and any(shape[dim] < one.samples for dim in dims)
+            new = (len(dims) != 1 or moved or cut) and at not in call.operands
+            by = told or (call.name if (grown and new) or picked else "")
             if before or (by and not call.has_graph):
                 joined[at] = before or by
             elif by:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Container, Iterator
 from functools import cache
+from random import Random
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from vram_guard.language import _
 from vram_guard.proof.observed import normalisation_buffers
 from vram_guard.state.reached import ReachedState
 from vram_guard.tensors import version_of
@@ -27,21 +30,26 @@ class StepState:
     Args:
         model: that is trained.
         loss: the function that computes the loss.
+        optimizer: whose settings the step may change; None: it has none.
     """
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
+    def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model = model
+        self._optimizer = optimizer
+        self._settings = _settings(optimizer)
         roots = [(path, part) for path, part in model.named_modules() if _is_users(part)]
         self._reached = ReachedState([*roots, ("", loss)], passed_over=lambda value: not _is_users(value))
         self._versions = {name: (id(one), version_of(one)) for name, one in _tensors(model)}
-        self._arrays = dict(_arrays(model))
+        self._values = dict(_values(model))
 
     def changed(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """The names that hold something else by now, with the shape of what is a tensor."""
         for name, value in self._reached.kept():
             if _is_users(value) and not name.rpartition(".")[2].startswith("__"):
                 yield name, tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        yield from ((name, None) for name, now in _arrays(self._model) if self._arrays.get(name, now) != now)
+        yield from ((name, None) for name, now in _values(self._model) if self._values.get(name, now) != now)
+        now = _settings(self._optimizer)
+        yield from ((name, None) for name in {**self._settings, **now} if self._settings.get(name) != now.get(name))
 
     def written(self, storages: Container[int]) -> Iterator[str]:
         """The names of tensors that were written in place, also past autograd into one of these storages."""
@@ -59,6 +67,18 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
 
 
+def _settings(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Numbers of an optimizer's groups, and the process's environment."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    numbers = {
+        f"param_groups[{at}][{name!r}]": value
+        for at, group in enumerate(groups)
+        for name, value in group.items()
+        if isinstance(value, (bool, int, float, tuple))
+    }
+    return {**numbers, **{f"os.environ[{name!r}]": value for name, value in os.environ.items()}}
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights, buffers and other tensors of all modules, but statistics of normalisation."""
     left_out = normalisation_buffers(model)
@@ -67,10 +87,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, one) for name, one in _attributes(model) if isinstance(one, torch.Tensor))
 
 
-def _arrays(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+def _values(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+    """NumPy arrays among the attributes, and where generators of NumPy's and Python's stand."""
     numpy = sys.modules.get("numpy")
-    for name, one in _attributes(model) if numpy is not None else ():
-        if isinstance(one, numpy.ndarray) and one.size <= _LARGEST:  # type: ignore[union-attr]
+    for name, one in _attributes(model):
+        if isinstance(one, Random):
+            yield _("the generator {name}", name=name), repr(one.getstate()).encode()
+        elif numpy is not None and isinstance(one, numpy.random.Generator):
+            yield _("the generator {name}", name=name), repr(one.bit_generator.state).encode()
+        elif numpy is not None and isinstance(one, numpy.ndarray) and one.size <= _LARGEST:
             yield name, one.tobytes()
 
 

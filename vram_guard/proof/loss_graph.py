@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
 from vram_guard.language import _
 from vram_guard.proof._joined_samples import Calls, joined_by
-from vram_guard.proof._step_state import StepState
+from vram_guard.proof._step_state import StepState, storage_of
+from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
@@ -24,16 +27,31 @@ class LossGraph:
         step: the one to trace in place of the original, whose losses are looked at on their way.
     """
 
-    def __init__(self, step: TrainingStep, loaded: Callable[[Any], Any] = lambda batch: batch) -> None:
-        """``loaded``: a batch as the step gets it -> as the loader delivered it."""
+    def __init__(
+        self,
+        step: TrainingStep,
+        loaded: Callable[[Any], Any] = lambda batch: batch,
+        effects: StepEffects | None = None,
+    ) -> None:
+        """``loaded``: a batch as the step gets it -> as the loader delivered it; ``effects``: of each step."""
         self._as_written = step
+        self._effects = effects or StepEffects()
         self._loaded = loaded
         self._terms: dict[int, tuple[Term, ...]] = {}
         self._size = 0
         self._looks: dict[int, _Look] = {}
         self._looking = False
         self._source = batch_source(step.batch)
-        self.step = step.with_(loss=self._loss, batch=self._batch)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.step = step.with_(
+            loss=self._loss, batch=self._batch, optimizer=None if step.optimizer is None else self._made
+        )
+
+    def _made(self, parameters: Any) -> torch.optim.Optimizer:
+        make = self._as_written.optimizer
+        assert make is not None
+        self._optimizer = make(parameters)
+        return self._optimizer
 
     def _batch(self, size: int) -> Any:
         self._size = size
@@ -78,7 +96,23 @@ class LossGraph:
             # What is as long as the batch is the batch's own, kept for a callback or a hook.
             if shape is None or shape == other.changed.get(name):
                 return _("the step itself changes {name}, which would be once per micro-batch", name=name)
+        for name in one.called:
+            return _("{name} would happen once per micro-batch", name=name)
         return ""
+
+    def draws(self, batch_size: int) -> bool:
+        """True if the step draws random numbers; see :meth:`advanced`."""
+        return any(look.random for look in self._looked(batch_size))
+
+    def unknown_logs(self, batch_size: int) -> tuple[str, ...]:
+        """Values that the step logs and that are not known to be means over the samples; see :meth:`advanced`."""
+        one, other = self._looked(batch_size)
+        large, small = one.calls.samples, other.calls.samples
+        return tuple(
+            name
+            for name, terms in one.logged.items()
+            if terms != () and not _is_mean(terms, large, other.logged.get(name), small)
+        )
 
     def joined(self, batch_size: int) -> str:
         """Why samples are joined by what has no graph; "" where this is not seen."""
@@ -112,15 +146,20 @@ class LossGraph:
         """
         from vram_guard.simulate.tracing.loop import scalar_loss
 
-        state, calls = StepState(model, self._as_written.loss), Calls(batch)
-        with calls:
+        state, calls = StepState(model, self._as_written.loss, self._optimizer), Calls(batch, self._size)
+        self._effects.clear()
+        with Listening() as heard, calls:
             returned = self._as_written.loss(model, batch)
         if returned is not None:
-            calls.returned(scalar_loss(returned))
-            changed = dict(state.changed()) if self._size in self._looks else {}
+            loss = scalar_loss(returned)
+            calls.returned(loss)
+            again = self._size in self._looks
+            changed = dict(state.changed()) if again else {}
             written = dict.fromkeys(state.written(calls.written))
-            before = self._looks[self._size].written if self._size in self._looks else {}
-            self._looks[self._size] = _Look(changed, {**before, **written}, calls)
+            before = self._looks[self._size].written if again else {}
+            called = dict.fromkeys((*self._effects.calls, *heard.written))
+            logged = {name: _logged(value, loss) for name, value in self._effects.logged.items()}
+            self._looks[self._size] = _Look(changed, {**before, **written}, called, calls, logged, heard.random)
         return returned
 
 
@@ -131,7 +170,26 @@ class _Look(NamedTuple):
     """Names that held something else afterwards, with the shape of what is a tensor."""
     written: dict[str, None]
     """Tensors that it wrote to, in any step of the trace."""
+    called: dict[str, None]
+    """What it did outside of the model that is seen, in words."""
     calls: Calls
+    logged: dict[str, tuple[Term, ...] | None]
+    """Values that it logged, but the loss itself, with their terms; None where they have no graph."""
+    random: bool
+    """True where it draws random numbers."""
+
+
+def _logged(value: Any, loss: torch.Tensor) -> tuple[Term, ...] | None:
+    """The terms of a logged value; () for the loss itself."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if storage_of(value) == storage_of(loss):
+        return ()
+    return loss_terms(value, behind=True) if value.requires_grad and value.numel() == 1 else None
+
+
+def _is_mean(one: tuple[Term, ...] | None, samples: int, other: tuple[Term, ...] | None, other_samples: int) -> bool:
+    return bool(one and other) and reduction_of(one or (), samples, other or (), other_samples)[0] == "mean"
 
 
 def _sizes(batch_size: int) -> tuple[int, int]:

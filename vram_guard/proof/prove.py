@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
+from vram_guard.proof._cut_batches import of_whole_batch
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.observed import Observed
@@ -108,12 +109,41 @@ def prove_cut(
         graph: of its loss, which is asked first.
         seconds: that a rehearsal may take, where the graph does not tell.
     """
-    with captured.symbolic_run():
-        weight, why = graph.reduction(plan.batch_size)
+    prover = _Prover(captured, plan, graph, None, seconds, splits=True)
+    weight, why = _reduction(captured, graph, plan, prover.layout())
     if weight is not None or seconds == 0:
         return weight, why
-    verdict = _Prover(captured, plan, graph, None, seconds, splits=True).verdict()
+    verdict = prover.verdict()
     return (verdict.loss_weight, "") if isinstance(verdict, Proof) else (None, why)
+
+
+def _reduction(
+    captured: CapturedTraining, graph: LossGraph, plan: Plan, layout: Layout | None
+) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
+    """The weight of micro-batches' losses by symbolic runs.
+
+    None, and why, where they do not tell, or where something else in the step would be other.
+    """
+    size = plan.batch_size
+    try:
+        with captured.symbolic_run():
+            kind, why = graph.reduction(size)
+            if kind is not None:
+                why = graph.joined(size)
+            if why:
+                return None, _not_known(why)
+            why = graph.advanced(size)
+        if not why and layout is not None:
+            micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
+            part = of_whole_batch(captured.sample.make, size, micro, layout)
+            why = part and _("{part} is of the whole batch, and every micro-batch is given it", part=part)
+    except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+        why = f"{type(error).__name__}: {error}"
+    return (None, why) if why else (kind, "")
+
+
+def _not_known(why: str) -> str:
+    return _("the loss is not known to be a mean or a sum over the samples ({why})", why=why)
 
 
 def not_in_copy(change: str) -> str:
@@ -233,22 +263,18 @@ class _Prover:
         needed = self._needed(samples)
         if needed > self._seconds:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
-        layout = self._layout()
+        layout = self.layout()
         whole, way = self._as_written(Rehearsal(samples, samples, layout))
         found_out = self._weight(way) if self._splits and self._said is None else None
         weight = self._said or found_out or "mean"
         changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
         found = self._differences(whole, changed)
         # A count that is the same in both halves of these samples (margins that all are exceeded) is no proof.
-        why = "" if found or not self._splits or found_out or self._said else self._beside_graph(state=False)
+        why = "" if found or not self._splits or found_out or self._said else self._joined()
         if why:
-            return Disproof(
-                "accumulate",
-                _("the loss is not known to be a mean or a sum over the samples ({why}); pass loss_weight", why=why),
-            )
+            return Disproof("accumulate", _("{why}; pass loss_weight", why=_not_known(why)))
         if not found:
-            draws = _("micro-batches draw other random numbers than a whole batch, from the same distributions")
-            notes = (draws,) if whole.random and self._splits else ()
+            notes = (_other_draws(),) if whole.random and self._splits else ()
             return Proof(self._words(samples, weight), None if self._said is not None else weight, notes)
         return self._blamed(whole, way, found)
 
@@ -282,7 +308,8 @@ class _Prover:
             free=format_bytes(free),
         )
 
-    def _layout(self) -> Layout | None:
+    def layout(self) -> Layout | None:
+        """How batches are cut; None where they cannot be."""
         try:
             return probe_layout(self._captured.sample.make)
         except UnsupportedStepError:
@@ -397,39 +424,34 @@ class _Prover:
         beside = (part.words, *part.notes) if self._recipe else ()
         if self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
-        with self._captured.symbolic_run():
-            kind, why = self._graph.reduction(self._plan.batch_size)
-        why = why or self._beside_graph()
-        if kind is None or why:
-            return Disproof(
-                "accumulate",
-                _(
-                    "the loss is not known to be a mean or a sum over the samples ({why}), and {reason}; pass "
-                    "loss_weight",
-                    why=why,
-                    reason=reason,
-                ),
-            )
+        kind, why = _reduction(self._captured, self._graph, self._plan, self.layout())
+        if kind is None:
+            return Disproof("accumulate", _("{why}, and {reason}; pass loss_weight", why=why, reason=reason))
         if isinstance(kind, Normaliser):
             said = _(
                 "proven by the loss graph: the loss is divided by {count}; {reason}", count=kind.words(), reason=reason
             )
         else:
             said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
-        unseen = _(
-            "not compared this way: what the step logs, returns, or writes outside of the model, what hooks of tensors "
-            "do, and which random numbers are drawn"
-        )
-        return Proof(said, kind, (*beside, unseen))
+        return Proof(said, kind, (*beside, *self._unseen_by_graph()))
 
-    def _beside_graph(self, *, state: bool = True) -> str:
-        """What the graph of the loss does not show and symbolic runs of the step do; "" where that is nothing."""
+    def _unseen_by_graph(self) -> tuple[str, ...]:
+        """Remarks on what a symbolic run hears of and cannot compare."""
+        size = self._plan.batch_size
+        with self._captured.symbolic_run():
+            logged, random = self._graph.unknown_logs(size), self._graph.draws(size)
+        remarks = [_other_draws()] if random else []
+        if logged:
+            remarks.append(_("not compared this way: the logged values {names}", names=", ".join(logged)))
+        return (*remarks, _("not compared this way: what the step does outside of the model"))
+
+    def _joined(self) -> str:
+        """Why samples are joined by what has no graph; "" where that is not seen."""
         try:
             with self._captured.symbolic_run():
-                advanced = self._graph.advanced(self._plan.batch_size) if state else ""
-                return advanced or self._graph.joined(self._plan.batch_size)
-        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
-            return f"{type(error).__name__}: {error}" if state else ""
+                return self._graph.joined(self._plan.batch_size)
+        except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal has shown what holds
+            return ""
 
     def _by_parts(self, reason: str) -> Proof | Disproof:
         """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""
@@ -465,6 +487,10 @@ class _Prover:
 
 def _compared(one: Observed, other: Observed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:
     return differences(one, other, tolerance=TOLERANCES[torch.float64 if double else torch.float32], cut=cut)
+
+
+def _other_draws() -> str:
+    return _("micro-batches draw other random numbers than a whole batch, from the same distributions")
 
 
 def _in_words(found: tuple[Difference, ...], samples: int) -> str:

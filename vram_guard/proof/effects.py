@@ -1,0 +1,78 @@
+"""What a step leaves behind outside of its model's memory, heard in symbolic runs of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vram_guard.forks.side_effects import opened_for_writing
+from vram_guard.language import _
+from vram_guard.state.random_generators import RandomState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Arguments of operators that draw nothing where these are zero.
+_SHARES = ("p", "dropout", "dropout_p")
+
+
+@dataclass
+class StepEffects:
+    """What the adapter hears of the last step of a symbolic run.
+
+    Attributes:
+        logged: name -> the value that the step has logged.
+        calls: what it has called besides, that micro-batches would call once each: a logger's own methods.
+    """
+
+    logged: dict[str, Any] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """The next step begins."""
+        self.logged.clear()
+        self.calls.clear()
+
+
+class Listening(TorchDispatchMode):
+    """Hears inside the block whether random numbers are drawn, and which files are opened for writing.
+
+    Attributes:
+        random: True where some are.
+        written: sentences about files.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+        self.written: tuple[str, ...] = ()
+
+    def __enter__(self) -> Self:
+        self._generators, self._opened = RandomState(of_torch=False), opened_for_writing()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self.random = self.random or not self._generators.is_current()
+        self.written = tuple(_("writing to {path}", path=path) for path in opened_for_writing() - self._opened)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operator itself."""
+        kwargs = kwargs or {}
+        self.random = self.random or (
+            torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """False for an operator of this kind whose share of elements that it drops is zero."""
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - an operator's own
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}  # noqa: SLF001
+    shares = [given.get(name, defaults[name]) for name in _SHARES if name in defaults]
+    return func.overloadpacket.__name__.startswith("bernoulli") or not shares or any(share != 0 for share in shares)
