@@ -73,29 +73,56 @@ def test_a_write_past_autograd_is_seen_by_its_memory() -> None:
     assert list(state.written(calls.written)) == ["part.weight"]
 
 
-def _looks(loss: Any) -> tuple[str, bool]:
+def _looks(loss: Any, *, run: bool = False) -> str | None:
     def look(samples: int) -> Calls:
-        batch = torch.ones(samples, 3)
-        calls = Calls(batch)
+        batch = torch.arange(3.0 * samples).view(samples, 3)
+        calls = Calls(batch, samples)
         with calls:
             found = loss(batch, torch.ones(3, requires_grad=True))
         calls.returned(found)
         return calls
 
-    return joined_by(look(8), look(4))
+    return joined_by(look(8), look(4), run=run)
+
+
+def _rows(x: Any) -> Any:
+    return torch.arange(len(x))
 
 
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (lambda x, w: (x * w).mean(), ("", False)),
-        (lambda x, w: ((x - x.mean(1, keepdim=True)) * w).mean(), ("", False)),
-        (lambda x, w: ((x - x.mean(0)) * w).mean(), ("mean", False)),
-        (lambda x, w: ((x.cumsum(0)) * w).mean(), ("cumsum", False)),
-        (lambda x, w: ((x.cumsum(1)) * w).mean(), ("", False)),
-        (lambda x, w: (x * w).mean() + 0 * float(x.sum()), ("", True)),
-        (lambda x, w: (x * w).mean() + 0 * len(x), ("", False)),
+        (lambda x, w: (x * w).mean(), ""),
+        (lambda x, w: ((x - x.mean(1, keepdim=True)) * w).mean(), ""),
+        (lambda x, w: ((x - x.mean(0)) * w).mean(), "mean"),
+        (lambda x, w: ((x.cumsum(0)) * w).mean(), "cumsum"),
+        (lambda x, w: ((x.cumsum(1)) * w).mean(), ""),
+        (lambda x, w: (x * w).mean() * float(x.sum()), "mul"),
+        (lambda x, w: (x * w).mean() + 0 * len(x), ""),
+        (lambda x, w: (x * w).sum() / len(x), ""),
+        (lambda x, w: ((x + len(x)) * w).mean(), "add"),
+        (lambda x, w: (x[torch.randperm(len(x))] * w).mean(), "__getitem__"),
+        (lambda x, w: (x[list(range(len(x)))[::-1]] * w).mean(), "__getitem__"),
+        (lambda x, w: (x[_rows(x), 0] * w[0]).mean(), ""),
+        (lambda x, w: (x[_rows(x).flip(0), 0] * w[0]).mean(), "__getitem__"),
+        (lambda x, w: (x[..., torch.tensor([2, 1, 0])] * w).mean(), ""),
+        (lambda x, w: (x[x[:, 0] > 0] * w).mean(), ""),
+        (lambda x, w: (x.index_select(0, torch.randperm(len(x))) * w).mean(), "index_select"),
+        (lambda x, w: ((x.chunk(2)[0] + x.chunk(2)[1]) * w).mean(), "chunk"),
+        (lambda x, w: (torch.cat([x, x]).chunk(2)[0] * w).mean(), ""),
+        (lambda x, w: ((x * torch.full((len(x), 1), 3.0)) * w).mean(), ""),
+        (lambda x, w: ((x * torch.full((1, 3), float(len(x)))) * w).mean(), "full"),
+        (lambda x, w: ((x * torch.tensor([[1.0]] * len(x))) * w).mean(), ""),
+        (lambda x, w: (x * w).mean() + 0 * sum(float(one) for one in x[:, 0]), ""),
+        (lambda x, w: sum((row * w).sum() for row in x), None),
     ],
 )
-def test_what_has_no_graph_and_joins_samples_is_named(loss: Any, expected: tuple[str, bool]) -> None:
+def test_what_has_no_graph_and_joins_samples_is_named(loss: Any, expected: str | None) -> None:
     assert _looks(loss) == expected
+
+
+def test_what_the_length_of_a_batch_does_is_left_to_a_run() -> None:
+    def loss(x: Any, w: Any) -> Any:
+        return ((x * w).sum(1) / len(x)).sum()
+
+    assert (_looks(loss), _looks(loss, run=True)) == ("div", "")

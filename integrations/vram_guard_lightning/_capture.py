@@ -76,6 +76,11 @@ class Captured(CapturedTraining):
             yield
 
     @property
+    def read_afterwards(self) -> bool:
+        """See :func:`vram_guard_lightning._rehearsal.read_afterwards`."""
+        return _rehearsal.read_afterwards(self.trainer, self.model)
+
+    @property
     def effects(self) -> StepEffects:
         """What ``self.log`` is given, and calls of loggers."""
         return self.heard.effects

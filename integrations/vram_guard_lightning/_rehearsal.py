@@ -47,6 +47,12 @@ COUNTED = (
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 
+#: Those of them that run after training_step.
+AFTERWARDS = (
+    *("on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step"),
+)
+
 
 def rehearse(
     trainer: Trainer, module: LightningModule, make_batch: Callable[[int], Any], rehearsal: Rehearsal
@@ -67,7 +73,7 @@ def rehearse(
     from torchmetrics import Metric  # it comes with Lightning, whose absence has its own message
 
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
-    step = RehearsedStep(module, rehearsal, closed=(*closed, Metric))
+    step = RehearsedStep(module, rehearsal, closed=(*closed, Metric), read=read_afterwards(trainer, module))
     divided = shards_in_configure_model(trainer)
     on_cpu(trainer, module, double=rehearsal.double)
     quiet(trainer)
@@ -169,9 +175,18 @@ def _callback(namespace: Any, step: RehearsedStep) -> Any:
 
 def _count(step: RehearsedStep, trainer: Trainer, module: LightningModule) -> None:
     """The hooks that user code has overridden."""
+    for owner, names in _overridden(trainer, module):
+        step.count_calls(owner, names, "" if owner is module else f"{type(owner).__name__}.")
+
+
+def read_afterwards(trainer: Trainer, module: LightningModule) -> bool:
+    """True if user code runs after training_step, in hooks that may read what it has left."""
+    return any(set(names) & set(AFTERWARDS) for _owner, names in _overridden(trainer, module))
+
+
+def _overridden(trainer: Trainer, module: LightningModule) -> Iterator[tuple[Any, list[str]]]:
     owners = [module, *trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
     for owner in owners:
-        names = [
-            name for name in COUNTED if hasattr(type(owner), name) and not _namespaces.is_lightnings(type(owner), name)
-        ]
-        step.count_calls(owner, names, "" if owner is module else f"{type(owner).__name__}.")
+        kind = type(owner)
+        if kind.__module__.partition(".")[0] != "vram_guard_lightning":
+            yield owner, [name for name in COUNTED if hasattr(kind, name) and not _namespaces.is_lightnings(kind, name)]

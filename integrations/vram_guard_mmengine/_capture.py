@@ -133,6 +133,11 @@ class Captured(CapturedTraining):
             return loss
 
     @property
+    def read_afterwards(self) -> bool:
+        """See :func:`vram_guard_mmengine._rehearsal.read_afterwards`."""
+        return _rehearsal.read_afterwards(self.runner)
+
+    @property
     def effects(self) -> StepEffects:
         """What train_step returns: ``log_vars``."""
         return self.recorder.effects

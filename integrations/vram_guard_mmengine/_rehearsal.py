@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from vram_guard import techniques
+from vram_guard.apply.backward_hooks import of_package
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
@@ -44,7 +45,7 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
     if is_model_wrapper(runner.model):
         runner.model = runner.model.module
     model = runner.model.to("cpu")
-    step = RehearsedStep(model, rehearsal)
+    step = RehearsedStep(model, rehearsal, read=read_afterwards(runner))
     batch = make_batch(rehearsal.samples)
     if rehearsal.double:
         torch.set_default_dtype(torch.float64)
@@ -60,6 +61,13 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
         hub = runner.message_hub.log_scalars
         return step.result(logged={name: buffer.current() for name, buffer in hub.items() if "time" not in name})
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
+
+
+def read_afterwards(runner: Any) -> bool:
+    """True if hooks that are not MMEngine's run after ``train_step``, and may read what it has left."""
+    return any(
+        not of_package(type(hook), "after_train_iter", "mmengine", "vram_guard_mmengine") for hook in runner.hooks
+    )
 
 
 class _Repeated(Dataset[Any]):

@@ -354,14 +354,6 @@ class Spread(Base):
         return self.loss(batch)
 
 
-@logged("reduced in a way of its own")
-class OwnReduction(Base):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("own", loss.detach(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.square().mean())
-        return loss
-
-
 @logged("rate and other facts", exact=True)
 class Facts(Base):
     def training_step(self, batch, batch_idx):

@@ -135,7 +135,7 @@ def decide_alone(
     required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases or gpu is not None)
     captured, learned = longest_batch_of(captured, settings, budget, progress)
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
-    graph = LossGraph(step, captured.loaded, captured.effects)
+    graph = LossGraph(step, captured.loaded, captured.effects, read=captured.read_afterwards)
     captured = replace(captured, step=graph.step)
     about = None if gpu is None else subject(captured.model, step.precision, gpu)
     known = Corrections().factor(about) if settings.remember and about is not None else 1.0

@@ -91,6 +91,11 @@ class CapturedTraining(ABC):
         return batch
 
     @property
+    def read_afterwards(self) -> bool:
+        """True if the user's hooks run after a step, which may read what it has kept of its batch, or written to it."""
+        return False
+
+    @property
     def effects(self) -> StepEffects:
         """What the last step of a symbolic run has logged and called, as far as the adapter hears it."""
         from vram_guard.proof.effects import StepEffects

@@ -3,12 +3,14 @@
 The graph of a loss shows nothing of them: a mean over the batch that is subtracted, a count of what is positive, a
 largest value that scales. In two symbolic runs of batches of two sizes they show in their sizes: they are computed of
 something that grows with the batch, and do not grow with it. Samples that change their places (mixed with others by a
-drawn order, cut into halves) show in what picks them.
+drawn order, cut into halves) show in what picks them, and numbers of Python that were computed of a batch in that they
+are others in the other run, which goes on with other placeholders for what is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +47,25 @@ _SAME_PLACES = (
     *("to", "cuda", "long", "int", "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as"),
     *("contiguous", "clone", "detach", "__getitem__"),
 )
+#: Functions in which a number of Python decides about values.
+_ARITHMETIC = frozenset(
+    f"{before}{name}{after}"
+    for name in ("add", "sub", "mul", "div", "pow", "true_divide", "truediv", "floor_divide", "remainder", "fmod")
+    for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"), ("r", ""))
+) | frozenset(
+    (
+        *("clamp", "clamp_min", "clamp_max", "lerp", "addcmul", "addcdiv", "full", "full_like", "fill_", "tensor"),
+        *("as_tensor", "masked_fill", "masked_fill_", "where", "__rdiv__", "scalar_tensor", "new_full", "new_tensor"),
+    )
+)
+#: Of these, those that make a tensor of nothing but numbers.
+_OF_NUMBERS = ("full", "full_like", "scalar_tensor", "new_full", "new_tensor")
+#: Of these, those that may be given a number for each sample.
+_OF_SAMPLES = ("tensor", "as_tensor", "new_tensor")
 #: Functions that cut a dimension, or fold it.
 _CUTTING = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "view", "reshape", "unflatten", "unfold")
+
+_REAL = (int, float)
 
 
 class Call(NamedTuple):
@@ -64,6 +83,21 @@ class Call(NamedTuple):
     """Dimensions that it works along, where it is one that moves samples."""
     picked: tuple[tuple[int, int], ...] = ()
     """Dimensions of its first operand in which integers pick, and the numbers of those; -1 for a list of Python's."""
+    numbers: tuple[float, ...] = ()
+    """Numbers of Python that it computes with."""
+
+
+class Reaching(NamedTuple):
+    """Functions whose results reach the loss, with values numbered in the order in which they appear."""
+
+    calls: list[Call]
+    shapes: dict[int, tuple[int, ...]]
+    given: set[int]
+    """Of the batch."""
+    whole_numbers: set[int]
+    """Those of the batch that could be places of samples."""
+    loss: int
+    samples: int
 
 
 class Calls(TorchFunctionMode):
@@ -80,11 +114,18 @@ class Calls(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._shapes: list[tuple[int, ...]] = []
         self._alive: list[torch.Tensor] = []  # an id of one that is gone would be given again
-        self.given = tuple(self._number(one) for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
+        tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
+        self.given = tuple(map(self._number, tensors))
+        self._whole_numbers = {self._number(one) for one in tensors if _is_whole(one)}
         self.calls: list[Call] = []
         self.loss = -1
         self.written: set[int] = set()
         """Storages that were written in place."""
+        self.hooked = False
+        """True if a tensor was given a hook."""
+        self._from_batch = set(self.given)
+        self.counted = False
+        """True if a number of Python was made of what has no graph and comes from the batch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The function itself, written down."""
@@ -96,7 +137,13 @@ class Calls(TorchFunctionMode):
             made.append(operands[0])
             self.written.add(storage_of(operands[0]))
         told = bool(operands) and (bool(made) or short in _NUMBERS) and not any(fact in short for fact in _FACTS)
-        if told or short in _PLACES or short == "arange":
+        if short == "register_hook":
+            self.hooked = True
+        from_batch = any(self._number(one) in self._from_batch for one in operands)
+        if from_batch:
+            self._from_batch.update(map(self._number, made))
+            self.counted |= short in _NUMBERS and not operands[0].requires_grad
+        if told or short in (*_PLACES, *_OF_NUMBERS, "arange"):
             self.calls.append(
                 Call(
                     "masked_select" if short == "__getitem__" and _is_mask(args[1]) else short,
@@ -106,6 +153,7 @@ class Calls(TorchFunctionMode):
                     any(one.requires_grad for one in made),
                     _dimensions(short, args, kwargs or {}),
                     tuple((dim, self._place(index)) for dim, index in _picks(short, args)),
+                    _numbers_in(short, args, kwargs) if short in _ARITHMETIC else (),
                 )
             )
         return out
@@ -114,9 +162,31 @@ class Calls(TorchFunctionMode):
         """The loss that the step has computed."""
         self.loss = self._number(loss)
 
-    def shape(self, number: int) -> tuple[int, ...]:
-        """Of the value with this number, when it was first seen."""
-        return self._shapes[number]
+    def reaching(self) -> Reaching:
+        """What reaches the loss."""
+        needed, found = {self.loss}, []
+        for call in reversed(self.calls):
+            if needed.intersection(call.made):
+                needed.update(call.operands, call.made, (index for _dim, index in call.picked if index >= 0))
+                found.append(call)
+        order: dict[int, int] = {-1: -1}
+
+        def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(order.setdefault(number, len(order)) for number in numbers)
+
+        calls = [
+            call._replace(
+                operands=renumbered(call.operands),
+                made=renumbered(call.made),
+                picked=tuple((dim, renumbered([index])[0]) for dim, index in call.picked),
+            )
+            for call in reversed(found)
+        ]
+        loss = order.get(self.loss, -1)
+        shapes = {number: self._shapes[at] for at, number in order.items() if at >= 0}
+        given = {order[at] for at in self.given if at in order}
+        whole = {order[at] for at in self._whole_numbers if at in order}
+        return Reaching(calls, shapes, given, whole, loss, self.samples)
 
     def _place(self, index: Any) -> int:
         return self._number(index) if isinstance(index, torch.Tensor) else -1
@@ -136,6 +206,14 @@ def _dimensions(name: str, args: Any, kwargs: Any) -> tuple[int, ...]:
     return tuple(given) or (-1,)
 
 
+def _numbers_in(name: str, args: Any, kwargs: Any) -> tuple[float, ...]:
+    """Numbers of Python that a function is given, without sizes."""
+    sized = {"full": 1, "new_full": 2}.get(name, 0)
+    named = {key: value for key, value in (kwargs or {}).items() if key != "size"}
+    leaves = tree_leaves((args[sized:], named))
+    return tuple(float(one) for one in leaves if type(one) is not bool and isinstance(one, _REAL))
+
+
 def _picks(name: str, args: Any) -> Iterator[tuple[int, Any]]:
     """Dimensions in which integers pick, with these."""
     if name in _PICKING and len(args) > 2:
@@ -151,7 +229,11 @@ def _picks(name: str, args: Any) -> Iterator[tuple[int, Any]]:
         elif one is not None:
             if isinstance(one, list) or (hasattr(one, "dtype") and not _is_mask(one) and getattr(one, "ndim", 0)):
                 yield dim, one
-            dim += one.ndim if _is_mask(one) else 1
+            dim += int(one.ndim) if _is_mask(one) else 1
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in (torch.bool, torch.uint8))
 
 
 def _is_mask(index: Any) -> bool:
@@ -159,12 +241,28 @@ def _is_mask(index: Any) -> bool:
     return any(str(getattr(one, "dtype", "")).endswith(("bool", "uint8")) for one in parts)
 
 
+def _same_numbers(call: Call, twin: Call, ratio: float, *, lengths: bool) -> bool:
+    """False where numbers of Python are others in the other run.
+
+    One number that a loss is multiplied with or divided by may be the length of the batch: its graph tells which.
+    """
+    if call.name in _OF_SAMPLES and call.shapes != twin.shapes:
+        return True
+    if len(call.numbers) != len(twin.numbers):
+        return False
+    known = (1.0, ratio, 1 / ratio) if lengths or (call.operands and not any(call.shapes)) else (1.0,)
+    return all(
+        a == b or (b != 0 and any(math.isclose(a / b, one, rel_tol=1e-9) for one in known))
+        for a, b in zip(call.numbers, twin.numbers, strict=True)
+    )
+
+
 class _Places:
     """Which tensors hold places of samples other than their own, of those that do not come from the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Reaching) -> None:
         self._ranges: set[int] = set()
-        self._others = {-1}
+        self._others = {-1, *given.whole_numbers}
 
     def follow(self, call: Call, twin: Call) -> None:
         """What the call makes."""
@@ -176,39 +274,47 @@ class _Places:
                 self._others |= made
         elif call.name in _SAME_PLACES and self._ranges.issuperset(call.operands):
             self._ranges |= made
-        elif self._others.intersection(call.operands) or self._ranges.issuperset(call.operands):
+        elif self._are_places(call):
             self._others |= made
 
-    def moved(self, call: Call, one: Calls, other: Calls) -> bool:
+    def _are_places(self, call: Call) -> bool:
+        return bool(call.operands) and (self._ranges | self._others).issuperset(call.operands)
+
+    def moved(self, call: Call, one: Reaching, other: Reaching) -> bool:
         """True if samples are picked by other places than their own."""
-        first = (one.shape(call.operands[0]), other.shape(call.operands[0])) if call.operands else ((), ())
+        first = (one.shapes[call.operands[0]], other.shapes[call.operands[0]]) if call.operands else ((), ())
         growing = [dim for dim, (a, b) in enumerate(zip(*first, strict=False)) if a != b]
         return any(index in self._others and dim % max(1, len(first[0])) in growing for dim, index in call.picked)
 
 
-def joined_by(one: Calls, other: Calls) -> tuple[str, bool]:
-    """The function whose result joins samples behind the graph's back and reaches the loss, "" for none.
+def joined_by(whole: Calls, part: Calls, *, run: bool = False) -> str | None:
+    """The function whose result joins samples behind the graph's back and reaches the loss.
 
-    And whether a number of Python was made of such a result, which may have reached it.
+    Args:
+        whole: of a batch.
+        part: of a smaller one.
+        run: whether the step is also run, which shows what the length of the batch does.
+
+    Returns:
+        Its name; "" for none; None where the two runs call other functions, and cannot be compared.
     """
-    if len(one.calls) != len(other.calls):
-        return "", False
+    one, other = whole.reaching(), part.reaching()
+    if [call[:3] for call in one.calls] != [call[:3] for call in other.calls]:
+        return None
     of_batch = dict.fromkeys(one.given, True)
     seen: dict[int, str] = {}
     """What is joined and has a graph, which tells it, until it is detached."""
     joined: dict[int, str] = {}
-    numbers = False
-    places = _Places()
+    places = _Places(one)
     for call, twin in zip(one.calls, other.calls, strict=True):
-        if call[:3] != twin[:3]:
-            return "", False
         from_batch = [at for at in call.operands if of_batch.get(at)]
         before = next((joined[at] for at in call.operands if at in joined), "")
         told = next((seen[at] for at in call.operands if at in seen), "")
-        grown = any(one.shape(at) != other.shape(at) for at in from_batch)
-        numbers = numbers or (not call.made and bool(before))
+        grown = any(one.shapes[at] != other.shapes[at] for at in from_batch)
         places.follow(call, twin)
         picked = bool(from_batch) and places.moved(call, one, other)
+        if not _same_numbers(call, twin, one.samples / max(1, other.samples), lengths=run):
+            before = before or call.name
         for at, shape, another in zip(call.made, call.shapes, twin.shapes, strict=True):
             of_batch[at] = bool(from_batch) or of_batch.get(at, False)
             dims = [dim for dim, (a, b) in enumerate(zip(shape, another, strict=False)) if a != b]
@@ -220,4 +326,4 @@ def joined_by(one: Calls, other: Calls) -> tuple[str, bool]:
                 joined[at] = before or by
             elif by:
                 seen[at] = by
-    return joined.get(one.loss, ""), numbers
+    return joined.get(one.loss, "")

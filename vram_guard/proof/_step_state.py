@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Container, Iterator
 from functools import cache
 from random import Random
@@ -20,6 +21,8 @@ from vram_guard.tensors import version_of
 
 #: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
 _KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine")
+#: Containers within containers that are looked into, and the longest.
+_DEEPEST, _LONGEST = 3, 4096
 #: Elements of a NumPy array that is compared.
 _LARGEST = 2**20
 
@@ -45,7 +48,7 @@ class StepState:
     def changed(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """The names that hold something else by now, with the shape of what is a tensor."""
         for name, value in self._reached.kept():
-            if _is_users(value) and not name.rpartition(".")[2].startswith("__"):
+            if (isinstance(value, torch.Tensor) or _is_users(value)) and not name.rpartition(".")[2].startswith("__"):
                 yield name, tuple(value.shape) if isinstance(value, torch.Tensor) else None
         yield from ((name, None) for name, now in _values(self._model) if self._values.get(name, now) != now)
         now = _settings(self._optimizer)
@@ -84,7 +87,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     left_out = normalisation_buffers(model)
     yield from model.named_parameters()
     yield from ((name, one) for name, one in model.named_buffers() if name not in left_out)
-    yield from ((name, one) for name, one in _attributes(model) if isinstance(one, torch.Tensor))
+    for name, one in _attributes(model):
+        yield from _held(name, one, _DEEPEST) if not name.rpartition(".")[2].startswith("_") else ()
+
+
+def _held(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that an attribute is, or that its containers hold."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth and isinstance(value, (list, tuple, dict, deque)) and len(value) <= _LONGEST:
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _held(f"{name}[{key!r}]", part, depth - 1)
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, bytes]]:

@@ -116,6 +116,7 @@ def differences(
     tolerance: float,
     ignored: Collection[str] = (),
     cut: tuple[int, int] | None = None,
+    read: Collection[str] = (),
 ) -> tuple[Difference, ...]:
     """Compare two runs of one step, by the rules of this module; the worst difference first.
 
@@ -126,6 +127,7 @@ def differences(
         ignored: names of parameters, buffers, attributes, logged values or hooks, with everything inside of them.
         cut: samples of the whole batch, and of the last micro-batch of ``other``. An attribute that holds a batch (its
             rows, its size, a list with an item for each sample) then holds a micro-batch, and is no difference.
+        read: attributes that hooks have read after the step: of these it is one.
 
     Example:
         >>> from vram_guard.proof.observed import observe
@@ -135,7 +137,7 @@ def differences(
         >>> [difference.words() for difference in differences(one, other, tolerance=1e-3)]
         ['on_before_backward ran 2 times instead of once']
     """
-    found = _Comparison(one, other, tolerance, cut).found()
+    found = _Comparison(one, other, tolerance, cut, read).found()
     kept = (each for each in found if not any(_is_in(each.name, name) for name in ignored))
     order = list(Kind)
     return tuple(sorted(kept, key=lambda each: (-each.amount, order.index(each.kind), each.name)))
@@ -158,8 +160,11 @@ class _Gap(NamedTuple):
 class _Comparison:
     """Two outcomes beside each other."""
 
-    def __init__(self, one: Observed, other: Observed, tolerance: float, cut: tuple[int, int] | None) -> None:
+    def __init__(
+        self, one: Observed, other: Observed, tolerance: float, cut: tuple[int, int] | None, read: Collection[str]
+    ) -> None:
         self._one, self._other = one, other
+        self._read = read
         self._tolerance = tolerance
         self._cut = cut if cut is not None and cut[0] != cut[1] else None
         self._gradients = dict(_pairs_of_gradients(one.gradients, other.gradients))
@@ -195,11 +200,14 @@ class _Comparison:
 
     def _attributes(self) -> Iterator[Difference]:
         pairs = list(_pairs(self._one.attributes, self._other.attributes))
-        cut = {name for name, mine, its in pairs if self._is_cut(mine, its)}
+        cut = {name for name, mine, its in pairs if self._is_cut(mine, its) and not self._is_read(name)}
         lists = [name[len("len(") : -1] for name in cut if name.startswith("len(")]
         for name, mine, its in pairs:
             if name not in cut and not any(_is_in(name, each) for each in lists):
                 yield from self._compare(Kind.ATTRIBUTE, name, mine, its)
+
+    def _is_read(self, name: str) -> bool:
+        return any(_is_in(name, each) for each in self._read)
 
     def _is_cut(self, mine: Any, its: Any) -> bool:
         """Whether the second value is that of the last micro-batch where the first is that of the batch."""

@@ -8,13 +8,14 @@ import torch
 
 from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
 from vram_guard.language import _
+from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof._joined_samples import Calls, joined_by
 from vram_guard.proof._step_state import StepState, storage_of
 from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from vram_guard.apply.normalisers import Normaliser
     from vram_guard.step import TrainingStep
@@ -32,9 +33,19 @@ class LossGraph:
         step: TrainingStep,
         loaded: Callable[[Any], Any] = lambda batch: batch,
         effects: StepEffects | None = None,
+        *,
+        read: bool = False,
     ) -> None:
-        """``loaded``: a batch as the step gets it -> as the loader delivered it; ``effects``: of each step."""
+        """The step's losses are looked at from now on.
+
+        Args:
+            step: to look at.
+            loaded: a batch as the step gets it -> as the loader delivered it.
+            effects: of each step.
+            read: whether hooks after the step may read what it has kept of its batch, or written to it.
+        """
         self._as_written = step
+        self._read = read
         self._effects = effects or StepEffects()
         self._loaded = loaded
         self._terms: dict[int, tuple[Term, ...]] = {}
@@ -86,17 +97,23 @@ class LossGraph:
         small, large = min(self._terms), max(self._terms)
         return reduction_of(self._terms[large], large, self._terms[small], small)
 
-    def advanced(self, batch_size: int) -> str:
+    def advanced(self, batch_size: int, *, among: Collection[str] | None = None) -> str:
         """Why state that the step advances itself makes micro-batches another training; "" where none is seen.
 
         The step is traced at two sizes for this and for :meth:`joined`. Call them inside ``symbolic_run``.
+
+        Args:
+            batch_size: as written.
+            among: names of attributes to which this is confined; None: all, and what is done besides.
         """
         one, other = self._looked(batch_size)
         for name, shape in {**one.changed, **one.written}.items():
-            # What is as long as the batch is the batch's own, kept for a callback or a hook.
-            if shape is None or shape == other.changed.get(name):
+            if among is not None and not any(name.startswith(each) or each.startswith(name) for each in among):
+                continue
+            # What is as long as the batch is the batch's own; whether hooks read it, a run shows.
+            if (self._read and among is None) or shape is None or shape == other.changed.get(name):
                 return _("the step itself changes {name}, which would be once per micro-batch", name=name)
-        for name in one.called:
+        for name in one.called if among is None else ():
             return _("{name} would happen once per micro-batch", name=name)
         return ""
 
@@ -114,18 +131,27 @@ class LossGraph:
             if terms != () and not _is_mean(terms, large, other.logged.get(name), small)
         )
 
-    def joined(self, batch_size: int) -> str:
-        """Why samples are joined by what has no graph; "" where this is not seen."""
+    def joined(self, batch_size: int, *, run: bool = False) -> str:
+        """Why samples are joined by what has no graph; "" where this is not seen.
+
+        Args:
+            batch_size: as written.
+            run: whether the step is also run, and this looks for what its samples may not show.
+        """
         one, other = self._looked(batch_size)
-        function, numbers = joined_by(one.calls, other.calls)
+        function = joined_by(one.calls, other.calls, run=run)
+        if function is None and not run:
+            return _("the step calls other functions for a batch of another size")
         if function:
             return _("the result of {function}, which joins samples, reaches it without a graph", function=function)
-        if numbers and any(term.reduction == "sum" for terms in self._terms.values() for term in terms):
+        # A count of repeated samples grows as the batch does.
+        if one.calls.counted and any(term.reduction == "sum" for terms in self._terms.values() for term in terms):
             return _("it is a sum that may be divided by a number that was computed")
         return ""
 
     def _looked(self, batch_size: int) -> tuple[_Look, _Look]:
         """The step at two sizes of the batch; kept, for the step stays the same."""
+        from vram_guard.simulate.device.constants import other_placeholders
         from vram_guard.simulate.tracing.run import run_step
 
         traced = max(self._terms, default=0), min(self._terms, default=0)
@@ -133,8 +159,9 @@ class LossGraph:
         if not self._looks.keys() >= set(sizes):
             self._looks, self._looking = {}, True
             try:
-                for size in sizes:
-                    run_step(self.step.with_(job=None), size, (8, 0))
+                run_step(self.step.with_(job=None), sizes[0], (8, 0))
+                with other_placeholders(*_OTHERS):
+                    run_step(self.step.with_(job=None), sizes[1], (8, 0))
             finally:
                 self._looking = False
         return self._looks[sizes[0]], self._looks[sizes[1]]
@@ -147,20 +174,28 @@ class LossGraph:
         from vram_guard.simulate.tracing.loop import scalar_loss
 
         state, calls = StepState(model, self._as_written.loss, self._optimizer), Calls(batch, self._size)
+        given = BatchState(batch)
         self._effects.clear()
         with Listening() as heard, calls:
             returned = self._as_written.loss(model, batch)
         if returned is not None:
             loss = scalar_loss(returned)
             calls.returned(loss)
-            again = self._size in self._looks
-            changed = dict(state.changed()) if again else {}
-            written = dict.fromkeys(state.written(calls.written))
-            before = self._looks[self._size].written if again else {}
-            called = dict.fromkeys((*self._effects.calls, *heard.written))
+            before = self._looks.get(self._size)
+            changed = {} if before is None else dict(state.changed())
+            written = {**(before.written if before else {}), **dict.fromkeys(state.written(calls.written))}
+            kept = (_("writing to {path}", path=path) for path in given.changed(batch)) if self._read else ()
+            called = dict.fromkeys((*self._effects.calls, *heard.written, *kept))
+            if calls.hooked:
+                called[_("a hook of a tensor")] = None
             logged = {name: _logged(value, loss) for name, value in self._effects.logged.items()}
-            self._looks[self._size] = _Look(changed, {**before, **written}, called, calls, logged, heard.random)
+            first = calls if before is None else before.calls  # it also makes what is made once
+            self._looks[self._size] = _Look(changed, written, called, first, logged, heard.random)
         return returned
+
+
+#: Placeholders in the smaller batch's run, for whole numbers and others: no ratio of sizes, and the same signs.
+_OTHERS = (7, 1.0009765625)
 
 
 class _Look(NamedTuple):

@@ -20,7 +20,6 @@ from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cut_batches import of_whole_batch
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.evaluations import prove_evaluation
-from vram_guard.proof.observed import Observed
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.single_blocks import run_single_blocks
 from vram_guard.proof.small_steps import SmallSteps, small_steps
@@ -270,9 +269,9 @@ class _Prover:
         changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
         found = self._differences(whole, changed)
         # A count that is the same in both halves of these samples (margins that all are exceeded) is no proof.
-        why = "" if found or not self._splits or found_out or self._said else self._joined()
+        why = "" if found or not self._splits or self._said else self._unseen_in_run(whole, known=bool(found_out))
         if why:
-            return Disproof("accumulate", _("{why}; pass loss_weight", why=_not_known(why)))
+            return Disproof("accumulate", _("{why}; pass loss_weight", why=why))
         if not found:
             notes = (_other_draws(),) if whole.random and self._splits else ()
             return Proof(self._words(samples, weight), None if self._said is not None else weight, notes)
@@ -368,7 +367,7 @@ class _Prover:
         def compared(_progress: object) -> tuple[Difference, ...]:
             """In the copy that ran: what it observed is as large as the model, and need not travel."""
             ran = self._captured.rehearse(changed)
-            return _compared(whole.observed, ran.observed, double=changed.double, cut=cut)
+            return _compared(whole, ran, double=changed.double, cut=cut)
 
         try:
             return run_in_fork(compared, most_seconds=self._most_seconds)
@@ -445,13 +444,22 @@ class _Prover:
             remarks.append(_("not compared this way: the logged values {names}", names=", ".join(logged)))
         return (*remarks, _("not compared this way: what the step does outside of the model"))
 
-    def _joined(self) -> str:
-        """Why samples are joined by what has no graph; "" where that is not seen."""
+    def _unseen_in_run(self, whole: Rehearsed, *, known: bool) -> str:
+        """What one step of few samples does not show, and symbolic runs do; "" where that is nothing.
+
+        Args:
+            whole: the step as written.
+            known: whether the graphs of real losses have told how they are divided.
+        """
+        size = self._plan.batch_size
         try:
             with self._captured.symbolic_run():
-                return self._graph.joined(self._plan.batch_size)
+                # What the step has made itself moves in the second step only.
+                why = self._graph.advanced(size, among=whole.made) if whole.made else ""
+                joined = "" if why or known else self._graph.joined(size, run=True)
         except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal has shown what holds
             return ""
+        return why or (joined and _not_known(joined))
 
     def _by_parts(self, reason: str) -> Proof | Disproof:
         """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""
@@ -485,8 +493,9 @@ class _Prover:
         return Proof(said, notes=notes)
 
 
-def _compared(one: Observed, other: Observed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:
-    return differences(one, other, tolerance=TOLERANCES[torch.float64 if double else torch.float32], cut=cut)
+def _compared(one: Rehearsed, other: Rehearsed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:
+    tolerance = TOLERANCES[torch.float64 if double else torch.float32]
+    return differences(one.observed, other.observed, tolerance=tolerance, cut=cut, read=one.read)
 
 
 def _other_draws() -> str:

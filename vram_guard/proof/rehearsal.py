@@ -7,6 +7,7 @@ normalisation statistics the same however the batch is cut, and takes down what 
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ from vram_guard.apply.microbatch import CannotSplitError, Splitter
 from vram_guard.forks.side_effects import opened_for_writing, refuse_connections
 from vram_guard.guard.applied import Applied
 from vram_guard.language import _
+from vram_guard.proof._attributes_read import AttributesRead
+from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, gradients_of, observe
@@ -77,6 +80,10 @@ class Rehearsed:
     draws: Mapping[int, list[Any]]
     random: bool
     """True where the step draws random numbers."""
+    read: frozenset[str] = frozenset()
+    """Attributes that were read after the step's forward pass."""
+    made: tuple[str, ...] = ()
+    """Attributes that were not there before the step."""
 
 
 class RehearsedStep(ExitStack):
@@ -86,14 +93,18 @@ class RehearsedStep(ExitStack):
         model: that is trained, on the CPU.
         rehearsal: how.
         closed: types of attributes that are not compared: a framework's own objects.
+        read: whether the user's hooks run after the step, which may read what it has written to its batch.
 
     Attributes:
         applied: for what the adapter changes.
         stepped: True once every optimizer has stepped.
     """
 
-    def __init__(self, model: nn.Module, rehearsal: Rehearsal, closed: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, rehearsal: Rehearsal, closed: tuple[type, ...] = (), *, read: bool = False
+    ) -> None:
         super().__init__()
+        self._read = read
         self.rehearsal = rehearsal
         self.applied = Applied()
         self.stepped = False
@@ -108,6 +119,8 @@ class RehearsedStep(ExitStack):
         self._before: Observed | None = None
         self._generators = RandomState(of_torch=False)
         self._opened: Counter[str] = Counter()
+        self._environment: dict[str, str] = {}
+        self._attributes = AttributesRead(model, self.applied)
         self.enter_context(cpu_as_gpu(rehearsal.recipe))
         self.enter_context(without_gpu())
         if rehearsal.recipe.optimizer_in_backward:
@@ -120,6 +133,7 @@ class RehearsedStep(ExitStack):
         """Everything is set up and the first batch is about to be loaded."""
         self._opened = opened_for_writing()
         self._before = observe(self._model, closed=self._closed)
+        self._environment = dict(os.environ)
         self.enter_context(FixedStatistics(self._model))
         self.enter_context(self._draws)
 
@@ -130,7 +144,13 @@ class RehearsedStep(ExitStack):
         @functools.wraps(method)
         def marked(batch: Any, *args: Any, **kwargs: Any) -> Any:
             self._forward_begins(batch)
-            return method(batch, *args, **kwargs)
+            given = BatchState(batch)
+            self._attributes.listening = False
+            returned = method(batch, *args, **kwargs)
+            self._attributes.listening = True
+            if self._read:
+                self._hooks.update(_("writing to {path}", path=path) for path in given.changed(batch))
+            return returned
 
         self.applied.replace(owner, name, marked)
 
@@ -198,6 +218,7 @@ class RehearsedStep(ExitStack):
 
     def result(self, logged: Mapping[str, Any]) -> Rehearsed:
         """What the step did."""
+        self._attributes.listening = False
         for path, times in (opened_for_writing() - self._opened).items():
             self._hooks[_("writing to {path}", path=path)] = times
         random = bool(self._draws.layout) or not self._generators.is_current()
@@ -211,5 +232,9 @@ class RehearsedStep(ExitStack):
             hooks=self._hooks,
             closed=self._closed,
         )
+        before = {} if self._before is None else self._before.attributes
+        made = tuple(name for name in observed.attributes if name not in before)
+        environment = {f"os.environ[{name!r}]": os.environ.get(name) for name in {**self._environment, **os.environ}}
         # These are copies already, and as large as the model.
-        return Rehearsed(replace(observed, gradients=self._gradients), dict(self._draws.layout), random)
+        observed = replace(observed, gradients=self._gradients, attributes={**observed.attributes, **environment})
+        return Rehearsed(observed, dict(self._draws.layout), random, self._attributes.names(), made)

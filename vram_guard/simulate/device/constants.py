@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from vram_guard.patching import replaced
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.tensors import map_tensors_in, tensors_in, version_of
 
@@ -233,5 +235,20 @@ def placeholder(dtype: torch.dtype) -> Any:
     if dtype == torch.bool:
         return False
     if dtype.is_floating_point:
-        return 1.0
-    return complex(1.0) if dtype.is_complex else 1
+        return _STAND_INS.fraction
+    return complex(_STAND_INS.fraction) if dtype.is_complex else _STAND_INS.whole
+
+
+class _StandIns:
+    """For unknown numbers."""
+
+    def __init__(self) -> None:
+        self.whole, self.fraction = 1, 1.0
+
+
+_STAND_INS = _StandIns()
+
+
+def other_placeholders(whole: int, fraction: float) -> AbstractContextManager[None]:
+    """Unknown numbers are these inside the block: what they lead to differs from another run."""
+    return replaced(_STAND_INS, {"whole": whole, "fraction": fraction})

@@ -1,0 +1,30 @@
+"""Entries that a step puts into the batch that it was given, where hooks after the step may look for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vram_guard.apply.loss_terms import parts_of
+
+
+class BatchState:
+    """The parts of a batch before the step.
+
+    Args:
+        batch: that the step is about to get.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._parts = dict(parts_of(batch))
+
+    def changed(self, batch: Any) -> Iterator[str]:
+        """Parts that are new by now, or other objects: "batch['features']".
+
+        Args:
+            batch: the same one.
+        """
+        now = dict(parts_of(batch))
+        for path in {**self._parts, **now}:
+            if path not in now or path not in self._parts or now[path] is not self._parts[path]:
+                yield "batch" + "".join(f"[{key!r}]" for key in path)
