@@ -16,6 +16,8 @@ from torch.nn import functional
 from vram_guard.apply.loss_weight import LossWeight, loss_weights
 from vram_guard.apply.microbatch import MicroBatch, split
 from vram_guard.apply.normalisers import Normaliser, find_normaliser
+from vram_guard.proof.loss_graph import LossGraph
+from vram_guard.step import TrainingStep
 
 
 def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
@@ -44,6 +46,26 @@ def test_what_is_found_is_what_was_written(name: str) -> None:
     told = found.path[-1] if isinstance(found, Normaliser) else found or ""
     assert told == case.right, why
     assert bool(why) == (found is None)
+
+
+def counted_in_a_trace(loss: Any, batch: Any, most: int) -> Any:
+    graph = LossGraph(TrainingStep(Net(0), batch, loss, torch.optim.SGD, device="cpu"))
+    samples = len(batch["x"])
+    return graph.counted([MicroBatch(batch, samples, samples), *split(batch, samples, most)], lambda part: part)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trace_finds_counts_without_computing_the_model(name: str) -> None:
+    """The values of the batch are known in it; a mean or a sum over samples needs none of them."""
+    found, right = counted_in_a_trace(CASES[name].loss, make_batch(6, 1), 4), CASES[name].right
+    if name == "smoothed, weighed":  # torch fills weights in place there, which is not followed
+        right = ""
+    assert (found.path[-1] if found else "") == (right if right in make_batch(1, 1) else "")
+
+
+@pytest.mark.parametrize("name", ["masked", "cross-entropy by hand", "masked, over samples"])
+def test_a_mask_that_leaves_nothing_out_tells_a_trace_nothing(name: str) -> None:
+    assert counted_in_a_trace(CASES[name].loss, make_batch(4, 3, full=True), 2) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # of one sample

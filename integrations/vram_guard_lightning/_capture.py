@@ -106,13 +106,14 @@ class Captured(CapturedTraining):
         """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
         return sharding.fsdp2 or not _namespaces.is_a(self.trainer.strategy, _layouts.FSDP)
 
+    def given(self, batch: Any) -> Any:
+        """After the hook that runs before the transfer."""
+        return _hook_owner(self.trainer, self.model, "on_before_batch_transfer").on_before_batch_transfer(batch, 0)
+
     def loss_of(self, batch: Any) -> torch.Tensor:
         """As training_step returns it, which gets the batch as Lightning would hand it over."""
-        before = _hook_owner(self.trainer, self.model, "on_before_batch_transfer")
         with self.symbolic_run():
-            loss: torch.Tensor | None = scalar_loss(
-                self.step.loss(self.model, before.on_before_batch_transfer(batch, 0))
-            )
+            loss: torch.Tensor | None = scalar_loss(self.step.loss(self.model, self.given(batch)))
         if loss is None:
             raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
         return loss

@@ -142,6 +142,10 @@ class Captured(CapturedTraining):
         """What train_step returns: ``log_vars``."""
         return self.recorder.effects
 
+    def given(self, batch: Any) -> Any:
+        """In its wrapper."""
+        return HostBatch(batch)
+
     def loaded(self, batch: Any) -> Any:
         """Out of its wrapper."""
         return batch.data
@@ -222,7 +226,9 @@ class _Loss:
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
         outputs = self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
-        self.recorder.effects.logged = dict(outputs) if isinstance(outputs, Mapping) else {}
+        logged = outputs if isinstance(outputs, Mapping) else {}
+        # Those with "loss" in their names are the parts of the loss, and are put together as it is.
+        self.recorder.effects.logged = {name: value for name, value in logged.items() if "loss" not in name}
         return self.recorder.loss
 
 

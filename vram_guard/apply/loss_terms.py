@@ -310,11 +310,20 @@ def _constant(node: Any, behind: list[Any]) -> tuple[Any, float, tuple[int, ...]
 
 
 def number_in(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
-    """Number in a real tensor on the CPU, None for others; and its place, if it was a tensor before it met another."""
+    """Number in a real tensor on the CPU, or in one of a trace whose value is known, None for others.
+
+    And its place, if it was a tensor before it met another.
+    """
+    from vram_guard.simulate.device.constants import compute
     from vram_guard.simulate.device.symbolic import is_symbolic
 
     with _disable_current_modes():  # in a trace, nothing is to be written down for this
-        if tensor.dim() or is_symbolic(tensor) or tensor.device.type != "cpu":
+        if tensor.dim():
+            return None, ()
+        if is_symbolic(tensor):
+            value = compute(tensor)
+            return None if value is None else value.item(), (id(tensor),)
+        if tensor.device.type != "cpu":
             return None, ()
         # Numbers of Python are of the widest type, and make no other tensor as wide.
         narrow = torch.zeros((), dtype=torch.float32 if tensor.is_floating_point() else torch.int32)

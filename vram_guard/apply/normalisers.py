@@ -31,6 +31,7 @@ from vram_guard.apply.loss_terms import (
 from vram_guard.apply.loss_weight import IGNORED, LossWeight, loss_weights
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.language import _
+from vram_guard.state.containers import children
 
 __all__ = ["Normaliser", "find_normaliser"]
 
@@ -79,12 +80,11 @@ def find_normaliser(
     looks = []
     for part in (whole, *parts):
         with torch.enable_grad():
-            loss = loss_of(part.data)
-        found = reductions(loss)
-        if found is None:
+            look = look_at(loss_of(part.data), part)
+        if look is None:
             return None, _("a graph that is too long to read")
-        looks.append(_Look(part, loss, found, loss_terms(loss, behind=True)))
-    kind, why = _explained(looks)
+        looks.append(look)
+    kind, why = explained(looks)
     if kind is None:
         return None, why
     wrong = _not_added_up(looks, kind)
@@ -92,27 +92,63 @@ def find_normaliser(
 
 
 @dataclass(frozen=True)
-class _Look:
+class Look:
     """The loss of a batch or of a part of it."""
 
     part: MicroBatch
     loss: torch.Tensor
     reductions: list[Reduction]
     terms: tuple[Term, ...]
+    given: Any
+    """The batch as the loss got it, in a trace: symbolic."""
 
     def divisor(self, at: int) -> float:
-        """By what the sum of a term's elements is divided; what it is multiplied with, inverted."""
+        """By what the sum of a term's elements is divided; what it is multiplied with, inverted. NaN: not known."""
         one, term = self.reductions[at], self.terms[at]
         if term.labels and term.reduction == "mean":
-            return float(one.node._saved_total_weight) / term.factor  # noqa: SLF001 - autograd's own
+            total = self.known(one.node._saved_total_weight)  # noqa: SLF001 - autograd's own
+            return math.nan if total is None else float(total) / term.factor
         return 1 / term.of_each_element if term.of_each_element else math.inf
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real value; None where it is not known in a trace."""
+        from vram_guard.simulate.device.constants import compute
+
+        return compute(tensor)
+
+    def weights(self, node: Any) -> torch.Tensor | None:
+        """Those of the classes of a cross-entropy; None: it has none, or they are not known."""
+        kept = node._saved_weight  # noqa: SLF001 - autograd's own
+        return None if kept is None else self.known(kept)
+
+    def holds(self, tensor: torch.Tensor, candidate: Normaliser) -> bool:
+        """Check whether a tensor is the part of the batch that is counted in, and no copy of it that was changed."""
+        from vram_guard.simulate.device.constants import of_same_origin
+        from vram_guard.simulate.device.symbolic import is_symbolic
+
+        if not is_symbolic(tensor):
+            return is_view_of(tensor, candidate.values(self.part.data))
+        part = self.given
+        for key in candidate.path:
+            part = (children(part) or {}).get(key)
+        return isinstance(part, torch.Tensor) and of_same_origin(tensor, part)
+
+
+def look_at(loss: torch.Tensor, part: MicroBatch, given: Any = None) -> Look | None:
+    """The loss of a batch or of a part of it, taken down while its graph is whole; None where that is too long."""
+    found = reductions(loss)
+    return None if found is None else Look(part, loss, found, loss_terms(loss, behind=True), given)
 
 
 # --- by the graph ---------------------------------------------------------------------------------------------------
 
 
-def _explained(looks: list[_Look]) -> tuple[LossWeight | None, str]:
-    """What every term's divisor is, at every size."""
+def explained(looks: Sequence[Look]) -> tuple[LossWeight | None, str]:
+    """What every term's divisor is, at every size; None, and why, where that is not known.
+
+    Args:
+        looks: at a batch, and at its parts.
+    """
     whole, *others = looks
     if any(len(one.terms) != len(whole.terms) for one in others):
         return None, _("it has different parts at different batch sizes")
@@ -143,7 +179,7 @@ def _explained(looks: list[_Look]) -> tuple[LossWeight | None, str]:
     return kind, ""
 
 
-def _scaled(looks: list[_Look]) -> str:
+def _scaled(looks: Sequence[Look]) -> str:
     """Why samples are joined by a number that was computed of all of them; "" where none is seen.
 
     A constant is a number of Python, or the same tensor whenever the loss is computed.
@@ -166,7 +202,7 @@ def _numbers_of(node: Any) -> tuple[int, ...]:
     return tuple(place for one in tensors for place in number_in(one)[1])
 
 
-def _of_term(looks: list[_Look], at: int, *, picked: bool) -> tuple[LossWeight | None, str]:
+def _of_term(looks: Sequence[Look], at: int, *, picked: bool) -> tuple[LossWeight | None, str]:
     terms = [look.terms[at] for look in looks]
     unknown = next((term for term in terms if not term.known), None)
     if unknown is not None:
@@ -183,7 +219,7 @@ def _of_term(looks: list[_Look], at: int, *, picked: bool) -> tuple[LossWeight |
     return _only(_masks(looks, at) if smoothed is None else _labels(looks, smoothed), looks, at)
 
 
-def _only(candidates: list[Normaliser], looks: list[_Look], at: int) -> tuple[Normaliser | None, str]:
+def _only(candidates: list[Normaliser], looks: Sequence[Look], at: int) -> tuple[Normaliser | None, str]:
     fitting = _best([one for one in candidates if _fits(looks, at, one)])
     if len(fitting) == 1:
         return fitting[0], ""
@@ -193,7 +229,7 @@ def _only(candidates: list[Normaliser], looks: list[_Look], at: int) -> tuple[No
     return None, _("it is divided by a number that nothing in the batch explains")
 
 
-def _plain(looks: list[_Look], at: int, *, picked: bool) -> tuple[Literal["mean", "sum"] | None, str, bool]:
+def _plain(looks: Sequence[Look], at: int, *, picked: bool) -> tuple[Literal["mean", "sum"] | None, str, bool]:
     """The reduction of a term that is multiplied with constants only; and whether it cannot be another."""
     whole, *others = looks
     samples, divisor, elements = whole.part.samples, whole.divisor(at), whole.terms[at].elements
@@ -211,11 +247,13 @@ def _plain(looks: list[_Look], at: int, *, picked: bool) -> tuple[Literal["mean"
     return "mean", "", True
 
 
-def _fits(looks: list[_Look], at: int, candidate: Normaliser) -> bool:
+def _fits(looks: Sequence[Look], at: int, candidate: Normaliser) -> bool:
     """Check whether a term's divisor is the candidate's count times one constant, at every size."""
     ratios = []
     for look in looks:
         count = float(candidate(look.part.data))
+        if math.isnan(look.divisor(at)):
+            return False
         if count:  # a slice in which nothing counts has no weight, whatever it is divided by
             ratios.append(look.divisor(at) / count)
     return len(ratios) > 1 and all(math.isclose(one, ratios[0], rel_tol=1e-4) for one in ratios)
@@ -235,10 +273,12 @@ def _best(candidates: list[Normaliser]) -> list[Normaliser]:
 # --- parts of the batch that a graph keeps --------------------------------------------------------------------------
 
 
-def _labels(looks: list[_Look], at: int) -> list[Normaliser]:
+def _labels(looks: Sequence[Look], at: int) -> list[Normaliser]:
     """Labels of the batch that a cross-entropy has counted."""
     node = looks[0].reductions[at].node
-    weights = node._saved_weight  # noqa: SLF001 - autograd's own
+    weights = looks[0].weights(node)
+    if weights is None and node._saved_weight is not None:  # noqa: SLF001 - autograd's own
+        return []
     table = None if weights is None else tuple(weights.detach().double().tolist())
     made = [
         Normaliser(path, ignored=ignored_by(node), shifted=shifted, weights=table)
@@ -250,22 +290,24 @@ def _labels(looks: list[_Look], at: int) -> list[Normaliser]:
     held = [
         one
         for one in made
-        if all(_is_target(one, target, look.part.data) for target, look in zip(targets, looks, strict=True))
+        if all(_is_target(one, look.known(target), look.part.data) for target, look in zip(targets, looks, strict=True))
     ]
     # Inputs of a language model are its labels too, where no position is padded: memory tells, then names.
-    own = [one for one in held if is_view_of(targets[0], one.values(looks[0].part.data))]
+    own = [one for one in held if looks[0].holds(targets[0], one)]
     named = [one for one in held if any(word in str(one.path[-1:]).lower() for word in ("label", "target"))]
     return own or named or held
 
 
-def _is_target(candidate: Normaliser, target: torch.Tensor, batch: Any) -> bool:
+def _is_target(candidate: Normaliser, target: torch.Tensor | None, batch: Any) -> bool:
+    if target is None:
+        return False
     values = candidate.values(batch)
     if candidate.shifted and values.numel() < target.numel():  # Transformers fills them up
         values = torch.nn.functional.pad(values, (0, 1), value=int(candidate.ignored))
     return _equal(values, target)
 
 
-def _smoothed(look: _Look, at: int) -> int | None:
+def _smoothed(look: Look, at: int) -> int | None:
     """The term of the cross-entropy with smoothed labels of which another is the rest; None for others."""
     rest = _scores(look.reductions[at].node, ("Sum", "MaskedFill", "Neg", "Mul"))
     for other, term in enumerate(look.terms):
@@ -284,7 +326,7 @@ def _scores(node: Any, through: tuple[str, ...]) -> Any:
     return node if node is not None and filled and kind_of(node) == "LogSoftmax" else None
 
 
-def _masks(looks: list[_Look], at: int, *, telling: bool = True) -> list[Normaliser]:
+def _masks(looks: Sequence[Look], at: int, *, telling: bool = True) -> list[Normaliser]:
     """Counts of the batch's parts whose mask the graph of each look keeps.
 
     Args:
@@ -294,19 +336,16 @@ def _masks(looks: list[_Look], at: int, *, telling: bool = True) -> list[Normali
     """
     linked: list[list[Normaliser]] = []
     for look in looks:
-        kept = list(_kept_by(look.reductions[at : at + 1] + look.reductions))
+        saved = list(_kept_by(look, look.reductions[at : at + 1] + look.reductions))
+        kept = [real for _tensor, real in saved]
         linked.append([one for one in _counts(look.part.data) if _is_kept(one, look.part.data, kept)])
         if telling and look is looks[0]:
-            own = [one for one in linked[0] if _is_own(one, look.part.data, kept)]
+            own = [one for one in linked[0] if one.counts == "sum" and any(look.holds(held, one) for held, _ in saved)]
             # The elements of a mean that a mask has picked are as many as that counts, also if it picks all of them.
             if look.terms[at].reduction == "sum" or not own:
                 linked[0] = [one for one in linked[0] if _leaves_out(one, look.part.data)]
             linked[0] = [one for one in own if one in linked[0]] or linked[0]
     return [one for one in linked[0] if all(one in others for others in linked[1:])]
-
-
-def _is_own(candidate: Normaliser, batch: Any, kept: list[torch.Tensor]) -> bool:
-    return candidate.counts == "sum" and any(is_view_of(one, candidate.values(batch)) for one in kept)
 
 
 def _leaves_out(candidate: Normaliser, batch: Any) -> bool:
@@ -332,15 +371,25 @@ def _is_kept(candidate: Normaliser, batch: Any, kept: list[torch.Tensor]) -> boo
     return any(_equal(counted, one) or (outside is not None and _equal(outside, one)) for one in kept)
 
 
-def _kept_by(roots: Iterable[Reduction]) -> Iterator[torch.Tensor]:
-    """What the graph keeps that was computed without a graph."""
+def _kept_by(look: Look, roots: Iterable[Reduction]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the graph keeps that was computed without a graph, with its real values, where these are known."""
+    for tensor in _saved_by(roots):
+        real = look.known(tensor)
+        if real is not None:
+            yield tensor, real
+    for node in _nodes_behind([one.node for one in roots if one.node is not None]):
+        if kind_of(node).startswith("NllLoss"):
+            target = look.known(node._saved_target)  # noqa: SLF001 - autograd's own
+            if target is not None:
+                yield node._saved_target, target != ignored_by(node)  # noqa: SLF001 - the same
+
+
+def _saved_by(roots: Iterable[Reduction]) -> Iterator[torch.Tensor]:
     for node in _nodes_behind([one.node for one in roots if one.node is not None]):
         for name in _KEPT:
             kept = getattr(node, name, None)
             if isinstance(kept, torch.Tensor) and kept.dim() and not kept.requires_grad:
                 yield kept
-        if kind_of(node).startswith("NllLoss"):
-            yield node._saved_target != ignored_by(node)  # noqa: SLF001 - autograd's own
         if kind_of(node) == "Index":
             masks = (index for index in node._saved_indices if index is not None)  # noqa: SLF001 - autograd's own
             yield from (mask for mask in masks if mask.dtype in (torch.bool, torch.uint8))
@@ -369,7 +418,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 # --- by numbers -----------------------------------------------------------------------------------------------------
 
 
-def _not_added_up(looks: list[_Look], kind: LossWeight) -> str:
+def _not_added_up(looks: Sequence[Look], kind: LossWeight) -> str:
     """What does not add up; "" where values and gradients do."""
     whole, *others = looks
     if not whole.loss.isfinite():

@@ -86,8 +86,12 @@ class CapturedTraining(ABC):
             Exception: whatever the user's code raises.
         """
 
+    def given(self, batch: Any) -> Any:
+        """A batch as the loader delivered it, as :attr:`step` gets it."""
+        return batch
+
     def loaded(self, batch: Any) -> Any:
-        """A batch as :attr:`step` gets it, as the loader delivered it."""
+        """The other way round."""
         return batch
 
     @property

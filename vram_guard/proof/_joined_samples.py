@@ -65,6 +65,8 @@ _OF_SAMPLES = ("tensor", "as_tensor", "new_tensor")
 #: Functions that cut a dimension, or fold it.
 _CUTTING = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "view", "reshape", "unflatten", "unfold")
 
+#: Functions that multiply or divide.
+_SCALING = ("mul", "div", "true_divide", "__rmul__", "__truediv__", "__mul__")
 _REAL = (int, float)
 
 
@@ -227,9 +229,10 @@ def _picks(name: str, args: Any) -> Iterator[tuple[int, Any]]:
         if one is Ellipsis:
             dim += args[0].dim() - wide
         elif one is not None:
-            if isinstance(one, list) or (hasattr(one, "dtype") and not _is_mask(one) and getattr(one, "ndim", 0)):
+            mask = _is_mask(one)
+            if isinstance(one, list) or (not mask and hasattr(one, "dtype") and one.ndim):
                 yield dim, one
-            dim += int(one.ndim) if _is_mask(one) else 1
+            dim += int(one.ndim) if mask else 1
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -287,13 +290,14 @@ class _Places:
         return any(index in self._others and dim % max(1, len(first[0])) in growing for dim, index in call.picked)
 
 
-def joined_by(whole: Calls, part: Calls, *, run: bool = False) -> str | None:
+def joined_by(whole: Calls, part: Calls, *, run: bool = False, counted: bool = False) -> str | None:
     """The function whose result joins samples behind the graph's back and reaches the loss.
 
     Args:
         whole: of a batch.
         part: of a smaller one.
         run: whether the step is also run, which shows what the length of the batch does.
+        counted: whether it is known by which number the loss is divided.
 
     Returns:
         Its name; "" for none; None where the two runs call other functions, and cannot be compared.
@@ -308,12 +312,13 @@ def joined_by(whole: Calls, part: Calls, *, run: bool = False) -> str | None:
     places = _Places(one)
     for call, twin in zip(one.calls, other.calls, strict=True):
         from_batch = [at for at in call.operands if of_batch.get(at)]
-        before = next((joined[at] for at in call.operands if at in joined), "")
+        scaled = counted and call.name in _SCALING and not any(call.shapes) and call.has_graph
+        before = next((joined[at] for at in call.operands if at in joined and not scaled), "")
         told = next((seen[at] for at in call.operands if at in seen), "")
         grown = any(one.shapes[at] != other.shapes[at] for at in from_batch)
         places.follow(call, twin)
         picked = bool(from_batch) and places.moved(call, one, other)
-        if not _same_numbers(call, twin, one.samples / max(1, other.samples), lengths=run):
+        if not scaled and not _same_numbers(call, twin, one.samples / max(1, other.samples), lengths=run):
             before = before or call.name
         for at, shape, another in zip(call.made, call.shapes, twin.shapes, strict=True):
             of_batch[at] = bool(from_batch) or of_batch.get(at, False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
+from vram_guard.apply.normalisers import Normaliser, explained, look_at
 from vram_guard.language import _
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof._joined_samples import Calls, joined_by
@@ -15,9 +17,9 @@ from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
-    from vram_guard.apply.normalisers import Normaliser
+    from vram_guard.apply.microbatch import MicroBatch
     from vram_guard.step import TrainingStep
 
 
@@ -97,6 +99,42 @@ class LossGraph:
         small, large = min(self._terms), max(self._terms)
         return reduction_of(self._terms[large], large, self._terms[small], small)
 
+    def counted(self, parts: Sequence[MicroBatch], given: Callable[[Any], Any]) -> Normaliser | None:
+        """What to count in micro-batches so that their losses add up; None where nothing in the batch explains it.
+
+        Call it inside ``symbolic_run``. Nothing but what comes from the batch is computed.
+
+        Args:
+            parts: a loaded batch and its micro-batches, of different samples.
+            given: a loaded batch -> as the step gets it.
+        """
+        from vram_guard.simulate.device.constants import known
+        from vram_guard.simulate.tracing.loop import scalar_loss
+        from vram_guard.simulate.tracing.run import run_step
+
+        found: list[Normaliser | None] = []
+        model = self._as_written.model
+        buffers = dict(model.named_buffers()) if isinstance(model, torch.nn.Module) else {}
+
+        def loss(traced: Any, batches: Sequence[Any]) -> Any:
+            for name, buffer in traced.named_buffers():  # weights of classes, say
+                if name in buffers and buffers[name].device.type == "cpu":
+                    known(buffer, buffers[name])
+            losses = [self._as_written.loss(traced, batch) for batch in batches[: 1 if found else None]]
+            if not found:
+                looks = [
+                    look_at(scalar_loss(one), part, self._loaded(batch))
+                    for one, part, batch in zip(losses, parts, batches, strict=True)
+                ]
+                with _disable_current_modes():
+                    kind, _why = explained([look for look in looks if look is not None]) if all(looks) else (None, "")
+                found.append(kind if isinstance(kind, Normaliser) else None)
+            return losses[0]
+
+        step = self.step.with_(job=None, loss=loss, batch=lambda _size: [given(part.data) for part in parts])
+        run_step(step, parts[0].samples, (8, 0), steps=1)
+        return found[0]
+
     def advanced(self, batch_size: int, *, among: Collection[str] | None = None) -> str:
         """Why state that the step advances itself makes micro-batches another training; "" where none is seen.
 
@@ -131,21 +169,26 @@ class LossGraph:
             if terms != () and not _is_mean(terms, large, other.logged.get(name), small)
         )
 
-    def joined(self, batch_size: int, *, run: bool = False) -> str:
+    def joined(self, batch_size: int, *, run: bool = False, counted: bool = False) -> str:
         """Why samples are joined by what has no graph; "" where this is not seen.
 
         Args:
             batch_size: as written.
             run: whether the step is also run, and this looks for what its samples may not show.
+            counted: whether it is known what the loss is divided by.
         """
         one, other = self._looked(batch_size)
-        function = joined_by(one.calls, other.calls, run=run)
+        function = joined_by(one.calls, other.calls, run=run, counted=counted)
         if function is None and not run:
             return _("the step calls other functions for a batch of another size")
         if function:
             return _("the result of {function}, which joins samples, reaches it without a graph", function=function)
         # A count of repeated samples grows as the batch does.
-        if one.calls.counted and any(term.reduction == "sum" for terms in self._terms.values() for term in terms):
+        if (
+            not counted
+            and one.calls.counted
+            and any(term.reduction == "sum" for terms in self._terms.values() for term in terms)
+        ):
             return _("it is a sum that may be divided by a number that was computed")
         return ""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from vram_guard.apply.microbatch import Layout, Splitter, probe_layout
+from vram_guard.apply.microbatch import Layout, MicroBatch, Splitter, probe_layout
 from vram_guard.apply.normalisers import Normaliser, find_normaliser
 from vram_guard.budget.host import host_share
 from vram_guard.errors import UnsupportedStepError
@@ -127,10 +127,12 @@ def _reduction(
     try:
         with captured.symbolic_run():
             kind, why = graph.reduction(size)
-            if kind is not None:
-                why = graph.joined(size)
+            counted = None if kind is not None or layout is None else _counted(captured, graph, size, layout)
+            if counted is not None or kind is not None:
+                why = graph.joined(size, counted=counted is not None)
             if why:
                 return None, _not_known(why)
+            kind = kind or counted
             why = graph.advanced(size)
         if not why and layout is not None:
             micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
@@ -139,6 +141,14 @@ def _reduction(
     except Exception as error:  # noqa: BLE001 - the user's own code runs in it
         why = f"{type(error).__name__}: {error}"
     return (None, why) if why else (kind, "")
+
+
+def _counted(captured: CapturedTraining, graph: LossGraph, batch_size: int, layout: Layout) -> Normaliser | None:
+    """What a loss is divided by, where the graph and the values of the batch tell."""
+    samples = min(batch_size, 2 * SAMPLES)
+    batch = captured.sample.distinct(samples)
+    parts = Splitter(samples, -(-samples // 2), layout=layout).split(batch)
+    return graph.counted([MicroBatch(batch, samples, samples), *parts], captured.given)
 
 
 def _not_known(why: str) -> str:

@@ -49,6 +49,9 @@ _SETTLED_BY: dict[str, bool] = {
     **dict.fromkeys(("aten::bitwise_and", "aten::logical_and", "aten::__and__"), False),
 }
 
+#: Losses over labels, whose second result depends on labels and weights of classes alone.
+COUNTING_LABELS = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+
 Computation = Callable[[], torch.Tensor]
 
 
@@ -109,6 +112,10 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, p
     if out.numel() > LARGEST_COMPUTED:
         return
     name = func._schema.name
+    if name in COUNTING_LABELS and part == 1:
+        labels, weights = args[1], args[2] if len(args) > 2 else None
+        setattr(out, _ATTRIBUTE, _labels_counted(computation(labels), weights, args[4] if len(args) > 4 else -100))
+        return
     if name in _SETTLED_BY and _may_be_settled(name, args, out):
         setattr(out, _ATTRIBUTE, _settled(func, args, out))
         return
@@ -137,6 +144,20 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, p
     setattr(out, _ATTRIBUTE, made)
     if name in _MOVING and first is not None and len(list(tensors_in(args))) == 1:
         setattr(out, _ORIGIN, (_origin(first), version_of(out)))
+
+
+def _labels_counted(labels: Computation | None, weights: torch.Tensor | None, ignored: int) -> Computation | None:
+    """The second result of a loss over labels: how many count, or the weights of their classes together."""
+    weighing = None if weights is None else computation(weights)
+    if labels is None or (weights is not None and weighing is None):
+        return None
+
+    def made() -> torch.Tensor:
+        values = labels()
+        counted = values[values != ignored]
+        return torch.tensor(float(counted.numel())) if weighing is None else weighing()[counted].sum()
+
+    return made
 
 
 def _may_be_settled(name: str, args: tuple[Any, ...], out: torch.Tensor) -> bool:

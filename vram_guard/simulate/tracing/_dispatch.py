@@ -133,7 +133,8 @@ class SymbolicMode(TorchDispatchMode):
         if _collectives.is_collective(func):
             return self._collective
         if name in HANDLERS:
-            return self._handled(HANDLERS[name])
+            handled = self._handled(HANDLERS[name])
+            return self._counting_labels(handled) if name in constants.COUNTING_LABELS else handled
         if func.namespace not in _TORCHS_OWN and (kernel := kernel_of(func)) is not None:
             return self._by_python(kernel)
         if name.startswith(_foreach):
@@ -170,6 +171,14 @@ class SymbolicMode(TorchDispatchMode):
             else:
                 return self._generic(func, args, kwargs)
             self._track(func, out, self._place)
+            return out
+
+        return run
+
+    def _counting_labels(self, runner: Runner) -> Runner:
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            out = runner(func, args, kwargs)
+            constants.derive(func, args, kwargs, out)
             return out
 
         return run
