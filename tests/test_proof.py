@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard.forks.fork import can_fork
-from vram_guard.proof import prove as proving
+from vram_guard.proof import _cost as cost
 from vram_guard.proof import small_steps as small_steps_module
 from vram_guard.techniques import Recipe, optimizers
 from vram_guard.techniques._optimizer_offload import host_optimizer
@@ -136,8 +136,19 @@ def by_a_count(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.T
     return (F.cross_entropy(scores, labels, reduction="none") * kept).sum() / max(1, kept.sum().item())
 
 
+CLASS_WEIGHTS = torch.linspace(0.5, 2, CLASSES)
+
+
 def of_a_mask(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return scores.square().mean(1)[labels != 0].mean()
+
+
+def of_a_mask_of_scores(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return scores.square().mean(1)[scores[:, 0] > 0].mean()
+
+
+def weighed_by_class(_net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores, labels, weight=CLASS_WEIGHTS)
 
 
 def data() -> DataLoader[Any]:
@@ -251,7 +262,7 @@ def test_where_running_would_take_too_long_the_graph_proves(tmp_path: Any, capsy
         (less_the_mean, "the result of mean, which joins samples, reaches it without a graph"),
         (turned_around, "the result of flip, which joins samples, reaches it without a graph"),
         (by_a_count, "it is a sum that may be divided by a number that was computed"),
-        (of_a_mask, "it is a mean over what a mask has picked"),
+        (of_a_mask_of_scores, "it is a mean over what a mask has picked"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -260,6 +271,26 @@ def test_what_the_graph_does_not_show_is_not_cut_by_it(loss: Any, named: str, tm
     guarded, said = trained(loss, pinned(proof_seconds=0), tmp_path)
     assert named in said
     assert same(plain, guarded)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (of_a_mask, "the number of values above zero in batch[1]"),
+        (weighed_by_class, "the class weights of the labels other than -100 in batch[1]"),
+    ],
+)
+def test_what_a_loss_is_divided_by_is_found_without_running_it(
+    loss: Any, named: str, tmp_path: Any, capsys: Any
+) -> None:
+    plain, _ = trained(loss, None, tmp_path)
+    guard = pinned(proof_seconds=0)
+    guarded, _ = trained(loss, guard, tmp_path)
+    assert guard.plan is not None
+    assert guard.plan.splits == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"proven by the loss graph: the loss is divided by {named}" in said
+    assert close(plain, guarded)
 
 
 def test_what_the_graph_s_way_does_not_compare_is_said(tmp_path: Any, capsys: Any) -> None:
@@ -285,7 +316,7 @@ def test_a_count_of_margins_that_is_equal_in_the_samples_is_no_proof(tmp_path: A
 
 
 def test_where_memory_does_not_suffice_the_graph_proves(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(proving, "host_share", lambda *_: 1000)
+    monkeypatch.setattr(cost, "host_share", lambda *_: 1000)
     trained(mean, pinned(), tmp_path)
     out = " ".join(capsys.readouterr().out.split())
     assert "proven by the loss graph" in out
@@ -494,7 +525,7 @@ def test_an_optimizer_on_the_host_is_proven_by_running(
     if not looks:
         monkeypatch.setattr(host_optimizer(), "_take_weights", lambda _self: None)
     if heavy:
-        monkeypatch.setattr(proving, "_operations_per_second", lambda: 1.0)
+        monkeypatch.setattr(cost, "_operations_per_second", lambda: 1.0)
     of_trainer = _refusals.refusals
     monkeypatch.setattr(
         _refusals,
@@ -594,7 +625,7 @@ SINGLE = {
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_step_that_is_too_heavy_is_proven_in_parts(name: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     pins, block, words = SINGLE[name]
-    monkeypatch.setattr(proving, "_operations_per_second", lambda: 1.0)
+    monkeypatch.setattr(cost, "_operations_per_second", lambda: 1.0)
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

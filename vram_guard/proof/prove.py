@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from vram_guard.apply.microbatch import Layout, MicroBatch, Splitter, probe_layout
+from vram_guard.apply.microbatch import Layout, Splitter, probe_layout
 from vram_guard.apply.normalisers import Normaliser, find_normaliser
-from vram_guard.budget.host import host_share
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
-from vram_guard.proof._cut_batches import of_whole_batch
+from vram_guard.proof._cost import memory_lacking, seconds_needed
+from vram_guard.proof._reduction import not_known, reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
@@ -25,7 +24,6 @@ from vram_guard.proof.single_blocks import run_single_blocks
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques.cpu_as_gpu import without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
-from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
@@ -36,25 +34,6 @@ if TYPE_CHECKING:
 
 #: Samples of a rehearsed batch: two and two against four. One more, three and two, where a last batch is short.
 SAMPLES = 4
-
-#: Rehearsals whose time a proof takes: the step as written, the changed one, and forwards to find the loss's weight.
-_RUNS = 2.5
-
-#: A rehearsal's time for arithmetic, against that of the trace's operations at the speed of matrix products in double
-#: precision, in which it runs. Measured on one thread: 1.2 for ResNet-50, 2.4 for GPT-2.
-_OVERHEAD = 2.0
-
-#: How often all weights are written to new memory in a rehearsal: in double precision, before and after the step,
-#: gradients, the optimizer's states and its intermediate results, what goes home. With one layer of 100 million
-#: weights, whose arithmetic is nothing, a rehearsal took 25 times as long as a copy of them.
-_WRITTEN = 25
-
-#: Copies of all weights beside what the step itself takes: those before the step, those after it and the gradients, and
-#: of the step as written those after it and the gradients again, beside which the changed one runs.
-_COPIES = 5
-#: What a rehearsal took of memory, against that: 0.9 to 1.1 times as much for ResNet-50 and GPT-2 (temporaries on the
-#: CPU are others than on a GPU).
-_MORE_MEMORY = 1.2
 
 
 @dataclass(frozen=True)
@@ -109,50 +88,11 @@ def prove_cut(
         seconds: that a rehearsal may take, where the graph does not tell.
     """
     prover = _Prover(captured, plan, graph, None, seconds, splits=True)
-    weight, why = _reduction(captured, graph, plan, prover.layout())
+    weight, why = reduction(captured, graph, plan, prover.layout())
     if weight is not None or seconds == 0:
         return weight, why
     verdict = prover.verdict()
     return (verdict.loss_weight, "") if isinstance(verdict, Proof) else (None, why)
-
-
-def _reduction(
-    captured: CapturedTraining, graph: LossGraph, plan: Plan, layout: Layout | None
-) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
-    """The weight of micro-batches' losses by symbolic runs.
-
-    None, and why, where they do not tell, or where something else in the step would be other.
-    """
-    size = plan.batch_size
-    try:
-        with captured.symbolic_run():
-            kind, why = graph.reduction(size)
-            counted = None if kind is not None or layout is None else _counted(captured, graph, size, layout)
-            if counted is not None or kind is not None:
-                why = graph.joined(size, counted=counted is not None)
-            if why:
-                return None, _not_known(why)
-            kind = kind or counted
-            why = graph.advanced(size)
-        if not why and layout is not None:
-            micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
-            part = of_whole_batch(captured.sample.make, size, micro, layout)
-            why = part and _("{part} is of the whole batch, and every micro-batch is given it", part=part)
-    except Exception as error:  # noqa: BLE001 - the user's own code runs in it
-        why = f"{type(error).__name__}: {error}"
-    return (None, why) if why else (kind, "")
-
-
-def _counted(captured: CapturedTraining, graph: LossGraph, batch_size: int, layout: Layout) -> Normaliser | None:
-    """What a loss is divided by, where the graph and the values of the batch tell."""
-    samples = min(batch_size, 2 * SAMPLES)
-    batch = captured.sample.distinct(samples)
-    parts = Splitter(samples, -(-samples // 2), layout=layout).split(batch)
-    return graph.counted([MicroBatch(batch, samples, samples), *parts], captured.given)
-
-
-def _not_known(why: str) -> str:
-    return _("the loss is not known to be a mean or a sum over the samples ({why})", why=why)
 
 
 def not_in_copy(change: str) -> str:
@@ -204,10 +144,10 @@ class _Prover:
         def lacking(samples: int, double: bool) -> str:
             if not self._seconds:
                 return _("proof_seconds is 0")
-            needed = self._needed(samples)
+            needed = seconds_needed(self._captured, self._plan, samples)
             if needed > self._seconds:
                 return _("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}")
-            return self._lacking(Rehearsal(samples, samples, None, double=double))
+            return memory_lacking(captured, self._plan, Rehearsal(samples, samples, None, double=double))
 
         samples, why = prove_evaluation(
             captured.rehearse_evaluation,
@@ -269,7 +209,7 @@ class _Prover:
         return sample.dataset_size is None or sample.dataset_size % sample.batch_size != 0
 
     def _run_on(self, samples: int) -> Proof | Disproof:
-        needed = self._needed(samples)
+        needed = seconds_needed(self._captured, self._plan, samples)
         if needed > self._seconds:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
         layout = self.layout()
@@ -287,36 +227,6 @@ class _Prover:
             return Proof(self._words(samples, weight), None if self._said is not None else weight, notes)
         return self._blamed(whole, way, found)
 
-    def _needed(self, samples: int) -> float:
-        """Seconds that the proof takes, by the trace's own count of operations."""
-        timeline = self._plan.timeline_before
-        if timeline is None:
-            return 0.0
-        operations = sum(item.flops.base + item.flops.per_sample * samples for item in timeline.work)
-        weights = sum(weight.numel() for weight in self._captured.model.parameters())
-        arithmetic = _OVERHEAD * operations / _operations_per_second()
-        return _RUNS * (arithmetic + _WRITTEN * weights / _copied_per_second())
-
-    def _lacking(self, way: Rehearsal) -> str:
-        """Why the host memory does not suffice; "" where it does, or where nobody knows."""
-        timeline = self._plan.timeline_before
-        free = host_share(None, self._captured.step.data_parallel_ranks)
-        if timeline is None or free is None:
-            return ""
-        each = 8 if way.double else 4
-        law = replace(timeline, retrace=None)  # to trace anew for that would be too dear
-        scaled = law.at(way.samples).peak_allocated * each // (4 if timeline.precision == "32-true" else 2)
-        model = self._captured.model
-        copies = _COPIES * each * sum(part.numel() for part in (*model.parameters(), *model.buffers()))
-        needed = int(_MORE_MEMORY * (scaled + copies))
-        if needed <= free:
-            return ""
-        return _(
-            "it would take {needed} of host memory, and {free} are free",
-            needed=format_bytes(needed),
-            free=format_bytes(free),
-        )
-
     def layout(self) -> Layout | None:
         """How batches are cut; None where they cannot be."""
         try:
@@ -332,7 +242,7 @@ class _Prover:
         problem = ""
         for double in (True, False):
             way = rehearsal.with_(double=double)
-            lacking = self._lacking(way)
+            lacking = memory_lacking(self._captured, self._plan, way)
             if lacking:
                 problem = problem or lacking
                 continue
@@ -433,7 +343,7 @@ class _Prover:
         beside = (part.words, *part.notes) if self._recipe else ()
         if self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
-        kind, why = _reduction(self._captured, self._graph, self._plan, self.layout())
+        kind, why = reduction(self._captured, self._graph, self._plan, self.layout())
         if kind is None:
             return Disproof("accumulate", _("{why}, and {reason}; pass loss_weight", why=why, reason=reason))
         if isinstance(kind, Normaliser):
@@ -469,7 +379,7 @@ class _Prover:
                 joined = "" if why or known else self._graph.joined(size, run=True)
         except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal has shown what holds
             return ""
-        return why or (joined and _not_known(joined))
+        return why or (joined and not_known(joined))
 
     def _by_parts(self, reason: str) -> Proof | Disproof:
         """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""
@@ -519,29 +429,3 @@ def _in_words(found: tuple[Difference, ...], samples: int) -> str:
     said = _("run on {count} samples, {difference}", count=samples, difference=worst.words())
     more = len(found) - 1
     return said + (_(" ({more} more differences)", more=more) if more else "")
-
-
-def _operations_per_second() -> float:
-    """Floating-point operations that one thread of this processor does in a second, in matrix products.
-
-    Of processor time: in so short a while, other work on the machine would decide about the answer.
-    """
-    size = 384
-    one = torch.rand(size, size, dtype=torch.float64)
-    one @ one
-    began, count = time.thread_time(), 0
-    while time.thread_time() - began < 0.02:
-        one @ one
-        count += 1
-    return 2.0 * size**3 * count / (time.thread_time() - began)
-
-
-def _copied_per_second() -> float:
-    """Numbers in double precision that are copied to new memory in a second of processor time; the best of three."""
-    numbers = torch.ones(2**23, dtype=torch.float64)  # more than the C library keeps for later use
-    seconds = []
-    for _attempt in range(3):
-        began = time.thread_time()
-        numbers.clone()
-        seconds.append(time.thread_time() - began)
-    return numbers.numel() / min(seconds)
