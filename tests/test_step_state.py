@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402 - torch brings it
 
-from vram_guard.proof._joined_samples import Calls, joined_by  # noqa: E402
 from vram_guard.proof._step_state import StepState  # noqa: E402
+from vram_guard.proof.joined_samples import Calls, joined_by  # noqa: E402
 
 
 class Model(torch.nn.Module):
@@ -74,13 +74,13 @@ def test_a_write_past_autograd_is_seen_by_its_memory() -> None:
 
 
 def _looks(loss: Any, *, run: bool = False) -> str | None:
-    def look(samples: int) -> Calls:
+    def look(samples: int) -> Any:
         batch = torch.arange(3.0 * samples).view(samples, 3)
         calls = Calls(batch, samples)
         with calls:
             found = loss(batch, torch.ones(3, requires_grad=True))
         calls.returned(found)
-        return calls
+        return calls.reaching()
 
     return joined_by(look(8), look(4), run=run)
 
@@ -115,10 +115,23 @@ def _rows(x: Any) -> Any:
         (lambda x, w: ((x * torch.tensor([[1.0]] * len(x))) * w).mean(), ""),
         (lambda x, w: (x * w).mean() + 0 * sum(float(one) for one in x[:, 0]), ""),
         (lambda x, w: sum((row * w).sum() for row in x), None),
+        (lambda x, w: (torch.stack(list(x)) * w).mean(), None),
     ],
 )
 def test_what_has_no_graph_and_joins_samples_is_named(loss: Any, expected: str | None) -> None:
     assert _looks(loss) == expected
+
+
+def test_a_list_of_samples_is_as_one() -> None:
+    def look(samples: int) -> Any:
+        batch = [torch.ones(3) for _ in range(samples)]
+        calls = Calls(batch, samples)
+        with calls:
+            loss = (torch.stack(batch) * torch.ones(3, requires_grad=True)).mean()
+        calls.returned(loss)
+        return calls.reaching()
+
+    assert joined_by(look(8), look(4)) == ""
 
 
 def test_what_the_length_of_a_batch_does_is_left_to_a_run() -> None:

@@ -11,9 +11,9 @@ from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
 from vram_guard.apply.normalisers import Normaliser, explained, look_at
 from vram_guard.language import _
 from vram_guard.proof._batch_state import BatchState
-from vram_guard.proof._joined_samples import Calls, joined_by
 from vram_guard.proof._step_state import StepState, storage_of
 from vram_guard.proof.effects import Listening, StepEffects
+from vram_guard.proof.joined_samples import Calls, joined_by
 from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class LossGraph:
             counted: whether it is known what the loss is divided by.
         """
         one, other = self._looked(batch_size)
-        function = joined_by(one.calls, other.calls, run=run, counted=counted)
+        function = joined_by(one.calls.reaching(), other.calls.reaching(), run=run, counted=counted)
         if function is None and not run:
             return _("the step calls other functions for a batch of another size")
         if function:

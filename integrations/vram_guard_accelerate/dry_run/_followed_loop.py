@@ -107,10 +107,14 @@ class FollowedLoop:
         return prepared
 
     def _watch(self, model: nn.Module) -> None:
+        def calling(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._run.phase.calling(model, by_name(args, kwargs))
+
         def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             self.forwards += 1
             self._run.phase.returned(model, by_name(args, kwargs), out)
 
+        model.register_forward_pre_hook(calling, with_kwargs=True)
         model.register_forward_hook(returned, with_kwargs=True)
         if self.by_itself and model is self.models[0]:
             self._watch_calls()

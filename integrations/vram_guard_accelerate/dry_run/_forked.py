@@ -127,9 +127,15 @@ class ForkedPhase(LoopPhase):
         """Notify the tracer."""
         return self.loop.tracer.loading()
 
+    def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """Follow what it computes without a graph."""
+        if self.run.observer.reads_losses:
+            self.run.observer.returned.begin(model, called, self._request.batch_size)
+
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
         """Look whether the model returns one scalar to differentiate, whether it compares samples, how it is called."""
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
+        self.run.observer.returned.end(model)
         if not made:
             return
         self._returns_loss = self._returns_loss and sum(tensor.dim() == 0 for tensor in made) == 1
@@ -231,6 +237,7 @@ class ForkedPhase(LoopPhase):
             returns_loss=self._returns_loss and not observer.returned.beside,
             compares_samples=self._compares,
             losses=observer.returned.terms,
+            reaching=observer.returned.reaching,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 from vram_guard.language import marked
+from vram_guard.proof.joined_samples import Calls, Reaching
 from vram_guard.simulate.device.constants import compute
 from vram_guard_accelerate._patching import wrap
 
@@ -319,11 +320,31 @@ class ReturnedLosses:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
+        self._reaching: list[Reaching] = []
+        self._calls: dict[int, Calls] = {}
         self._numbers: set[int] = set()
         self.beside = False
         """True if something else was differentiated than the losses that the models returned."""
         self.items = False
         """True if the models are given a number to divide their loss by."""
+
+    def begin(self, model: nn.Module, called: dict[str, Any], samples: int) -> None:
+        """Before a forward: of the first one of each model, what it calls is taken down.
+
+        Args:
+            model: that is called.
+            called: its arguments by name.
+            samples: of the training's batch.
+        """
+        if id(model) not in self._calls:
+            self._calls[id(model)] = Calls(called, samples)
+            self._calls[id(model)].begin()
+
+    def end(self, model: nn.Module) -> None:
+        """A forward has ended."""
+        calls = self._calls.get(id(model))
+        if calls is not None:
+            calls.end()
 
     def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
         """After a forward.
@@ -338,15 +359,20 @@ class ReturnedLosses:
         self.items = self.items or called.get(ITEMS_IN_BATCH) is not None
         self._numbers |= {number_of(one) or 0 for one in out if one.dim() == 0}
         if id(model) not in self._of:
-            self._of[id(model)] = tuple(
-                loss_terms(one, behind=True, batch=called)
-                for one in out
-                if one.dim() == 0 and one.requires_grad and one.is_floating_point()
-            )
+            losses = [one for one in out if one.dim() == 0 and one.requires_grad and one.is_floating_point()]
+            self._of[id(model)] = tuple(loss_terms(one, behind=True, batch=called) for one in losses)
+            for one in losses:
+                self._calls[id(model)].returned(one)
+                self._reaching.append(self._calls[id(model)].reaching())
 
     def differentiated(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         self.beside = self.beside or not is_made_of(loss, self._numbers)
+
+    @property
+    def reaching(self) -> tuple[Reaching, ...]:
+        """What was called on the way to each of :attr:`terms`."""
+        return tuple(self._reaching)
 
     @property
     def terms(self) -> tuple[tuple[Term, ...], ...]:

@@ -149,6 +149,9 @@ class Phase:
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
 
+    def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
+        """A prepared model is about to run with these arguments."""
+
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
         """A prepared model, called with these arguments (positional ones by their number), has returned."""
 

@@ -11,6 +11,7 @@ from vram_guard import errors
 from vram_guard.apply.loss_terms import Term
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
+from vram_guard.proof.joined_samples import Reaching
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._script_files import place_of_error, place_of_frame
 from vram_guard_accelerate.dry_run._model_calls import ModelCall
@@ -47,6 +48,8 @@ class LoopFacts:
     """An output is as wide as the batch: samples may be compared with each other."""
     losses: tuple[tuple[Term, ...], ...]
     """The terms of the losses that models return; none where the script computes them."""
+    reaching: tuple[Reaching, ...]
+    """What the models have called on the way to each of them."""
     counts_items: bool
     """Models are given the number of items that their loss is divided by."""
     calls: tuple[ModelCall, ...]

@@ -298,7 +298,7 @@ def _loss_weight(
     if first.called_with:
         return "mean", only_running_shows(found.why_not)
     size = next(size for size in TRACED_SIZES if size != first.sample.batch_size)
-    weight, why = loss_weight(facts.losses, first.sample.batch_size, traces.facts_at(size).losses, size)
+    weight, why = loss_weight(facts, first.sample.batch_size, traces.facts_at(size), size)
     if not why:
         return weight, ""
     return weight, _(

@@ -10,7 +10,9 @@ are others in the other run, which goes on with other placeholders for what is n
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -92,14 +94,16 @@ class Call(NamedTuple):
 class Reaching(NamedTuple):
     """Functions whose results reach the loss, with values numbered in the order in which they appear."""
 
-    calls: list[Call]
-    shapes: dict[int, tuple[int, ...]]
-    given: set[int]
+    calls: tuple[Call, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    given: tuple[int, ...]
     """Of the batch."""
-    whole_numbers: set[int]
+    whole_numbers: tuple[int, ...]
     """Those of the batch that could be places of samples."""
     loss: int
     samples: int
+    counted: bool
+    """True if a number of Python was made of what has no graph and comes from the batch."""
 
 
 class Calls(TorchFunctionMode):
@@ -113,14 +117,14 @@ class Calls(TorchFunctionMode):
     def __init__(self, batch: Any, samples: int = 0) -> None:
         super().__init__()
         self.samples = samples
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._shapes: list[tuple[int, ...]] = []
-        self._alive: list[torch.Tensor] = []  # an id of one that is gone would be given again
         tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
         self.given = tuple(map(self._number, tensors))
-        self._whole_numbers = {self._number(one) for one in tensors if _is_whole(one)}
+        self._whole_numbers = tuple(self._number(one) for one in tensors if _is_whole(one))
         self.calls: list[Call] = []
         self.loss = -1
+        self._begun: ExitStack | None = None
         self.written: set[int] = set()
         """Storages that were written in place."""
         self.hooked = False
@@ -133,7 +137,7 @@ class Calls(TorchFunctionMode):
         """The function itself, written down."""
         out = func(*args, **(kwargs or {}))
         short = str(getattr(func, "__name__", func))  # a trace may have put another function in its place
-        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        operands = list(self._operands((*args, *(kwargs or {}).values())))
         made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
         if operands and (short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))):
             made.append(operands[0])
@@ -144,7 +148,7 @@ class Calls(TorchFunctionMode):
         from_batch = any(self._number(one) in self._from_batch for one in operands)
         if from_batch:
             self._from_batch.update(map(self._number, made))
-            self.counted |= short in _NUMBERS and not operands[0].requires_grad
+            self.counted = self.counted or (short in _NUMBERS and not operands[0].requires_grad)
         if told or short in (*_PLACES, *_OF_NUMBERS, "arange"):
             self.calls.append(
                 Call(
@@ -160,6 +164,17 @@ class Calls(TorchFunctionMode):
             )
         return out
 
+    def begin(self) -> None:
+        """Enter it, for those who leave it in another place."""
+        self._begun = ExitStack()
+        self._begun.enter_context(self)
+
+    def end(self) -> None:
+        """Leave it, if it was entered so; may be called again."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.close()
+
     def returned(self, loss: torch.Tensor) -> None:
         """The loss that the step has computed."""
         self.loss = self._number(loss)
@@ -171,32 +186,40 @@ class Calls(TorchFunctionMode):
             if needed.intersection(call.made):
                 needed.update(call.operands, call.made, (index for _dim, index in call.picked if index >= 0))
                 found.append(call)
-        order: dict[int, int] = {-1: -1}
+        order: dict[int, int] = {}
 
         def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
-            return tuple(order.setdefault(number, len(order)) for number in numbers)
+            return tuple(number if number < 0 else order.setdefault(number, len(order)) for number in numbers)
 
-        calls = [
+        calls = tuple(
             call._replace(
                 operands=renumbered(call.operands),
                 made=renumbered(call.made),
                 picked=tuple((dim, renumbered([index])[0]) for dim, index in call.picked),
             )
             for call in reversed(found)
-        ]
+        )
         loss = order.get(self.loss, -1)
-        shapes = {number: self._shapes[at] for at, number in order.items() if at >= 0}
-        given = {order[at] for at in self.given if at in order}
-        whole = {order[at] for at in self._whole_numbers if at in order}
-        return Reaching(calls, shapes, given, whole, loss, self.samples)
+        shapes = tuple(self._shapes[at] for at in order)
+        given = tuple(order[at] for at in self.given if at in order)
+        whole = tuple(order[at] for at in self._whole_numbers if at in order)
+        return Reaching(calls, shapes, given, whole, loss, self.samples, self.counted)
+
+    def _operands(self, given: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+        """Tensors that a function is given; of a list of samples the first, as longer batches have more."""
+        for one in given:
+            leaves = [leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)]
+            of_samples = isinstance(one, (list, tuple)) and len(one) == len(leaves) == self.samples
+            yield from leaves[:1] if of_samples else leaves
 
     def _place(self, index: Any) -> int:
         return self._number(index) if isinstance(index, torch.Tensor) else -1
 
     def _number(self, value: torch.Tensor) -> int:
-        number = self._numbers.setdefault(id(value), len(self._alive))
-        if number == len(self._alive):
-            self._alive.append(value)
+        number, alive = self._numbers.get(id(value), (0, None))
+        if alive is None or alive() is not value:  # an id of one that is gone is given again
+            number = len(self._shapes)
+            self._numbers[id(value)] = number, weakref.ref(value)
             self._shapes.append(tuple(value.shape))
         return number
 
@@ -290,19 +313,18 @@ class _Places:
         return any(index in self._others and dim % max(1, len(first[0])) in growing for dim, index in call.picked)
 
 
-def joined_by(whole: Calls, part: Calls, *, run: bool = False, counted: bool = False) -> str | None:
+def joined_by(one: Reaching, other: Reaching, *, run: bool = False, counted: bool = False) -> str | None:
     """The function whose result joins samples behind the graph's back and reaches the loss.
 
     Args:
-        whole: of a batch.
-        part: of a smaller one.
+        one: of a batch.
+        other: of a smaller one.
         run: whether the step is also run, which shows what the length of the batch does.
         counted: whether it is known by which number the loss is divided.
 
     Returns:
         Its name; "" for none; None where the two runs call other functions, and cannot be compared.
     """
-    one, other = whole.reaching(), part.reaching()
     if [call[:3] for call in one.calls] != [call[:3] for call in other.calls]:
         return None
     of_batch = dict.fromkeys(one.given, True)
