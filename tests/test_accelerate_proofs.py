@@ -46,7 +46,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     cases.request(asked / "Wide", LOSSES, "Wide", **WIDE)
     cases.request(asked / "Wide_heavy", LOSSES, "Wide", **WIDE, proof_seconds=1e-4)
     cases.request(asked / "Wide_running", LOSSES, "Wide", budget="1MiB", allow=("expandable_segments",))
-    for name in ("Plain", "Counting", "Contrastive", "Weighted", "Ignoring"):  # no time to run anything
+    for name in ("Plain", "Counting", "Contrastive", "Weighted", "Ignoring", "Centred"):  # no time to run anything
         cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
     cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
@@ -99,6 +99,7 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
         ("Contrastive", "smaller micro-batches", "joins samples of the batch"),
         ("Contrastive_heavy", "smaller micro-batches", "joins samples of the batch"),
         ("Weighted_heavy", "smaller micro-batches", "micro-batches have different shares"),
+        ("Centred_heavy", "smaller micro-batches", "the result of mean, which joins samples, reaches it without"),
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
         ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
         ("Spoiling_waiting", "offload_activations", "the gradient of "),

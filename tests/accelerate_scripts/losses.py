@@ -53,6 +53,13 @@ class Contrastive(Plain):
         return nn.functional.cross_entropy(5 * found @ found.t(), torch.arange(len(labels), device=labels.device))
 
 
+class Centred(Plain):
+    """The mean of a batch is taken off its samples, before any weight has seen them."""
+
+    def forward(self, pixels, labels=None):
+        return super().forward(pixels - pixels.mean(0), labels)
+
+
 class Weighted(Plain):
     """Some classes count more than others."""
 
