@@ -209,7 +209,8 @@ class Calls(TorchFunctionMode):
         """Tensors that a function is given; of a list of samples the first, as longer batches have more."""
         for one in given:
             leaves = [leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)]
-            of_samples = isinstance(one, (list, tuple)) and len(one) == len(leaves) == self.samples
+            listed = isinstance(one, (list, tuple)) and len(one) == len(leaves) == self.samples
+            of_samples = listed and {self._number(leaf) for leaf in leaves}.issubset(self.given)
             yield from leaves[:1] if of_samples else leaves
 
     def _place(self, index: Any) -> int:

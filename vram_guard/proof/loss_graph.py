@@ -194,20 +194,29 @@ class LossGraph:
 
     def _looked(self, batch_size: int) -> tuple[_Look, _Look]:
         """The step at two sizes of the batch; kept, for the step stays the same."""
+        if not self._looks:
+            try:
+                self._look(*_sizes(min(batch_size, _LARGEST_LOOKED_AT)))
+            except Exception:
+                if len(self._terms) < 2:
+                    raise
+                self._look(max(self._terms), min(self._terms))
+        return self._looks[max(self._looks)], self._looks[min(self._looks)]
+
+    def _look(self, large: int, small: int) -> None:
         from vram_guard.simulate.device.constants import other_placeholders
         from vram_guard.simulate.tracing.run import run_step
 
-        traced = max(self._terms, default=0), min(self._terms, default=0)
-        sizes = traced if traced[0] > traced[1] else _sizes(batch_size)
-        if not self._looks.keys() >= set(sizes):
-            self._looks, self._looking = {}, True
-            try:
-                run_step(self.step.with_(job=None), sizes[0], (8, 0))
-                with other_placeholders(*_OTHERS):
-                    run_step(self.step.with_(job=None), sizes[1], (8, 0))
-            finally:
-                self._looking = False
-        return self._looks[sizes[0]], self._looks[sizes[1]]
+        self._looks, self._looking = {}, True
+        try:
+            run_step(self.step.with_(job=None), large, (8, 0))
+            with other_placeholders(*_OTHERS):
+                run_step(self.step.with_(job=None), small, (8, 0))
+        except BaseException:
+            self._looks = {}
+            raise
+        finally:
+            self._looking = False
 
     def _looked_at(self, model: Any, batch: Any) -> Any:
         """The loss, and a look at what else the step does.
@@ -239,6 +248,10 @@ class LossGraph:
 
 #: Placeholders in the smaller batch's run, for whole numbers and others: no ratio of sizes, and the same signs.
 _OTHERS = (7, 1.0009765625)
+
+
+#: Samples of the larger of the two batches, where as many are in one: more would show no more.
+_LARGEST_LOOKED_AT = 16
 
 
 class _Look(NamedTuple):
