@@ -89,9 +89,21 @@ def _rows(x: Any) -> Any:
     return torch.arange(len(x))
 
 
+def _shifted_in_place(x: Any, w: Any) -> Any:
+    x[1:] += 0.1 * x[:-1]
+    return (x * w).mean()
+
+
+def _written_by_sample(x: Any, w: Any) -> Any:
+    x[:, 0] += 1
+    return (x * w).mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
+        (_shifted_in_place, "__getitem__"),
+        (_written_by_sample, ""),
         (lambda x, w: (x * w).mean(), ""),
         (lambda x, w: ((x - x.mean(1, keepdim=True)) * w).mean(), ""),
         (lambda x, w: ((x - x.mean(0)) * w).mean(), "mean"),

@@ -140,7 +140,7 @@ class Calls(TorchFunctionMode):
         operands = list(self._operands((*args, *(kwargs or {}).values())))
         made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
         if operands and (short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))):
-            made.append(operands[0])
+            made += [operands[0], *([] if operands[0]._base is None else [operands[0]._base])]  # noqa: SLF001 - a view's
             self.written.add(storage_of(operands[0]))
         told = bool(operands) and (bool(made) or short in _NUMBERS) and not any(fact in short for fact in _FACTS)
         if short == "register_hook":
