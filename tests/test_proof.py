@@ -297,7 +297,8 @@ def test_what_the_graph_s_way_does_not_compare_is_said(tmp_path: Any, capsys: An
     def keeping(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         net.kept = scores.detach()  # as long as the batch: a callback's, and no state
         net.log("spread", scores.std().item())
-        return F.cross_entropy(scores, labels)
+        ones = torch.stack([torch.ones_like(label) for label in labels])  # a loop over samples
+        return F.cross_entropy(scores, labels * ones)
 
     guard = pinned(proof_seconds=0)
     trained(keeping, guard, tmp_path)
@@ -305,6 +306,7 @@ def test_what_the_graph_s_way_does_not_compare_is_said(tmp_path: Any, capsys: An
     assert guard.plan.splits == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "not compared this way: the logged values spread" in said
+    assert "not compared this way: what is computed without a graph, as the step goes through its samples" in said
     assert "not compared this way: what the step does outside of the model" in said
 
 

@@ -421,3 +421,39 @@ def shifted_in_place(m, batch):
     x, y = batch[0].clone(), batch[1]
     x[1:] += 0.5 * x[:-1]
     return squared(m, x, y)
+
+
+@batches("normalised over the batch")
+def normalised_over_batch(m, batch):
+    return squared(m, F.normalize(batch[0], dim=0), batch[1])
+
+
+@batches("shares of the batch")
+def shares_of_batch(m, batch):
+    return squared(m, batch[0].softmax(0), batch[1])
+
+
+@batches("standardised by a function")
+def standardised_by_function(m, batch):
+    return squared(m, F.batch_norm(batch[0], None, None, training=True), batch[1])
+
+
+@batches("features standardised by a function")
+def features_by_function(m, batch):
+    hidden = F.batch_norm(torch.tanh(m.net.first(batch[0])), None, None, training=True)
+    return F.mse_loss(m.net.last(hidden), batch[1])
+
+
+@batches("the sample before beside every sample")
+def sample_before(m, batch):
+    return squared(m, batch[0] + 0.5 * F.pad(batch[0], (0, 0, 1, 0))[:-1], batch[1])
+
+
+@batches("transformed over the batch")
+def transformed_over_batch(m, batch):
+    return squared(m, torch.fft.fft(batch[0], dim=0).real, batch[1])
+
+
+@batches("samples one by one", exact=True)
+def one_by_one(m, batch):
+    return squared(m, torch.stack([x - x.mean() for x in batch[0]]), batch[1])

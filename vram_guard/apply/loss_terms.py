@@ -216,6 +216,11 @@ def reduction_of(
     return kind, ""
 
 
+def joined_in(one: Sequence[Term], samples: int, other: Sequence[Term], other_samples: int) -> str:
+    """Why samples are joined on the way to a loss; "" where they are not. For arguments see :func:`reduction_of`."""
+    return Comparison([term.behind for term in one], samples, [term.behind for term in other], other_samples).why
+
+
 def _over_samples(
     term: Term, samples: int, twin: Term, other_samples: int
 ) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:

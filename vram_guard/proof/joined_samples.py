@@ -39,7 +39,11 @@ _FACTS = (
 #: Functions that give a number of Python.
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__index__")
 #: Functions that move samples, or add them up, along a dimension that they are given.
-_ALONG = ("flip", "roll", "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin")
+_ALONG = (
+    *("flip", "roll", "sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "softmax", "softmin"),
+    *("log_softmax", "normalize", "gumbel_softmax", "glu", "renorm", "diff"),
+    *(f"fft_{way}{kind}fft" for way in ("", "i") for kind in ("", "r", "h")),
+)
 #: Functions that give samples other places by an index, the third of what they are given.
 _PICKING = ("index_select", "gather", "take_along_dim")
 #: Functions that make places of samples: drawn, or counted by the script.
@@ -64,8 +68,8 @@ _ARITHMETIC = frozenset(
 _OF_NUMBERS = ("full", "full_like", "scalar_tensor", "new_full", "new_tensor")
 #: Of these, those that may be given a number for each sample.
 _OF_SAMPLES = ("tensor", "as_tensor", "new_tensor")
-#: Functions that cut a dimension, or fold it.
-_CUTTING = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "view", "reshape", "unflatten", "unfold")
+#: Functions whose results are as long as values say.
+_BY_VALUES = ("masked_select", "nonzero", "unique", "argwhere")
 
 #: Functions that multiply or divide.
 _SCALING = ("mul", "div", "true_divide", "__rmul__", "__truediv__", "__mul__")
@@ -347,7 +351,8 @@ def joined_by(one: Reaching, other: Reaching, *, run: bool = False, counted: boo
             of_batch[at] = bool(from_batch) or of_batch.get(at, False)
             dims = [dim for dim, (a, b) in enumerate(zip(shape, another, strict=False)) if a != b]
             moved = any(dim % max(1, len(shape)) in dims for dim in call.along)
-            cut = call.name in _CUTTING and any(shape[dim] < one.samples for dim in dims)
+            # A part of the samples, or more than them: halves, all but the last, one put before them.
+            cut = call.name not in _BY_VALUES and any(shape[dim] % one.samples for dim in dims)
             new = (len(dims) != 1 or moved or cut) and at not in call.operands
             by = told or (call.name if (grown and new) or picked else "")
             if before or (by and not call.has_graph):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vram_guard.apply.loss_terms import Term, loss_terms, reduction_of
+from vram_guard.apply.loss_terms import Term, joined_in, loss_terms, reduction_of
 from vram_guard.apply.normalisers import Normaliser, explained, look_at
 from vram_guard.language import _
 from vram_guard.proof._batch_state import BatchState
@@ -155,6 +155,11 @@ class LossGraph:
             return _("{name} would happen once per micro-batch", name=name)
         return ""
 
+    def compares_calls(self, batch_size: int) -> bool:
+        """False where the step calls other functions for a smaller batch, as a loop over samples does."""
+        one, other = self._looked(batch_size)
+        return joined_by(one.calls.reaching(), other.calls.reaching()) is not None
+
     def draws(self, batch_size: int) -> bool:
         """True if the step draws random numbers; see :meth:`advanced`."""
         return any(look.random for look in self._looked(batch_size))
@@ -179,10 +184,13 @@ class LossGraph:
         """
         one, other = self._looked(batch_size)
         function = joined_by(one.calls.reaching(), other.calls.reaching(), run=run, counted=counted)
-        if function is None and not run:
-            return _("the step calls other functions for a batch of another size")
         if function:
             return _("the result of {function}, which joins samples, reaches it without a graph", function=function)
+        if not run and one.of_batch.terms and one.of_batch.tensors == other.of_batch.tensors:
+            sizes = one.calls.samples, other.calls.samples
+            why = joined_in(one.of_batch.terms, sizes[0], other.of_batch.terms, sizes[1])
+            if why:
+                return why
         # A count of repeated samples grows as the batch does.
         if (
             not counted
@@ -242,8 +250,28 @@ class LossGraph:
                 called[_("a hook of a tensor")] = None
             logged = {name: _logged(value, loss) for name, value in self._effects.logged.items()}
             first = calls if before is None else before.calls  # it also makes what is made once
-            self._looks[self._size] = _Look(changed, written, called, first, logged, heard.random)
+            of_batch = self._of_batch(model, batch) if before is None else before.of_batch
+            self._looks[self._size] = _Look(changed, written, called, first, logged, heard.random, of_batch)
         return returned
+
+    def _of_batch(self, model: Any, batch: Any) -> _OfBatch:
+        from vram_guard.simulate.tracing.batches import map_tensors
+        from vram_guard.simulate.tracing.loop import scalar_loss
+
+        tensors = 0
+
+        def with_graph(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal tensors
+            if not tensor.is_floating_point() or tensor.requires_grad:
+                return tensor
+            tensors += 1
+            return tensor.detach().requires_grad_().clone()  # a leaf cannot be written in place
+
+        try:
+            loss = scalar_loss(self._as_written.loss(model, map_tensors(with_graph, batch)))
+            return _OfBatch(tensors, () if not tensors or loss is None else loss_terms(loss, behind=True))
+        except Exception:  # noqa: BLE001 - the user's own code may want a batch without one
+            return _OfBatch(tensors, ())
 
 
 #: Placeholders in the smaller batch's run, for whole numbers and others: no ratio of sizes, and the same signs.
@@ -268,6 +296,16 @@ class _Look(NamedTuple):
     """Values that it logged, but the loss itself, with their terms; None where they have no graph."""
     random: bool
     """True where it draws random numbers."""
+    of_batch: _OfBatch
+
+
+class _OfBatch(NamedTuple):
+    """The loss of a batch that has a graph itself, which so begins before the first weight."""
+
+    tensors: int
+    """Of the batch that have one."""
+    terms: tuple[Term, ...]
+    """() where the step does not run on such a batch."""
 
 
 def _logged(value: Any, loss: torch.Tensor) -> tuple[Term, ...] | None:

@@ -359,7 +359,15 @@ class _Prover:
         size = self._plan.batch_size
         with self._captured.symbolic_run():
             logged, random = self._graph.unknown_logs(size), self._graph.draws(size)
+            loops = not self._graph.compares_calls(size)
         remarks = [_other_draws()] if random else []
+        if loops:
+            remarks.append(
+                _(
+                    "not compared this way: what is computed without a graph, as the step goes through its samples one "
+                    "by one"
+                )
+            )
         if logged:
             remarks.append(_("not compared this way: the logged values {names}", names=", ".join(logged)))
         return (*remarks, _("not compared this way: what the step does outside of the model"))

@@ -206,9 +206,7 @@ def loss_weight(
         return "mean", _("it returns different numbers at different batch sizes")
     large, small = (one, other) if samples > other_samples else (other, one)
     for whole, part in zip(large.reaching, small.reaching, strict=True):
-        joining = joined_by(whole, part)
-        if joining is None:
-            return "mean", _("it calls other functions for a batch of another size")
+        joining = joined_by(whole, part)  # None of a model that goes through its samples one by one
         if whole.counted and any(term.reduction == "sum" for terms in one.losses for term in terms):
             return "mean", _("it is a sum that may be divided by a number that was computed")
         if joining:
