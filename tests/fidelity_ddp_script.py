@@ -100,7 +100,7 @@ def main(folder: Path) -> None:
     lightning.MORE.update(devices=2)
     found: dict[tuple[str, str | None], Outcome] = {}
     for case in CASES:
-        for mode in (None, *case.modes):
+        for mode in (None, *(mode for _case, mode in case.pairs)):
             lightning.MORE["strategy"] = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=90))
             found[case.name, mode] = lightning.train(case, mode)
     rank = os.environ.get("LOCAL_RANK", "0")
