@@ -94,7 +94,7 @@ class _Log:
         """One value; of those that are reduced in a way of the user's own, it is not told what they are."""
         named = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         known = named.lower() in ("mean", "sum", "min", "max", "amin", "amax")
-        self._effects.logged[name] = value if known else None
+        self._effects.log(name, value if known else None)
 
     def values(self, values: Any, *args: Any, **kwargs: Any) -> None:
         """Several."""
@@ -103,7 +103,7 @@ class _Log:
 
     def call(self, name: str, *_args: Any, **_kwargs: Any) -> None:
         """A logger's method."""
-        self._effects.calls.append(name)
+        self._effects.call(name)
 
 
 class _Logger:

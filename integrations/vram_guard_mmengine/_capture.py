@@ -228,7 +228,9 @@ class _Loss:
         outputs = self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
         logged = outputs if isinstance(outputs, Mapping) else {}
         # Those with "loss" in their names are the parts of the loss, and are put together as it is.
-        self.recorder.effects.logged = {name: value for name, value in logged.items() if "loss" not in name}
+        for name, value in logged.items():
+            if "loss" not in name:
+                self.recorder.effects.log(name, value)
         return self.recorder.loss
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,9 @@ _SHARES = ("p", "dropout", "dropout_p")
 
 @dataclass
 class StepEffects:
-    """What the adapter hears of the last step of a symbolic run.
+    """What the adapter hears of a step of a symbolic run, while somebody listens.
+
+    Otherwise nothing is kept: a logged value would keep its memory in the prediction.
 
     Attributes:
         logged: name -> the value that the step has logged.
@@ -30,11 +34,28 @@ class StepEffects:
 
     logged: dict[str, Any] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    _listening: bool = False
 
-    def clear(self) -> None:
-        """The next step begins."""
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside the block, one step is heard."""
         self.logged.clear()
         self.calls.clear()
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def log(self, name: str, value: Any) -> None:
+        """The step has logged a value."""
+        if self._listening:
+            self.logged[name] = value
+
+    def call(self, name: str) -> None:
+        """The step has called something."""
+        if self._listening:
+            self.calls.append(name)
 
 
 class Listening(TorchDispatchMode):

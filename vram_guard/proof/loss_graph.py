@@ -235,8 +235,7 @@ class LossGraph:
 
         state, calls = StepState(model, self._as_written.loss, self._optimizer), Calls(batch, self._size)
         given = BatchState(batch)
-        self._effects.clear()
-        with Listening() as heard, calls:
+        with self._effects.heard(), Listening() as heard, calls:
             returned = self._as_written.loss(model, batch)
         if returned is not None:
             loss = scalar_loss(returned)
@@ -249,6 +248,7 @@ class LossGraph:
             if calls.hooked:
                 called[_("a hook of a tensor")] = None
             logged = {name: _logged(value, loss) for name, value in self._effects.logged.items()}
+            self._effects.logged.clear()
             first = calls if before is None else before.calls  # it also makes what is made once
             of_batch = self._of_batch(model, batch) if before is None else before.of_batch
             self._looks[self._size] = _Look(changed, written, called, first, logged, heard.random, of_batch)
