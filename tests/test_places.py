@@ -10,6 +10,7 @@ import torch
 from architectures import adamw
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.errors import DeviceMismatchError, UnsupportedStepError
@@ -147,6 +148,65 @@ def test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device() ->
     assert [(block.size, block.operator) for block in timeline.blocks] == [
         (block.size, block.operator) for block in plain.blocks
     ]
+
+
+class Forwarding(TorchFunctionMode):
+    """A function mode that changes nothing, as profilers and loggers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_mode_that_is_on_changes_no_place(form: Any) -> None:
+    """torch hands each function to the modes once."""
+
+    def moving(net: Net, x: torch.Tensor) -> torch.Tensor:
+        table = net.table.to("cuda")
+        kept = x.detach().cpu()
+        assert (x.to("cuda").device.type, table.is_cuda, kept.is_cpu, kept.to(x).is_cuda) == ("cuda", True, True, True)
+        assert x.new_zeros(3).is_cuda
+        assert (table.is_meta, table.get_device()) == (False, 0)
+        assert torch.as_tensor(table, device="cuda").is_cuda
+        return x.double().to("cuda", torch.float32) @ table.type_as(x)
+
+    def by_way_of_a_mode(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with Forwarding() as mode:
+            moved = moving(net, x)
+        assert mode.called.count("to") == 4
+        return moved
+
+    plain = [(block.size, block.operator) for block in traced(form(moving)).blocks]
+    assert plain == [(block.size, block.operator) for block in traced(form(by_way_of_a_mode)).blocks]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_default_device_is_the_one_that_could_have_been_named(form: Any) -> None:
+    """``torch.set_default_device`` is a function mode that stays on: in the backward, in the optimizer, ever after."""
+
+    def making(net: Net, x: torch.Tensor, **where: Any) -> torch.Tensor:
+        made = torch.tensor([2.0], **where), torch.as_tensor(net.table, **where), torch.zeros(WIDTH, **where)
+        assert [one.device.type for one in made] == ["cuda"] * 3
+        assert torch.as_tensor(x, **where) is x
+        return x * made[0] @ made[1].sin() + made[2]
+
+    def by_default(net: Net, x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_device("cuda")
+        return making(net, x)
+
+    def blocks(code: Code) -> list[Any]:
+        def batch(size: int) -> torch.Tensor:
+            return torch.zeros(size, WIDTH, device="cpu")
+
+        step = TrainingStep(form(code), batch, lambda m, b: m(b).sum(), adamw)
+        return [(block.size, block.operator) for block in run_step(step, 4, AMPERE).blocks]
+
+    assert blocks(by_default) == blocks(lambda net, x: making(net, x, device="cuda"))
 
 
 def test_what_torch_itself_makes_like_a_tensor_of_the_gpu_is_on_the_gpu() -> None:

@@ -80,6 +80,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.utils._python_dispatch:_disable_current_modes", "imports run as always, constants are read", _IMPORTED
     ),
     PrivateName("torch._C:DisableTorchFunction", "imports run as always", _IMPORTED),
+    PrivateName(
+        "torch._C:_is_torch_function_mode_enabled",
+        "what modes of functions are told",
+        "test_a_function_mode_that_is_on_changes_no_place",
+    ),
     PrivateName("torch.utils._pytree:tree_map", "batches of any structure", "test_one_example_batch_is_resized"),
     PrivateName("torch.cuda:_lazy_init", "no CUDA context is opened", _ASKED),
     PrivateName("torch.cuda:_lazy_call", "seeding is not queued for a later context", _CHECKPOINT),

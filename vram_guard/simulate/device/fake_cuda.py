@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replaced
@@ -172,12 +172,9 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         made: torch.Tensor = _base._make_wrapper_subclass(cls, size, *args, **kwargs)
         return made
 
-    return {
-        "_make_wrapper_subclass": staticmethod(make_wrapper_subclass),
-        "device": property(device),
-        "is_cuda": property(is_cuda),
-        "is_cpu": property(is_cpu),
-        "is_meta": property(is_meta),
+    properties: dict[str, Callable[..., Any]]
+    properties = {"device": device, "is_cuda": is_cuda, "is_cpu": is_cpu, "is_meta": is_meta}
+    methods: dict[str, Callable[..., Any]] = {
         "get_device": get_device,
         "to": to,
         "type_as": type_as,
@@ -193,6 +190,26 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         "__array__": array,
         "__repr__": representation,
     }
+    return {
+        "_make_wrapper_subclass": staticmethod(make_wrapper_subclass),
+        **{name: property(_by_way_of_modes(answer)) for name, answer in properties.items()},
+        **{name: _by_way_of_modes(answer) for name, answer in methods.items()},
+    }
+
+
+def _by_way_of_modes(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is handed to the function modes that are on, as torch hands its own, and then answers without them.
+
+    Otherwise what it asks torch for would go to them, and come back to it with arguments that it has translated.
+    """
+
+    @functools.wraps(answer)
+    def handed(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(handed, (self,), self, *args, **kwargs)
+        return answer(self, *args, **kwargs)
+
+    return handed
 
 
 @functools.cache
@@ -304,6 +321,8 @@ def _factory(original: Callable[..., Any], state: FakeCudaState) -> Callable[...
     @functools.wraps(original)
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         named = CUDA if isinstance(device, int) and not isinstance(device, bool) else as_device(device)
+        if device is None and not state.in_kernel:
+            named = _default_device()
         requires_grad = kwargs.pop("requires_grad", False)
         if named is None or named.type != "cuda":
             if device is not None:
@@ -314,7 +333,8 @@ def _factory(original: Callable[..., Any], state: FakeCudaState) -> Callable[...
         else:
             data = args[0] if args else kwargs["data"]
             if isinstance(data, torch.Tensor) and is_symbolic(data):
-                result = original(*args, **kwargs)
+                result = original(*args, device=_META, **kwargs)
+                result = result if state.place(result) is CUDA else result.to(CUDA)
             else:
                 result = original(*args, device="cpu", **kwargs).to(CUDA)
         return result.requires_grad_() if requires_grad else result

@@ -12,8 +12,13 @@ from vram_guard.tensors import is_dense, tensors_in
 
 _is_meta: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 
-is_symbolic = _is_meta
-"""True if a tensor is symbolic: torch's own answer, which the simulated device does not replace."""
+
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """True if a tensor is symbolic: torch's own answer, which neither the simulated device nor a mode replaces."""
+    if torch._C._is_torch_function_mode_enabled():  # as after ``torch.set_default_device``, which is a mode
+        with torch._C.DisableTorchFunction():
+            return _is_meta(tensor)
+    return _is_meta(tensor)
 
 
 without_modes = _disable_current_modes
