@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from vram_guard.proof._attributes_read import AttributesRead
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.fixed_statistics import FixedStatistics
-from vram_guard.proof.observed import Observed, gradients_of, observe
+from vram_guard.proof.observed import Observed, Value, gradients_of, observe
 from vram_guard.state.random_generators import RandomState
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
 MOST_ACCUMULATED = 2
+
+_POSITION = re.compile(r"\[\d+\]")
 
 
 class SteppedSignal(BaseException):
@@ -83,7 +86,7 @@ class Rehearsed:
     read: frozenset[str] = frozenset()
     """Attributes that were read after the step's forward pass."""
     made: tuple[str, ...] = ()
-    """Attributes that were not there before the step."""
+    """Attributes that were not there before the step, but for what it has appended to lists."""
 
 
 class RehearsedStep(ExitStack):
@@ -233,8 +236,20 @@ class RehearsedStep(ExitStack):
             closed=self._closed,
         )
         before = {} if self._before is None else self._before.attributes
-        made = tuple(name for name in observed.attributes if name not in before)
+        made = tuple(
+            name
+            for name, value in observed.attributes.items()
+            if name not in before and not _is_appended(name, value, before)
+        )
         environment = {f"os.environ[{name!r}]": os.environ.get(name) for name in {**self._environment, **os.environ}}
         # These are copies already, and as large as the model.
         observed = replace(observed, gradients=self._gradients, attributes={**observed.attributes, **environment})
         return Rehearsed(observed, dict(self._draws.layout), random, self._attributes.names(), made)
+
+
+def _is_appended(name: str, value: Value, before: Mapping[str, Value]) -> bool:
+    """True for a value in a list that was there before: what the next steps append to it is what this one has."""
+    named = name.removeprefix("len(")
+    return not isinstance(value, torch.Tensor) and any(
+        f"len({named[: found.start()]})" in before for found in _POSITION.finditer(named)
+    )
