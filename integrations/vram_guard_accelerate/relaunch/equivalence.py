@@ -61,14 +61,15 @@ def _unequal(profile: LoopProfile) -> Iterator[str]:
     """Losses whose parts would not have the same weight in smaller batches."""
     for terms in profile.losses:
         for term in terms:
-            by_items = profile.counts_items or term.by_items
-            if not term.known and not by_items:
+            if profile.counts_items or term.by_items:
+                continue
+            if not term.known:
                 yield _(
                     "its loss comes out of {operator}, which may be a mean or a sum or neither", operator=term.reduction
                 )
-            elif not (profile.counts_items or term.by_items) and (
-                term.weighed or (term.labels and term.elements != profile.batch_size)
-            ):
+            elif term.computed:  # the labels of this batch that count, perhaps: those of later ones may be fewer
+                yield _("its loss is multiplied with or divided by a number that was computed")
+            elif term.weighed or (term.labels and term.elements != profile.batch_size):
                 yield _("its loss is a mean over labels of which some may not count, more in one part than in another")
 
 
