@@ -14,9 +14,10 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import fidelity_accelerate_script as script
+from fidelity.accelerate import CASES
 from fidelity.harness import fault, judge
 
-PAIRS = [pair for case in script.CASES for pair in case.pairs]
+PAIRS = [pair for case in CASES for pair in case.pairs]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize(("case", "mode"), PAIRS, ids=[f"{case.name}-{mode}".replace(" ", "_") for case, mode in PAIRS])
 @pytest.mark.timeout(900)
 def test_no_silent_difference(outcomes, case, mode):
-    number = script.CASES.index(case)
+    number = CASES.index(case)
     control = outcomes[f"0-{mode}"].words if number else []
     assert f"{number}-{mode}" in outcomes, "this training's process died"
     wrong = fault(case, mode, judge(case, mode, outcomes[f"{number}-None"], outcomes[f"{number}-{mode}"], control))

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402 - torch brings it
 
-from vram_guard.proof._step_state import StepState  # noqa: E402
 from vram_guard.proof.joined_samples import Calls, joined_by  # noqa: E402
+from vram_guard.proof.step_state import StepState  # noqa: E402
 
 
 class Model(torch.nn.Module):
@@ -117,6 +117,13 @@ def _written_by_sample(x: Any, w: Any) -> Any:
         (lambda x, w: (x[list(range(len(x)))[::-1]] * w).mean(), "__getitem__"),
         (lambda x, w: (x[_rows(x), 0] * w[0]).mean(), ""),
         (lambda x, w: (x[_rows(x).flip(0), 0] * w[0]).mean(), "__getitem__"),
+        (lambda x, w: (x[_rows(x)[:, None], 0] * w[0]).mean(), ""),
+        (lambda x, w: ((x + _rows(x)[:, None]) * w).mean(), "arange"),
+        (lambda x, w: ((x + _rows(x).float()[:, None]) * w).mean(), "arange"),
+        (lambda x, w: ((x * torch.linspace(0, 1, len(x))[:, None]) * w).mean(), "linspace"),
+        (lambda x, w: ((x + torch.tensor([[n] for n in range(len(x))])) * w).mean(), "tensor"),
+        (lambda x, w: ((x + torch.arange(3)) * w).mean(), ""),
+        (lambda x, w: (x.gather(1, (_rows(x) * 0)[:, None]) * w).mean(), ""),
         (lambda x, w: (x[..., torch.tensor([2, 1, 0])] * w).mean(), ""),
         (lambda x, w: (x[x[:, 0] > 0] * w).mean(), ""),
         (lambda x, w: (x.index_select(0, torch.randperm(len(x))) * w).mean(), "index_select"),

@@ -526,3 +526,13 @@ def divided_before_the_sum(m, out, b):
 @loss("x", "y")
 def with_the_length_added(m, out, b):
     return F.mse_loss(m.net(b["x"] + 0.01 * len(out)), b["y"])
+
+
+@loss("x", "label")
+def class_weights_and_the_largest(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=WEIGHTS) / float(out.detach().abs().max())
+
+
+@loss("x", "y")
+def by_the_number_of_the_sample(m, out, b):
+    return F.mse_loss(m.net(b["x"] + 0.1 * torch.arange(len(out))[:, None]), b["y"])

@@ -142,15 +142,22 @@ class Comparison:
         samples: see ``one``.
         other: the same for another size.
         other_samples: see ``other``.
+        reduced: whether each begins with the mean or sum that ends its term; False: with an output for each sample.
     """
 
     def __init__(
-        self, one: Sequence[Sequence[Step]], samples: int, other: Sequence[Sequence[Step]], other_samples: int
+        self,
+        one: Sequence[Sequence[Step]],
+        samples: int,
+        other: Sequence[Sequence[Step]],
+        other_samples: int,
+        *,
+        reduced: bool = True,
     ) -> None:
         self._ratio = (samples, other_samples)
         self._steps = {step[0]: step for steps in one for step in steps}
         self._twins = {step[0]: step for steps in other for step in steps}
-        self._roots = {steps[0][0] for steps in one if steps}
+        self._roots = {steps[0][0] for steps in one if steps and reduced}
         self._depends: dict[int, bool] = {}
         self._picked: dict[int, bool] = {}
         self.why = ""

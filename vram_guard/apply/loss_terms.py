@@ -135,6 +135,35 @@ def loss_terms(
     return tuple(terms)
 
 
+def steps_behind(outputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...] | None, ...]:
+    """The operations that each tensor with a graph was computed with, as of :attr:`Term.behind`; None: too many."""
+    recorder = StepRecorder(MOST_NODES)
+    return tuple(recorder.behind(one.grad_fn) for one in outputs)
+
+
+def joined_behind(
+    one: Sequence[tuple[Any, ...] | None],
+    samples: int,
+    other: Sequence[tuple[Any, ...] | None],
+    other_samples: int,
+) -> str:
+    """Why samples are joined on the way to outputs; "" where they are not.
+
+    Args:
+        one: of :func:`steps_behind`, with a batch of ``samples``.
+        samples: see ``one``.
+        other: the same for a batch of another size.
+        other_samples: see ``other``.
+    """
+    known = [steps for steps in one if steps is not None]
+    twins = [steps for steps in other if steps is not None]
+    if len(known) < len(one) or len(twins) < len(other):
+        return _("a graph that is too long to read")
+    if len(known) != len(twins):
+        return _("it has different parts at different batch sizes")
+    return Comparison(known, samples, twins, other_samples, reduced=False).why
+
+
 def number_of(value: torch.Tensor) -> int | None:
     """By which :func:`is_made_of` knows a value again, without keeping its graph alive; None where it has no graph."""
     return None if value.grad_fn is None else int(value.grad_fn._sequence_nr())  # noqa: SLF001 - see below

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._sample_paths import Comparison, kind_of
@@ -37,6 +39,9 @@ __all__ = ["Normaliser", "find_normaliser"]
 
 #: Values of labels and masks that are commonly left out.
 _LEFT_OUT = (IGNORED, -1, 0, 255, math.nan)
+
+#: What stands for whole numbers and others that are not known, where a part of a batch is looked at.
+_OF_PARTS = (5, 1.001953125)
 
 #: So many nodes behind a term may hold the mask that it is taken over.
 _NODES_LOOKED_AT = 400
@@ -177,6 +182,37 @@ def explained(looks: Sequence[Look]) -> tuple[LossWeight | None, str]:
     if kind == "sum" and independent:
         return None, _("it is a sum over the batch plus a term that does not depend on the batch")
     return kind, ""
+
+
+def find_in_trace(
+    loss_of: Callable[[Any], torch.Tensor], parts: Sequence[MicroBatch], real: Callable[[Any], Any]
+) -> tuple[LossWeight | None, str]:
+    """The same as :func:`find_normaliser` in a trace: by the graph alone, with the values that are known in it.
+
+    Args:
+        loss_of: the loss of a symbolic batch, one number with its graph.
+        parts: the batch as a whole, and cut into two or more.
+        real: a symbolic batch -> the same with real tensors, and None for those whose values are not known.
+    """
+    looks = []
+    for part in parts:
+        with torch.enable_grad(), placeholders_of(part):
+            loss = loss_of(part.data)
+        with _disable_current_modes():
+            known = MicroBatch(real(part.data), part.samples, part.batch_samples)
+        looks.append(look_at(loss, known, part.data))
+    found = [look for look in looks if look is not None]
+    if len(found) < len(looks):
+        return None, _("a graph that is too long to read")
+    with _disable_current_modes():
+        return explained(found)
+
+
+def placeholders_of(part: MicroBatch) -> AbstractContextManager[object]:
+    """Inside the block numbers that a trace does not know are others than those of the whole batch."""
+    from vram_guard.simulate.device.constants import other_placeholders
+
+    return nullcontext() if part.samples == part.batch_samples else other_placeholders(*_OF_PARTS)
 
 
 def _scaled(looks: Sequence[Look]) -> str:

@@ -19,7 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from vram_guard.proof._step_state import storage_of
+from vram_guard.proof.step_state import storage_of
+
+#: Placeholders in the smaller batch's run, for whole numbers and others: no ratio of sizes, and the same signs.
+OTHER_PLACEHOLDERS = (7, 1.0009765625)
 
 #: Functions whose results say nothing about values.
 _FACTS = (
@@ -52,6 +55,24 @@ _PLACES = ("randperm", "randint", "multinomial", "tensor", "as_tensor", "from_nu
 _SAME_PLACES = (
     *("to", "cuda", "long", "int", "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as"),
     *("contiguous", "clone", "detach", "__getitem__"),
+)
+#: Functions that make something else for each sample, without looking at it.
+_NUMBERED = (
+    "arange",
+    "linspace",
+    "logspace",
+    "eye",
+    "tril_indices",
+    "triu_indices",
+    "tensor",
+    "as_tensor",
+    "from_numpy",
+)
+#: Functions that only find samples by numbers.
+_BY_NUMBER = (
+    *("__getitem__", "__setitem__", "index_select", "gather", "take_along_dim", "scatter", "scatter_", "index_add"),
+    *("index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_fill", "index_fill_", "scatter_add"),
+    "scatter_add_",
 )
 #: Functions in which a number of Python decides about values.
 _ARITHMETIC = frozenset(
@@ -153,7 +174,7 @@ class Calls(TorchFunctionMode):
         if from_batch:
             self._from_batch.update(map(self._number, made))
             self.counted = self.counted or (short in _NUMBERS and not operands[0].requires_grad)
-        if told or short in (*_PLACES, *_OF_NUMBERS, "arange"):
+        if told or short in (*_PLACES, *_OF_NUMBERS, *_NUMBERED):
             self.calls.append(
                 Call(
                     "masked_select" if short == "__getitem__" and _is_mask(args[1]) else short,
@@ -318,6 +339,12 @@ class _Places:
         return any(index in self._others and dim % max(1, len(first[0])) in growing for dim, index in call.picked)
 
 
+def _is_numbered(call: Call, twin: Call) -> bool:
+    """True where a call makes something for each sample, which is not the same for all of them."""
+    made = call.name in _NUMBERED and not call.operands and call.shapes != twin.shapes
+    return made and (call.name not in _OF_SAMPLES or len(set(call.numbers)) != 1)
+
+
 def joined_by(one: Reaching, other: Reaching, *, run: bool = False, counted: bool = False) -> str | None:
     """The function whose result joins samples behind the graph's back and reaches the loss.
 
@@ -336,6 +363,8 @@ def joined_by(one: Reaching, other: Reaching, *, run: bool = False, counted: boo
     seen: dict[int, str] = {}
     """What is joined and has a graph, which tells it, until it is detached."""
     joined: dict[int, str] = {}
+    numbered: dict[int, str] = {}
+    """What has another value for each sample by its number."""
     places = _Places(one)
     for call, twin in zip(one.calls, other.calls, strict=True):
         from_batch = [at for at in call.operands if of_batch.get(at)]
@@ -344,6 +373,13 @@ def joined_by(one: Reaching, other: Reaching, *, run: bool = False, counted: boo
         told = next((seen[at] for at in call.operands if at in seen), "")
         grown = any(one.shapes[at] != other.shapes[at] for at in from_batch)
         places.follow(call, twin)
+        if not run and _is_numbered(call, twin):
+            numbered.update(dict.fromkeys(call.made, call.name))
+        by_number = next((numbered[at] for at in call.operands if at in numbered), "")
+        if by_number and not from_batch and not call.has_graph:
+            numbered.update(dict.fromkeys(call.made, by_number))
+        elif call.name not in _BY_NUMBER:
+            before = before or by_number
         picked = bool(from_batch) and places.moved(call, one, other)
         if not scaled and not _same_numbers(call, twin, one.samples / max(1, other.samples), lengths=run):
             before = before or call.name

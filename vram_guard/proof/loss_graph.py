@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply.loss_terms import Term, joined_in, loss_terms, reduction_of
-from vram_guard.apply.normalisers import Normaliser, explained, look_at
+from vram_guard.apply.normalisers import Normaliser, explained, look_at, placeholders_of
 from vram_guard.language import _
 from vram_guard.proof._batch_state import BatchState
-from vram_guard.proof._step_state import StepState, storage_of
 from vram_guard.proof.effects import Listening, StepEffects
-from vram_guard.proof.joined_samples import Calls, joined_by
+from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS, Calls, joined_by
+from vram_guard.proof.step_state import StepState, storage_of
 from vram_guard.simulate.tracing.batches import batch_source
 
 if TYPE_CHECKING:
@@ -120,7 +120,10 @@ class LossGraph:
             for name, buffer in traced.named_buffers():  # weights of classes, say
                 if name in buffers and buffers[name].device.type == "cpu":
                     known(buffer, buffers[name])
-            losses = [self._as_written.loss(traced, batch) for batch in batches[: 1 if found else None]]
+            losses = []
+            for part, batch in zip(parts, batches[: 1 if found else None], strict=False):
+                with placeholders_of(part):
+                    losses.append(self._as_written.loss(traced, batch))
             if not found:
                 looks = [
                     look_at(scalar_loss(one), part, self._loaded(batch))
@@ -218,7 +221,7 @@ class LossGraph:
         self._looks, self._looking = {}, True
         try:
             run_step(self.step.with_(job=None), large, (8, 0))
-            with other_placeholders(*_OTHERS):
+            with other_placeholders(*OTHER_PLACEHOLDERS):
                 run_step(self.step.with_(job=None), small, (8, 0))
         except BaseException:
             self._looks = {}
@@ -272,10 +275,6 @@ class LossGraph:
             return _OfBatch(tensors, () if not tensors or loss is None else loss_terms(loss, behind=True))
         except Exception:  # noqa: BLE001 - the user's own code may want a batch without one
             return _OfBatch(tensors, ())
-
-
-#: Placeholders in the smaller batch's run, for whole numbers and others: no ratio of sizes, and the same signs.
-_OTHERS = (7, 1.0009765625)
 
 
 #: Samples of the larger of the two batches, where as many are in one: more would show no more.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from vram_guard.proof.step_state import StepState
 from vram_guard.tensors import version_of
 from vram_guard_accelerate.dry_run.first_batch import root_of
 
@@ -36,3 +37,45 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
 def changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
     """The names of what is another state now."""
     return tuple(name for name, value in after.items() if before.get(name) != value)
+
+
+class ChangesInCalls:
+    """What models hold otherwise after one of their own calls, also deep inside their attributes and weights.
+
+    The first call of each is looked at, and the first one after an optimizer step: what is made on first use moves on
+    in the second.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, StepState] = {}
+        self._looked: set[tuple[int, bool]] = set()
+        self._names: dict[str, None] = {}
+
+    def begin(self, model: nn.Module, *, stepped: bool) -> None:
+        """Before a call.
+
+        Args:
+            model: that is called.
+            stepped: whether an optimizer has stepped.
+        """
+        if model.training and (id(model), stepped) not in self._looked:
+            self._looked.add((id(model), stepped))
+            self._before[id(model)] = StepState(model, None)
+
+    def end(self, model: nn.Module, written: Container[int]) -> None:
+        """After it.
+
+        Args:
+            model: that was called.
+            written: storages that were written in place in its first call.
+        """
+        state = self._before.pop(id(model), None)
+        if state is not None:
+            self._names.update(dict.fromkeys(state.written(written)))
+            if (id(model), True) in self._looked:
+                self._names.update(dict.fromkeys(name for name, _shape in state.changed()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of what has changed."""
+        return tuple(self._names)

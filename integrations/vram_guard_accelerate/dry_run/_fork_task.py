@@ -27,3 +27,6 @@ class ForkTask:
     """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
     most: int | None = None
     """Samples of a batch of evaluations; None: as many as their loaders deliver."""
+    looks_again: bool = False
+    """True if the loop is followed only to be compared: numbers that are not known are others than in other copies, and
+    what losses are divided by is looked for."""

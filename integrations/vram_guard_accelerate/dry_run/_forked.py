@@ -14,15 +14,18 @@ from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
+from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
+from vram_guard.simulate.device.constants import other_placeholders
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.dry_run._accumulated_batches import AccumulatedBatches
-from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
+from vram_guard_accelerate.dry_run._advancing_state import ChangesInCalls, changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
+from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -67,6 +70,12 @@ class ForkedPhase(LoopPhase):
         self._calls: list[ModelCall] = []
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
+        self._changes = ChangesInCalls()
+        self._weights: ReturnedWeights | None = None
+        if task.looks_again:
+            self._placeholders = other_placeholders(*OTHER_PLACEHOLDERS)
+            self._placeholders.__enter__()  # for good: the process ends with the answer
+            self._weights = ReturnedWeights(task.request.batch_size, lambda *_part: None, symbolic=True)
         limit(allowed_seconds() if self._request.compiled else PATIENCE, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
@@ -130,17 +139,21 @@ class ForkedPhase(LoopPhase):
     def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
         """Follow what it computes without a graph."""
         if self.run.observer.reads_losses:
+            self._changes.begin(model, stepped=bool(self._state))
             self.run.observer.returned.begin(model, called, self._request.batch_size)
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
         """Look whether the model returns one scalar to differentiate, whether it compares samples, how it is called."""
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
-        self.run.observer.returned.end(model)
+        self._changes.end(model, self.run.observer.returned.end(model))
         if not made:
             return
         self._returns_loss = self._returns_loss and sum(tensor.dim() == 0 for tensor in made) == 1
         if self.run.observer.reads_losses:
             self.run.observer.returned.look(model, called, made)
+        if self._weights is not None:
+            number = self._number(model)
+            self._weights.look(number, model, self._task.layouts[number], called, out)
         # A model whose outputs are as wide as its batch, or its slice, compares samples (CLIP): no slices for it.
         size = self._request.batch_size
         wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
@@ -152,11 +165,14 @@ class ForkedPhase(LoopPhase):
 
     def _look_at_call(self, model: nn.Module, called: dict[str, Any]) -> None:
         if model.training and any(parameter.requires_grad for parameter in model.parameters()):
-            # Accelerate's regional compilation makes another module of the same parts, which names its original.
-            same = (model, vars(model).get("_orig_mod"))
-            number = next(at for at, one in enumerate(self.loop.models) if any(one is known for known in same))
-            call = read_call(number, called, self._request.batch_size)
+            call = read_call(self._number(model), called, self._request.batch_size)
             self._calls += [call] if call not in self._calls else []
+
+    def _number(self, model: nn.Module) -> int:
+        """Of a model among those that are prepared."""
+        # Accelerate's regional compilation makes another module of the same parts, which names its original.
+        same = (model, vars(model).get("_orig_mod"))
+        return next(at for at, one in enumerate(self.loop.models) if any(one is known for known in same))
 
     def clips(self, parameters: Iterable[Any]) -> Any:
         """Remember it; under FSDP2, what is clipped must be what is trained."""
@@ -238,12 +254,15 @@ class ForkedPhase(LoopPhase):
             compares_samples=self._compares,
             losses=observer.returned.terms,
             reaching=observer.returned.reaching,
+            outputs=observer.returned.outputs,
+            reaching_outputs=observer.returned.reaching_outputs,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),
+            changed_in_calls=self._changes.names,
         )
         if not self._task.first_look:
-            return TraceResult(timeline, facts)
+            return TraceResult(timeline, facts, weight=None if self._weights is None else self._weights.found())
         return FirstLook(timeline, facts, profile=observer.profile(self._sample, between))
 
 

@@ -197,7 +197,7 @@ class ProvingPhase(Phase):
         self._calls += 1
         if self._task.layouts is not None and self._training is not None:
             number = next(at for at, one in enumerate(self._models) if one is model)
-            self._weights.look(number, model, self._task.layouts[number], (args, kwargs), out)
+            self._weights.look(number, model, self._task.layouts[number], by_name(args, kwargs), out)
         self._draw_from_the_start()
 
     def _pass_begins(self, first: int, samples: int, of: int) -> None:

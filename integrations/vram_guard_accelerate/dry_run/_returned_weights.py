@@ -1,4 +1,7 @@
-"""What the losses that models return are divided by, found by calling the models with a few samples and with parts."""
+"""What the losses that models return are divided by, found by calling the models with a few samples and with parts.
+
+For real on the CPU, or in a trace, where the graphs tell and the values of the batch that are known.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from vram_guard.apply.microbatch import CannotSplitError, Layout, Splitter
-from vram_guard.apply.normalisers import Normaliser, find_normaliser
+from vram_guard.apply.microbatch import CannotSplitError, Layout, MicroBatch, Splitter
+from vram_guard.apply.normalisers import Normaliser, find_in_trace, find_normaliser
 from vram_guard.apply.outputs import tensors_of
-from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.state.containers import mapped
 
@@ -35,11 +37,13 @@ class ReturnedWeights:
     Args:
         samples: of the training's batch.
         begins: called before a forward of some samples: the first of them, how many, and of how many.
+        symbolic: whether this is a trace.
     """
 
-    def __init__(self, samples: int, begins: Callable[[int, int, int], None]) -> None:
+    def __init__(self, samples: int, begins: Callable[[int, int, int], None], *, symbolic: bool = False) -> None:
         self._samples = samples
         self._begins = begins
+        self._symbolic = symbolic
         self._of: dict[int, list[WeightFound]] = {}
 
     def look(
@@ -47,7 +51,7 @@ class ReturnedWeights:
         number: int,
         model: nn.Module,
         layout: Layout | None,
-        given: tuple[tuple[Any, ...], dict[str, Any]],
+        given: dict[str, Any],
         out: Any,
     ) -> None:
         """After a call of a model.
@@ -56,13 +60,13 @@ class ReturnedWeights:
             number: of the model.
             model: that was called.
             layout: of its arguments by name.
-            given: its arguments.
+            given: its arguments by name, positional ones by their number.
             out: what it returned.
         """
         losses = [at for at, one in enumerate(tensors_of(out)) if _is_loss(one)]
         if number in self._of or not losses:
             return
-        called = mapped(by_name(*given), _leaf)
+        called = mapped(given, _leaf)
         try:
             parts = Splitter(self._samples, self._samples // 2, layout=layout).split(called)
         except CannotSplitError as error:
@@ -78,10 +82,14 @@ class ReturnedWeights:
         def loss_of(at: int, data: dict[str, Any]) -> torch.Tensor:
             self._begins(firsts.get(id(data), 0), sizes.get(id(data), samples), samples)
             named = dict(data)
-            args = [named.pop(str(place)) for place in range(len(given[0]))]
+            args = [named.pop(str(place)) for place in range(len(named)) if str(place) in named]
             return tensors_of(model.forward(*args, **named))[at]
 
-        found = [find_normaliser(partial(loss_of, at), called, parts) for at in losses]
+        whole = MicroBatch(called, samples, samples)
+        if self._symbolic:
+            found = [find_in_trace(partial(loss_of, at), [whole, *parts], _real) for at in losses]
+        else:
+            found = [find_normaliser(partial(loss_of, at), called, parts) for at in losses]
         self._of[number] = [_that_travels(weight, why) for weight, why in found]
 
     def found(self) -> WeightFound:
@@ -98,6 +106,13 @@ class ReturnedWeights:
 def _leaf(value: Any) -> Any:
     """A tensor with its own gradient: that of what it was computed from is the script's to ask for."""
     return value.detach().requires_grad_() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+def _real(called: dict[str, Any]) -> Any:
+    """The arguments with the values that are known in a trace."""
+    from vram_guard.simulate.device.constants import compute
+
+    return mapped(called, lambda value: compute(value) if isinstance(value, torch.Tensor) else value)
 
 
 def _is_loss(tensor: torch.Tensor) -> bool:

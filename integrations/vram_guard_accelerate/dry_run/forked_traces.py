@@ -44,6 +44,7 @@ class ForkedTraces:
         self._compares_samples = False
         self._answers: dict[_Asked, TraceResult] = {}
         self._running: dict[_Asked, Fork] = {}
+        self._again: TraceResult | None = None
         self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
         """How the models' arguments are cut in copies that work in slices."""
         self.why_not_sliced = ""
@@ -66,6 +67,19 @@ class ForkedTraces:
     def facts_at(self, batch_size: int) -> LoopFacts:
         """The loop as written, at another size of batches."""
         return self._answer(TraceRequest(batch_size, self._first.precision)).facts
+
+    def looked_again(self) -> tuple[int, TraceResult]:
+        """The loop as written with half its batch, to be compared with the first look; see :class:`ForkTask`.
+
+        Returns:
+            The samples of that batch, and the answer.
+        """
+        size = self._first.sample.batch_size
+        other = size // 2 if size > 1 else 2
+        if self._again is None:
+            request = TraceRequest(other, self._first.precision)
+            self._again = _answer_of(self._fork(request, False, None, looks_again=True), TraceResult)
+        return other, self._again
 
     def read_layouts(self, only: LoopFacts | None = None) -> str:
         """Find out how the models' arguments are cut; why they cannot be ("" where they can).
@@ -123,7 +137,7 @@ class ForkedTraces:
             raise
         return answer
 
-    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None) -> Fork:
+    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, *, looks_again: bool = False) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
         sample = self._first.sample
         numbers = next((part.numbers for part in sample.parts), ())
@@ -135,6 +149,7 @@ class ForkedTraces:
             sample.batch_size,
             whole_job=whole_job,
             most=most,
+            looks_again=looks_again,
         )
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)

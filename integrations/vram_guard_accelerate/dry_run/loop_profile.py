@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
+from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, steps_behind
 from vram_guard.language import marked
 from vram_guard.proof.joined_samples import Calls, Reaching
 from vram_guard.simulate.device.constants import compute
@@ -320,7 +320,9 @@ class ReturnedLosses:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
+        self._outputs: dict[int, tuple[tuple[Any, ...] | None, ...]] = {}
         self._reaching: list[Reaching] = []
+        self._reaching_outputs: list[Reaching] = []
         self._calls: dict[int, Calls] = {}
         self._numbers: set[int] = set()
         self.beside = False
@@ -340,11 +342,13 @@ class ReturnedLosses:
             self._calls[id(model)] = Calls(called, samples)
             self._calls[id(model)].begin()
 
-    def end(self, model: nn.Module) -> None:
-        """A forward has ended."""
+    def end(self, model: nn.Module) -> Container[int]:
+        """A forward has ended; storages that the first one has written in place."""
         calls = self._calls.get(id(model))
-        if calls is not None:
-            calls.end()
+        if calls is None:
+            return ()
+        calls.end()
+        return calls.written
 
     def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
         """After a forward.
@@ -360,10 +364,13 @@ class ReturnedLosses:
         self._numbers |= {number_of(one) or 0 for one in out if one.dim() == 0}
         if id(model) not in self._of:
             losses = [one for one in out if one.dim() == 0 and one.requires_grad and one.is_floating_point()]
+            others = [one for one in out if one.dim() and one.requires_grad and one.is_floating_point()]
             self._of[id(model)] = tuple(loss_terms(one, behind=True, batch=called) for one in losses)
-            for one in losses:
-                self._calls[id(model)].returned(one)
-                self._reaching.append(self._calls[id(model)].reaching())
+            self._outputs[id(model)] = steps_behind(others)
+            for ones, found in ((losses, self._reaching), (others, self._reaching_outputs)):
+                for one in ones:
+                    self._calls[id(model)].returned(one)
+                    found.append(self._calls[id(model)].reaching())
 
     def differentiated(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
@@ -373,6 +380,16 @@ class ReturnedLosses:
     def reaching(self) -> tuple[Reaching, ...]:
         """What was called on the way to each of :attr:`terms`."""
         return tuple(self._reaching)
+
+    @property
+    def reaching_outputs(self) -> tuple[Reaching, ...]:
+        """The same of the outputs for each sample."""
+        return tuple(self._reaching_outputs)
+
+    @property
+    def outputs(self) -> tuple[tuple[tuple[Any, ...] | None, ...], ...]:
+        """The operations behind each model's outputs for each sample."""
+        return tuple(self._outputs.values())
 
     @property
     def terms(self) -> tuple[tuple[Term, ...], ...]:

@@ -15,6 +15,7 @@ from vram_guard.proof.joined_samples import Reaching
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._script_files import place_of_error, place_of_frame
 from vram_guard_accelerate.dry_run._model_calls import ModelCall
+from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 
 
@@ -50,12 +51,18 @@ class LoopFacts:
     """The terms of the losses that models return; none where the script computes them."""
     reaching: tuple[Reaching, ...]
     """What the models have called on the way to each of them."""
+    outputs: tuple[tuple[tuple[Any, ...] | None, ...], ...]
+    """The operations behind each model's outputs for each sample."""
+    reaching_outputs: tuple[Reaching, ...]
+    """What the models have called on the way to each of these."""
     counts_items: bool
     """Models are given the number of items that their loss is divided by."""
     calls: tuple[ModelCall, ...]
     """The ways in which models that are trained are called."""
     advances: tuple[str, ...]
     """Attributes and buffers of models that are others after every optimizer step: each call may move them on."""
+    changed_in_calls: tuple[str, ...] = ()
+    """The names of what models hold otherwise after one of their own calls."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class TraceResult:
     facts: LoopFacts
     evaluation_batch_size: int | None = None
     """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
+    weight: WeightFound | None = None
+    """What the losses that models return are divided by; None: it was not looked for."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.small_steps import SmallSteps, small_steps
-from vram_guard.simulate import TRACED_SIZES
 from vram_guard.simulate.device.symbolic import without_modes
 from vram_guard.techniques import Recipe
 from vram_guard.timeline import Timeline
@@ -31,12 +30,12 @@ from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
 from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
-from vram_guard_accelerate.dry_run.proofs import NAMED, Proofs
+from vram_guard_accelerate.dry_run.proofs import Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
+from vram_guard_accelerate.planning._by_graph import GraphProof
 from vram_guard_accelerate.planning._proven import Judge, Verdict, only_running_shows
 from vram_guard_accelerate.planning._sharding_notes import SHARDINGS, divided_notes, sharding_notes, why_not_on_host
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
-from vram_guard_accelerate.relaunch.equivalence import loss_weight
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 if TYPE_CHECKING:
@@ -124,11 +123,12 @@ def _decided(
     if current is not None:
         current.check(first.precision, look.profile, first.shape.ranks)
     proofs = Proofs(first, look, settings.proof_seconds)
-    weigh = cache(lambda: _loss_weight(first, traces, proofs, look.facts, settings))
+    by_graph = GraphProof(traces, first.sample.batch_size)
+    weigh = cache(lambda: _loss_weight(first, by_graph, traces, proofs, look.facts, settings))
     judge = Judge(
         proofs,
         settings,
-        lambda: _why_not_by_graph(look.facts),
+        lambda: _why_not_by_graph(by_graph),
         lambda recipe: _small_steps(first, recipe),
         only_by_running=bool(first.called_with),
     )
@@ -282,7 +282,12 @@ def _grows(made: Plan) -> bool:
 
 
 def _loss_weight(
-    first: FirstBatch, traces: ForkedTraces, proofs: Proofs, facts: LoopFacts, settings: Settings
+    first: FirstBatch,
+    by_graph: GraphProof,
+    traces: ForkedTraces,
+    proofs: Proofs,
+    facts: LoopFacts,
+    settings: Settings,
 ) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
     """The reduction of the losses that models return, or what they are divided by.
 
@@ -297,8 +302,10 @@ def _loss_weight(
         return found.weight, ""
     if first.called_with:
         return "mean", only_running_shows(found.why_not)
-    size = next(size for size in TRACED_SIZES if size != first.sample.batch_size)
-    weight, why = loss_weight(facts, first.sample.batch_size, traces.facts_at(size), size)
+    try:
+        weight, why = by_graph.loss_weight()
+    except VramGuardError as error:
+        weight, why = "mean", str(error)
     if not why:
         return weight, ""
     return weight, _(
@@ -376,11 +383,12 @@ def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -
     return traces.read_layouts(facts if first.called_with else None)
 
 
-def _why_not_by_graph(facts: LoopFacts) -> str:
-    """The reason why slices are not proven where nothing is run; the loss itself was read before."""
-    if not facts.advances:
-        return ""
-    return _("every step changes state that the model keeps: {names}", names=", ".join(facts.advances[:NAMED]))
+def _why_not_by_graph(by_graph: GraphProof) -> str:
+    """The reason why slices are not proven where nothing is run; the weight of returned losses was read before."""
+    try:
+        return by_graph.why_not()
+    except VramGuardError as error:
+        return str(error)
 
 
 def _why_not_mixed(first: FirstBatch) -> str:

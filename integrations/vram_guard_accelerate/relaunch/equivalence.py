@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from vram_guard.apply.loss_terms import reduction_of
-from vram_guard.apply.loss_weight import IGNORED
-from vram_guard.apply.normalisers import Normaliser
 from vram_guard.language import _, marked
-from vram_guard.proof.joined_samples import joined_by
 from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES
 
 if TYPE_CHECKING:
     from vram_guard.apply.loss_terms import Term
     from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
-    from vram_guard_accelerate.dry_run.results import LoopFacts
 
 #: Learning rates that differ by less are equal: schedules multiply and divide in floating point.
 RATE_TOLERANCE = 1e-6
@@ -187,40 +182,3 @@ def _kind(terms: Sequence[Term], profile: LoopProfile) -> tuple[object, ...]:
 
 def _times(one: Sequence[Term], other: Sequence[Term]) -> float:
     return abs(other[0].of_each_element / one[0].of_each_element) if one and other else 1.0
-
-
-def loss_weight(
-    one: LoopFacts, samples: int, other: LoopFacts, other_samples: int
-) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
-    """The reduction of the losses that models return over the samples of a batch, or what they are divided by.
-
-    Args:
-        one: seen with a batch of ``samples``.
-        samples: see ``one``.
-        other: the same for a batch of another size.
-        other_samples: see ``other``.
-
-    Returns:
-        Which, and the reason why that is unknown ("" where it is known).
-    """
-    if len(one.losses) != len(other.losses):
-        return "mean", _("it returns different numbers at different batch sizes")
-    large, small = (one, other) if samples > other_samples else (other, one)
-    for whole, part in zip(large.reaching, small.reaching, strict=True):
-        joining = joined_by(whole, part)  # None of a model that goes through its samples one by one
-        if whole.counted and any(term.reduction == "sum" for terms in one.losses for term in terms):
-            return "mean", _("it is a sum that may be divided by a number that was computed")
-        if joining:
-            said = _("the result of {function}, which joins samples, reaches it without a graph", function=joining)
-            return "mean", said
-    # Of means over labels that are no arguments as they are, slices are weighed by their labels where they have some.
-    for labels_counted in ((), (IGNORED,)):
-        found = [
-            reduction_of(terms, samples, twins, other_samples, labels_counted=labels_counted)
-            for terms, twins in zip(one.losses, other.losses, strict=True)
-        ]
-        why = next((why for kind, why in found if kind is None), "")
-        kinds = {kind for kind, _why in found if kind is not None}
-        if not why and len(kinds) < 2:
-            return (kinds.pop() if kinds else "mean"), ""
-    return "mean", why or _("some of the numbers that it returns are means over the batch, others sums")
