@@ -51,7 +51,7 @@ class GraphProof:
         sums = any(term.reduction == "sum" for terms in one.losses for term in terms)
         if sums and not known and any(reaching.counted for reaching in one.reaching):
             joining = joining or _("it is a sum that may be divided by a number that was computed")
-        return weight, joining or why
+        return weight, why or joining
 
     def why_not(self) -> str:
         """Why slices are not proven; "" where they are, if the weight of returned losses is known.
