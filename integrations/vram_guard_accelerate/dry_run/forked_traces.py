@@ -69,13 +69,13 @@ class ForkedTraces:
         return self._answer(TraceRequest(batch_size, self._first.precision)).facts
 
     def looked_again(self) -> tuple[int, TraceResult]:
-        """The loop as written with half its batch, to be compared with the first look; see :class:`ForkTask`.
+        """The loop as written with another batch, to be compared with the first look; see :class:`ForkTask`.
 
         Returns:
-            The samples of that batch, and the answer.
+            The samples of that batch (half as many, or twice those of a small one), and the answer.
         """
         size = self._first.sample.batch_size
-        other = size // 2 if size > 1 else 2
+        other = size // 2 if size > 3 else 2 * size
         if self._again is None:
             request = TraceRequest(other, self._first.precision)
             self._again = _answer_of(self._fork(request, False, None, looks_again=True), TraceResult)
