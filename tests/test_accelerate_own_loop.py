@@ -42,7 +42,7 @@ def answers(folder: Path) -> dict[str, Any]:
         cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
     cut = {"budget": "90MiB", "whole_job": False, "allow": ("accumulate",)}
     cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, **cut)
-    for name in ("random", "time_first"):
+    for name in ("random", "time_first", "default", "named"):
         cases.request(folder / name, SCRIPT, name, "never.pt", **cut)
     cases.request(folder / "too_long", SCRIPT, "random", "never.pt", **cut, proof_seconds=0)
     cases.request(folder / "waits", SCRIPT, "waits", "never.pt", start_seconds=0.5)
@@ -87,6 +87,16 @@ def test_distributed_data_parallel_of_the_script_s_own_is_followed(answers: Any)
     assert (found["peak_reserved"], found["peak_allocated"]) == traced(ranks=4)
     assert traced(ranks=4)[1] > traced()[1]  # the buckets
     assert spread["plan"]["effective_batch_size"] == {"before": 256, "after": 256}
+
+
+def test_a_default_device_is_as_one_that_is_named(answers: Any) -> None:
+    """``torch.set_default_device("cuda")`` at the start of a script; a proof runs it on the CPU all the same."""
+    default, named = answers["default"], answers["named"]
+    assert default["plan"]["before"]["breakdown"] == named["plan"]["before"]["breakdown"]
+    for key in ("peak_reserved", "peak_allocated"):
+        assert default["plan"]["before"][key] == named["plan"]["before"][key]
+    assert default["launch_plan"]["micro_batch_size"] == named["launch_plan"]["micro_batch_size"] < 64
+    assert any("proven by running" in note for note in default["notes"]), default["notes"]
 
 
 def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside the block operators and functions of torch run for real: no trace sees them, no default device is used."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # noqa: SLF001 - see simulate/private_api.py
+        yield
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ FSDP2: tuple[PrivateName, ...] = (
 
 TABLE: tuple[PrivateName, ...] = (
     *FSDP2,
-    PrivateName("torch.utils._python_dispatch:_disable_current_modes", "the number of items of a step is read"),
     PrivateName("accelerate.commands.launch:launch_command_parser", "where a script begins among the arguments"),
     PrivateName("accelerate.commands.launch:launch_command", "the launchers for several processes"),
     PrivateName("accelerate.commands.launch:_validate_launch_command", "config file, defaults and contradictions"),

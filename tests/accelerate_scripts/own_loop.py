@@ -68,7 +68,11 @@ class Net(nn.Module):
         return self.head(self.blocks(x)).mean(1)
 
 
+if habit == "default":
+    torch.set_default_device(device)
 inputs, labels = torch.randn(256, 32, 64), torch.randint(0, 10, (256,))
+if habit == "named":
+    inputs, labels = inputs.to(device), labels.to(device)
 if habit in ("waits", "forks"):
     globals()[habit]()
 model = Net().to(place)
@@ -92,11 +96,11 @@ casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else con
 
 def batches():
     """By a loader, or as scripts make them that have none."""
-    if habit in ("by_hand", "compiles", "random", "time_first"):
+    if habit in ("by_hand", "compiles", "random", "time_first", "default", "named"):
         for _ in range(4):
-            chosen = torch.randint(len(inputs), (args.batch_size,))
+            chosen = torch.randint(len(inputs), (args.batch_size,), device=inputs.device)
             x, y = inputs[chosen], labels[chosen]
-            if device.type == "cuda":
+            if device.type == "cuda" and x.is_cpu:
                 x, y = x.pin_memory(), y.pin_memory()
             yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         return

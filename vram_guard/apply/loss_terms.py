@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._sample_paths import Comparison, StepRecorder, kind_of
 from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.language import _
 from vram_guard.state.containers import children
+from vram_guard.tensors import without_modes
 
 #: Nodes of a graph that leave a number as it is.
 _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
@@ -308,7 +308,7 @@ def _divides_by(node: Any, number: float) -> bool:
     saved = getattr(node, "_saved_other", None)
     if not isinstance(saved, torch.Tensor) or saved.dim():
         return False
-    with _disable_current_modes():
+    with without_modes():
         value = compute(saved)
         return value is not None and value.item() == number
 
@@ -351,7 +351,7 @@ def number_in(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
     from vram_guard.simulate.device.constants import compute
     from vram_guard.simulate.device.symbolic import is_symbolic
 
-    with _disable_current_modes():  # in a trace, nothing is to be written down for this
+    with without_modes():  # in a trace, nothing is to be written down for this
         if tensor.dim():
             return None, ()
         if is_symbolic(tensor):
@@ -438,7 +438,7 @@ def _holds_values_of(labels: torch.Tensor, part: torch.Tensor, counted: Normalis
     """Check whether labels are a part of the batch that was copied in a trace, cut and filled up with ignored ones."""
     from vram_guard.simulate.device.constants import compute, of_same_origin
 
-    with _disable_current_modes():
+    with without_modes():
         if not of_same_origin(labels, part):
             return False
         mine, its = compute(labels), compute(part)

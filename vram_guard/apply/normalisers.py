@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._sample_paths import Comparison, kind_of
@@ -34,6 +33,7 @@ from vram_guard.apply.loss_weight import IGNORED, LossWeight, loss_weights
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.language import _
 from vram_guard.state.containers import children
+from vram_guard.tensors import without_modes
 
 __all__ = ["Normaliser", "find_normaliser"]
 
@@ -198,13 +198,13 @@ def find_in_trace(
     for part in parts:
         with torch.enable_grad(), placeholders_of(part):
             loss = loss_of(part.data)
-        with _disable_current_modes():
+        with without_modes():
             known = MicroBatch(real(part.data), part.samples, part.batch_samples)
         looks.append(look_at(loss, known, part.data))
     found = [look for look in looks if look is not None]
     if len(found) < len(looks):
         return None, _("a graph that is too long to read")
-    with _disable_current_modes():
+    with without_modes():
         return explained(found)
 
 

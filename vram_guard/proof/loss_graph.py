@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply.loss_terms import Term, joined_in, loss_terms, reduction_of
 from vram_guard.apply.normalisers import Normaliser, explained, look_at, placeholders_of
@@ -15,6 +14,7 @@ from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS, Calls, joined_by
 from vram_guard.proof.step_state import StepState, storage_of
 from vram_guard.simulate.tracing.batches import batch_source
+from vram_guard.tensors import without_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -129,7 +129,7 @@ class LossGraph:
                     look_at(scalar_loss(one), part, self._loaded(batch))
                     for one, part, batch in zip(losses, parts, batches, strict=True)
                 ]
-                with _disable_current_modes():
+                with without_modes():
                     kind, _why = explained([look for look in looks if look is not None]) if all(looks) else (None, "")
                 found.append(kind if isinstance(kind, Normaliser) else None)
             return losses[0]

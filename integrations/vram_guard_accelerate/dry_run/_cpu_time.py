@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vram_guard.simulate.device.symbolic import without_modes
+from vram_guard.tensors import without_modes
 
 if TYPE_CHECKING:
     from vram_guard.timeline import Timeline

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.cuda_module import accelerator_answers, cuda_answers, while_active
-from vram_guard.simulate.device.fake_cuda import as_device
+from vram_guard.simulate.device.fake_cuda import as_device, device_by_default
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard_accelerate._script_files import is_users
 
@@ -94,7 +94,8 @@ class CudaShim(TorchFunctionMode):
         if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
             return args[0] if name == "pin_memory" else False
         to_gpu = [_is_gpu(value) for value in args]
-        named = _is_gpu(kwargs.get("device"))
+        # After torch.set_default_device("cuda") torch itself would name it, further down.
+        named = _is_gpu(kwargs.get("device")) or _is_gpu(device_by_default(func, kwargs.get("device")))
         if not named and not any(to_gpu):
             return func(*args, **kwargs)
         args = tuple(torch.device("cpu") if gpu else value for gpu, value in zip(to_gpu, args, strict=True))

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, steps_behind
 from vram_guard.language import marked
 from vram_guard.proof.joined_samples import Calls, Reaching
 from vram_guard.simulate.device.constants import compute
+from vram_guard.tensors import without_modes
 from vram_guard_accelerate._patching import wrap
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class LoopObserver:
     @property
     def items(self) -> float | None:
         """The number of items of this optimizer step; None where nobody counts them, or a trace does not know it."""
-        with _disable_current_modes():
+        with without_modes():
             count = compute(self._items) if isinstance(self._items, torch.Tensor) else self._items
             return None if count is None else float(count)
 

@@ -14,8 +14,8 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.differences import TOLERANCES, differences
 from vram_guard.proof.observed import Observed
-from vram_guard.simulate.device.symbolic import without_modes
 from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard.tensors import without_modes
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu

@@ -19,8 +19,8 @@ from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.small_steps import SmallSteps, small_steps
-from vram_guard.simulate.device.symbolic import without_modes
 from vram_guard.techniques import Recipe
+from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES

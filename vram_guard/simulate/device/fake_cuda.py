@@ -358,6 +358,18 @@ _FACTORIES = (
 )
 
 
+def device_by_default(function: Any, named: Any) -> torch.device | None:
+    """The device on which torch's function makes its tensor where the default device decides; None: it does not.
+
+    Args:
+        function: that is called.
+        named: the device that it is given.
+    """
+    if named is not None or function not in torch.utils._device._device_constructors():
+        return None
+    return _default_device()
+
+
 def _default_device() -> torch.device | None:
     """Device of the innermost ``with torch.device(...)``; ``torch.get_default_device`` would make a tensor to know."""
     contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.tensors import is_dense, tensors_in
 
@@ -19,10 +18,6 @@ def is_symbolic(tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
             return _is_meta(tensor)
     return _is_meta(tensor)
-
-
-without_modes = _disable_current_modes
-"""A context for computations that are no part of a trace: operators run for real, and nobody sees them."""
 
 
 def any_symbolic(values: Any) -> bool:
