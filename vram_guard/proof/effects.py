@@ -97,3 +97,13 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}  # noqa: SLF001
     shares = [given.get(name, defaults[name]) for name in _SHARES if name in defaults]
     return func.overloadpacket.__name__.startswith("bernoulli") or not shares or any(share != 0 for share in shares)
+
+
+def other_draws() -> str:
+    """The words for a step that draws random numbers."""
+    return _("micro-batches draw other random numbers than a whole batch, from the same distributions")
+
+
+def other_calls() -> str:
+    """The words for a step that calls other functions for a batch of another size."""
+    return _("not compared this way: what is computed without a graph, as the step goes through its samples one by one")

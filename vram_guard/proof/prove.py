@@ -18,6 +18,7 @@ from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cost import memory_lacking, seconds_needed
 from vram_guard.proof._reduction import not_known, reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
+from vram_guard.proof.effects import other_calls, other_draws
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.single_blocks import run_single_blocks
@@ -223,7 +224,7 @@ class _Prover:
         if why:
             return Disproof("accumulate", _("{why}; pass loss_weight", why=why))
         if not found:
-            notes = (_other_draws(),) if whole.random and self._splits else ()
+            notes = (other_draws(),) if whole.random and self._splits else ()
             return Proof(self._words(samples, weight), None if self._said is not None else weight, notes)
         return self._blamed(whole, way, found)
 
@@ -360,14 +361,9 @@ class _Prover:
         with self._captured.symbolic_run():
             logged, random = self._graph.unknown_logs(size), self._graph.draws(size)
             loops = not self._graph.compares_calls(size)
-        remarks = [_other_draws()] if random else []
+        remarks = [other_draws()] if random else []
         if loops:
-            remarks.append(
-                _(
-                    "not compared this way: what is computed without a graph, as the step goes through its samples one "
-                    "by one"
-                )
-            )
+            remarks.append(other_calls())
         if logged:
             remarks.append(_("not compared this way: the logged values {names}", names=", ".join(logged)))
         return (*remarks, _("not compared this way: what the step does outside of the model"))
@@ -424,10 +420,6 @@ class _Prover:
 def _compared(one: Rehearsed, other: Rehearsed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:
     tolerance = TOLERANCES[torch.float64 if double else torch.float32]
     return differences(one.observed, other.observed, tolerance=tolerance, cut=cut, read=one.read)
-
-
-def _other_draws() -> str:
-    return _("micro-batches draw other random numbers than a whole batch, from the same distributions")
 
 
 def _in_words(found: tuple[Difference, ...], samples: int) -> str:

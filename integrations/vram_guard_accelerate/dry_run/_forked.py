@@ -14,6 +14,7 @@ from vram_guard.apply.outputs import tensors_of
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
+from vram_guard.proof.effects import Listening
 from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.device.constants import other_placeholders
@@ -72,6 +73,8 @@ class ForkedPhase(LoopPhase):
         """Of the models, after the first optimizer step."""
         self._changes = ChangesInCalls()
         self._weights: ReturnedWeights | None = None
+        self._heard: Listening | None = None
+        self._random = False
         if task.looks_again:
             self._placeholders = other_placeholders(*OTHER_PLACEHOLDERS)
             self._placeholders.__enter__()  # for good: the process ends with the answer
@@ -140,12 +143,18 @@ class ForkedPhase(LoopPhase):
         """Follow what it computes without a graph."""
         if self.run.observer.reads_losses:
             self._changes.begin(model, stepped=bool(self._state))
+            if self._weights is not None and self._heard is None:
+                self._heard = Listening().__enter__()
             self.run.observer.returned.begin(model, called, self._request.batch_size)
 
     def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
         """Look whether the model returns one scalar to differentiate, whether it compares samples, how it is called."""
         made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
         self._changes.end(model, self.run.observer.returned.end(model))
+        if self._heard is not None:
+            heard, self._heard = self._heard, None
+            heard.__exit__(None, None, None)
+            self._random = self._random or heard.random
         if not made:
             return
         self._returns_loss = self._returns_loss and sum(tensor.dim() == 0 for tensor in made) == 1
@@ -262,7 +271,8 @@ class ForkedPhase(LoopPhase):
             changed_in_calls=self._changes.names,
         )
         if not self._task.first_look:
-            return TraceResult(timeline, facts, weight=None if self._weights is None else self._weights.found())
+            weight = None if self._weights is None else self._weights.found()
+            return TraceResult(timeline, facts, weight=weight, random=self._random)
         return FirstLook(timeline, facts, profile=observer.profile(self._sample, between))
 
 

@@ -21,6 +21,7 @@ from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.proof.draws import RowDraws
+from vram_guard.proof.effects import Listening
 from vram_guard.proof.fixed_statistics import FixedStatistics
 from vram_guard.proof.observed import Observed, observe
 from vram_guard.state.containers import mapped
@@ -80,6 +81,8 @@ class ProofStep:
     draws: Mapping[int, Any]
     items: float | None
     """That a Trainer has counted in the batch, to divide its loss by; None: it counts none."""
+    random: bool
+    """True if the models have drawn random numbers."""
 
 
 class ProvingPhase(Phase):
@@ -113,6 +116,8 @@ class ProvingPhase(Phase):
         self._before: Observed | None = None
         self._losses: list[torch.Tensor] = []
         self._depth = 0
+        self._heard: Listening | None = None
+        self._random = False
         self._weights = ReturnedWeights(task.samples, self._pass_begins)
         side_effects.discard_file_writes()
         _subprocess_policy.refuse_processes(stopped)
@@ -191,10 +196,16 @@ class ProvingPhase(Phase):
         except CannotSplitError:
             rows = 0
         self._draw_from_the_start(rows if rows > self._task.samples else 0)
+        if self._training is not None and self._heard is None:
+            self._heard = Listening().__enter__()
         return given
 
     def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._calls += 1
+        if self._heard is not None:
+            heard, self._heard = self._heard, None
+            heard.__exit__(None, None, None)
+            self._random = self._random or heard.random
         if self._task.layouts is not None and self._training is not None:
             number = next(at for at, one in enumerate(self._models) if one is model)
             self._weights.look(number, model, self._task.layouts[number], by_name(args, kwargs), out)
@@ -227,7 +238,7 @@ class ProvingPhase(Phase):
                 self._parent.send(self._weights.found())
             # Observations travel by torch's own function: a dry run has put one in its place that saves nothing.
             replace_attributes(torch, {"save": getattr(torch.save, "__wrapped__", torch.save)})
-            self._parent.send(ProofStep(self._observe(), self._draws.layout, self.run.observer.items))
+            self._parent.send(ProofStep(self._observe(), self._draws.layout, self.run.observer.items, self._random))
 
     def _observe(self) -> Observed:
         root = root_of(tuple(self._models))

@@ -42,6 +42,8 @@ class Proof:
     """"" where none was found."""
     why_not: str = ""
     """The reason why nothing was run."""
+    random: bool = False
+    """True if the models draw random numbers."""
 
     @property
     def refutation(self) -> str:
@@ -144,7 +146,7 @@ class Proofs:
         except UnsupportedStepError as error:  # it took too long, or died, or does not run on the CPU as written
             return Proof(why_not=self._words(error, deadline))
         more = [_("and {count} more", count=len(found) - NAMED)] if len(found) > NAMED else []
-        return Proof(self._steps.samples, "; ".join([*found[:NAMED], *more]))
+        return Proof(self._steps.samples, "; ".join([*found[:NAMED], *more]), random=self._steps.random)
 
     def _words(self, error: UnsupportedStepError, deadline: float) -> str:
         late = time.monotonic() >= deadline
@@ -164,6 +166,8 @@ class _Steps:
         self._written: Observed | None = None
         self.items: float | None = None
         """Of the step as written, where a Trainer counts them; None: it has not been run, or counts none."""
+        self.random = False
+        """True if the models draw random numbers in the step as written."""
 
     @property
     def samples(self) -> int:
@@ -206,7 +210,7 @@ class _Steps:
                 if not step.observed.is_telling:
                     raise UnsupportedStepError(_("its gradients are zero or not finite"))
                 self._written, self._task = step.observed, replace(self._task, draws=step.draws)
-                self.items = step.items
+                self.items, self.random = step.items, step.random
             elif self._task.precise:
                 self._task = replace(self._task, precise=False)
             elif isinstance(step, DryRunFailure):

@@ -75,6 +75,8 @@ class TraceResult:
     """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
     weight: WeightFound | None = None
     """What the losses that models return are divided by; None: it was not looked for."""
+    random: bool = False
+    """True if models were heard to draw random numbers, where that was listened for."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from vram_guard.apply.loss_terms import joined_behind, reduction_of
 from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.language import _
+from vram_guard.proof.effects import other_calls, other_draws
 from vram_guard.proof.joined_samples import Reaching, joined_by
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
@@ -74,6 +75,17 @@ class GraphProof:
                 return why
         return self._joining(one.reaching_outputs, again.facts.reaching_outputs)
 
+    def remarks(self) -> tuple[str, ...]:
+        """What two runs hear of and cannot compare, where :meth:`why_not` is ""."""
+        one, (_samples, again) = self._traces.first_look().facts, self._traces.looked_again()
+        pairs = [
+            *zip(one.reaching, again.facts.reaching, strict=False),
+            *zip(one.reaching_outputs, again.facts.reaching_outputs, strict=False),
+        ]
+        drawn = (other_draws(),) if again.random else ()
+        loops = any(_joined(*pair) is None for pair in pairs)
+        return (*drawn, other_calls()) if loops else drawn
+
     def _joining(self, ones: Sequence[Reaching], others: Sequence[Reaching], *, counted: bool = False) -> str:
         """Why samples are joined without a graph on the way to what models return; "" where that is not seen.
 
@@ -85,11 +97,15 @@ class GraphProof:
         if len(ones) != len(others):
             return _("it returns different numbers at different batch sizes")
         for one, other in zip(ones, others, strict=True):
-            large, small = (one, other) if one.samples > other.samples else (other, one)
-            function = joined_by(large, small, counted=counted)  # None where it goes through samples one by one
+            function = _joined(one, other, counted=counted)  # None where it goes through samples one by one
             if function:
                 return _("the result of {function}, which joins samples, reaches it without a graph", function=function)
         return ""
+
+
+def _joined(one: Reaching, other: Reaching, *, counted: bool = False) -> str | None:
+    large, small = (one, other) if one.samples > other.samples else (other, one)
+    return joined_by(large, small, counted=counted)
 
 
 def _reduction(

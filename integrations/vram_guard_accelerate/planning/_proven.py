@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.techniques import FORMS
+from vram_guard.proof.effects import other_draws
 from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Judge:
         proofs: of what runs.
         settings: what the user said.
         why_not_by_graph: the reason why the loss graph does not prove slices; "" where it does.
+        remarks_by_graph: what it does not show.
         small_steps: see :mod:`vram_guard.proof.small_steps`.
         only_by_running: whether slices are cut as one call of the model reads, which nothing but a run confirms.
     """
@@ -54,6 +56,7 @@ class Judge:
         proofs: Proofs,
         settings: Settings,
         why_not_by_graph: Callable[[], str],
+        remarks_by_graph: Callable[[], tuple[str, ...]],
         small_steps: Callable[[Recipe], SmallSteps | None],
         *,
         only_by_running: bool = False,
@@ -61,6 +64,7 @@ class Judge:
         self._proofs = proofs
         self._settings = settings
         self._why_not_by_graph = why_not_by_graph
+        self._remarks_by_graph = remarks_by_graph
         self._small_steps = small_steps
         self._only_by_running = only_by_running
 
@@ -87,7 +91,8 @@ class Judge:
                 return Verdict({"chunked_loss": proof.why_not})
             return self._by_graph(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
-            return Verdict(notes=(*notes, _proven_by_running(proof)))
+            drawn = (other_draws(),) if proof.random and whole.slices else ()
+            return Verdict(notes=(*notes, _proven_by_running(proof), *drawn))
         found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
         return Verdict(found or {ways[-1][0]: proof.refutation})
 
@@ -102,7 +107,7 @@ class Judge:
             reason = _("{reason}, and a few samples were not run ({why})", reason=why, why=proof.why_not)
             return Verdict({"accumulate": _("{reason}; pass --loss-weight", reason=reason)})
         proven = _("slices of a batch: proven by the loss graph; a few samples were not run ({why})", why=proof.why_not)
-        return Verdict(notes=(*notes, proven))
+        return Verdict(notes=(*notes, proven, *self._remarks_by_graph()))
 
 
 def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan]]:

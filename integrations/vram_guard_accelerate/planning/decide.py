@@ -129,6 +129,7 @@ def _decided(
         proofs,
         settings,
         lambda: _why_not_by_graph(by_graph),
+        by_graph.remarks,
         lambda recipe: _small_steps(first, recipe),
         only_by_running=bool(first.called_with),
     )
