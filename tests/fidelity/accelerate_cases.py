@@ -373,3 +373,59 @@ def teacher_outside(m, x, forward):
     with torch.no_grad():
         m.teacher.weight.lerp_(m.first.weight[:10, :4], 0.1)
     return forward(x) + m.teacher(x.mean(1))
+
+
+# --- arguments that are about the whole batch -----------------------------------------------------------------------
+
+
+def given(name: str, more: Callable[[torch.Tensor, torch.Tensor], Any], says: str = JOINED) -> Callable[[Any], Any]:
+    """``loss(out, y, more)``, where the script computes ``more`` of the batch."""
+
+    def register(loss: Any) -> Any:
+        class Inner(Network):
+            def forward(self, x: torch.Tensor, y: torch.Tensor, more: Any) -> torch.Tensor:
+                return loss(super().forward(x), y, more)
+
+        of = lambda m, x, y: m(x, y, more(x, y))  # noqa: E731
+        case(f"graph: given {name}", says, modes=(GRAPH,), loss_of=of)(Inner)
+        return loss
+
+    return register
+
+
+@given("the length", lambda x, y: len(x))
+def by_the_length(out, y, n):
+    return F.cross_entropy(out, y, reduction="sum") / n
+
+
+@given("the length as a tensor", lambda x, y: torch.tensor(float(len(x)), device=x.device))
+def by_the_length_as_a_tensor(out, y, n):
+    return F.cross_entropy(out, y, reduction="sum") / n
+
+
+@given("a scale", lambda x, y: 0.5)
+def by_a_scale(out, y, scale):
+    return scale * F.cross_entropy(out, y)
+
+
+@given("pairs", lambda x, y: y[:, None] == y)
+def by_pairs(out, y, pairs):
+    return (F.cross_entropy(out, y, reduction="none") * pairs.float().sum(-1)).mean()
+
+
+@given("a mean", lambda x, y: x.mean())
+def by_a_mean(out, y, mean):
+    return F.cross_entropy(out - mean, y)
+
+
+@case("graph: the length as an attribute", JOINED, modes=(GRAPH,), loss_of=lambda m, x, y: with_length(m, x, y))
+class OfLength(Network):
+    length = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(x), y, reduction="sum") / self.length
+
+
+def with_length(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    m.length = len(x)
+    return m(x, y)

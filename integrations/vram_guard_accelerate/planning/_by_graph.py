@@ -43,11 +43,13 @@ class GraphProof:
         other = again.facts
         if len(one.losses) != len(other.losses):
             return "mean", _("it returns different numbers at different batch sizes")
-        counted = again.weight.weight if again.weight and isinstance(again.weight.weight, Normaliser) else None
+        in_parts = again.weight.weight if again.weight else None
         weight, why = _reduction(one, samples, other, other_samples)
-        known = bool(why and counted)
-        if known and counted is not None:
-            weight, why = counted, ""
+        known = bool(why) and isinstance(in_parts, Normaliser)
+        if known and in_parts is not None:
+            weight, why = in_parts, ""
+        elif not why and in_parts is not None and (in_parts == "sum") != (weight == "sum"):
+            why = _("it is divided by a number of the whole batch, which is the same in every slice")
         joining = self._joining(one.reaching, other.reaching, counted=known)
         sums = any(term.reduction == "sum" for terms in one.losses for term in terms)
         if sums and not known and any(reaching.counted for reaching in one.reaching):
