@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -36,8 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, Any]:
     for name in ("loader", "compiles"):
         cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
-    for name in ("parallel", "casts", "by_hand", "cpu", "forks"):
+    for name in ("parallel", "casts", "by_hand", "cpu", "forks", "prefetches"):
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
+    cases.request(folder / "functions", SCRIPT, "functions", "never.pt", "--batch-size", "32")
     for name in ("spread", "casts", "divides"):
         cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
     cut = {"budget": "90MiB", "whole_job": False, "allow": ("accumulate",)}
@@ -49,7 +51,7 @@ def answers(folder: Path) -> dict[str, Any]:
     return cases.dry_runs(folder)
 
 
-def traced(precision: str = "32-true", ranks: int = 1) -> tuple[int, int]:
+def traced(precision: str = "32-true", ranks: int = 1, batch_size: int = 64) -> tuple[int, int]:
     """The script's training as a step: peak reserved and allocated."""
     source = SCRIPT.read_text(encoding="utf-8")
     names: dict[str, Any] = {"nn": torch.nn, "habit": ""}
@@ -62,7 +64,7 @@ def traced(precision: str = "32-true", ranks: int = 1) -> tuple[int, int]:
         precision=precision,
         data_parallel_ranks=ranks,
     )
-    peak = trace(step, check_at=64).at(64)
+    peak = trace(step, check_at=batch_size).at(batch_size)
     return peak.peak_reserved, peak.peak_allocated
 
 
@@ -97,6 +99,49 @@ def test_a_default_device_is_as_one_that_is_named(answers: Any) -> None:
         assert default["plan"]["before"][key] == named["plan"]["before"][key]
     assert default["launch_plan"]["micro_batch_size"] == named["launch_plan"]["micro_batch_size"] < 64
     assert any("proven by running" in note for note in default["notes"]), default["notes"]
+
+
+def test_a_loader_that_copies_on_a_stream_of_its_own_is_followed(answers: Any) -> None:
+    """The stream is made before the first batch; while a step runs, the next batch is on the GPU already."""
+    own = answers["prefetches"]["plan"]["estimate"]
+    assert "device: cuda" in answers["prefetches"]["printed"]
+    images, batch = 64 * 32 * 64 * 4, answers["loader"]["plan"]["before"]["breakdown"]["batch"]
+    ahead = own["peak_allocated"] - traced()[1]
+    assert batch < ahead <= 2 * (batch + images), own["breakdown"]
+
+
+def test_a_loop_in_a_function_holds_no_more_than_its_names_do(answers: Any) -> None:
+    """Its lines are watched for what it does now and then, and its variables looked at."""
+    found = answers["functions"]["plan"]["estimate"]
+    assert "phases" not in found  # the second epoch's loader is made anew, at the same line: no evaluation
+    assert found["peak_allocated"] == traced(batch_size=32)[1]
+    assert "leaks" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(("--budget", "1GiB", "--json"), 0), (("--budget", "40MiB", "--allow", ""), 1), (("--gpu", "H100", "--ask"), 2)],
+)
+def test_a_dry_run_inside_a_launch_only_looks(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
+    weights = tmp_path / "never.pt"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "vram_guard_accelerate", "--dry-run", "--no-whole-job", *options),
+            *(str(SCRIPT), "by_hand", str(weights)),
+        ],
+        env=cases.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr[-2000:]
+    assert "after:" not in done.stdout
+    assert not weights.exists()
+    if "--json" in options:
+        assert json.loads(done.stdout)["fits"]
+    if "--ask" in options:
+        assert "vram-guard launch --ask" in " ".join(done.stderr.split())
 
 
 def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:

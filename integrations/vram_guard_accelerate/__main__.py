@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 
-from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.codec import from_json
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
-from vram_guard_accelerate._settings import Settings
-from vram_guard_accelerate.cli.arguments import own_arguments
+from vram_guard_accelerate.cli.arguments import LaunchArguments, own_arguments
 
 
 def main() -> None:
     """Run the script under the plan of this launch."""
     try:
-        settings, module, command = own_arguments(sys.argv[1:])
-        plan = _plan(settings, command, module=module)
+        given = own_arguments(sys.argv[1:])
+        plan = _plan(given)
     except VramGuardError as error:
         say(f"vram-guard: {error}")
         sys.exit(_exit_code(error))
+    if given.options.dry_run:
+        sys.exit(EXIT_DONE)
     _run_script.end_process_groups_at_exit()
+    command = list(given.command)
     if plan is not None:
         _install(plan)
-        command = [*command, *plan.script_arguments()]
-    _run_script.run(command, module=module)
+        command += plan.script_arguments()
+    _run_script.run(command, module=given.module)
 
 
-def _plan(settings: Settings, command: Sequence[str], *, module: bool) -> LaunchPlan | None:
+def _plan(given: LaunchArguments) -> LaunchPlan | None:
     """The launcher's plan, or one that all processes agree on; None where nothing is changed."""
     text = os.environ.get(VARIABLE)
     if text is not None:
@@ -45,7 +46,7 @@ def _plan(settings: Settings, command: Sequence[str], *, module: bool) -> Launch
         return None
     from vram_guard_accelerate.cli.agreed_plan import agreed_plan
 
-    return agreed_plan(settings, command, module=module)
+    return agreed_plan(given)
 
 
 def _install(plan: LaunchPlan) -> None:

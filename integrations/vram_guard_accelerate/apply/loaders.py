@@ -37,6 +37,16 @@ class LoadersMade:
                 return LoaderPlace(place, number, len(there))
         return None
 
+    def made_again(self, loader: Any, place: LoaderPlace) -> bool:
+        """True if a loader was made where the training's was: scripts that make one for each epoch."""
+        batches = getattr(loader, "batch_sampler", None)
+        there = [other for other, where in self._all if where == place.place]
+        return any(
+            number % place.of == place.number
+            for number, other in enumerate(there)
+            if other is loader or (batches is not None and other.batch_sampler is batches)
+        )
+
 
 class LoaderMatcher:
     """The loaders of the training again, as a script makes them."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from vram_guard.codec import from_json, to_json
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
+from vram_guard.releases.required import RequiredReleases
 from vram_guard_accelerate._launch_plan import LaunchPlan
-from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.cli._launch import show
+from vram_guard_accelerate.cli.arguments import LaunchArguments
 from vram_guard_accelerate.cli.target import budget_for
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.prediction import predict
@@ -25,7 +25,7 @@ PATIENCE = timedelta(minutes=30)
 KEY = "vram_guard/launch_plan"
 
 
-def agreed_plan(settings: Settings, command: Sequence[str], *, module: bool) -> LaunchPlan | None:
+def agreed_plan(given: LaunchArguments) -> LaunchPlan | None:
     """The plan of this launch, the same on every rank; None where nothing is changed.
 
     Raises:
@@ -34,7 +34,7 @@ def agreed_plan(settings: Settings, command: Sequence[str], *, module: bool) -> 
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     store = _store() if ranks > 1 else None
     if rank == 0 or store is None:
-        found = _planned(settings, command, module=module, ranks=ranks)
+        found = _planned(given, ranks)
         if store is not None:
             store.set(KEY, to_json(found))
     else:
@@ -58,19 +58,22 @@ def _store() -> Any:
     return make(address, port, is_master=False, timeout=PATIENCE)
 
 
-def _planned(
-    settings: Settings, command: Sequence[str], *, module: bool, ranks: int
-) -> LaunchPlan | DryRunFailure | None:
+def _planned(given: LaunchArguments, ranks: int) -> LaunchPlan | DryRunFailure | None:
     """The first rank's answer."""
+    settings, only_look = given.settings, given.options.dry_run
     try:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         budget = budget_for(settings, local, "all")
+        required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases)
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-        prediction = predict(DryRunRequest(tuple(command), module, settings, budget, ranks, added, local))
-        show(prediction, as_json=False, verbose=settings.verbose)
-        if not prediction.answer.fits or prediction.answer.only_told:
+        request = DryRunRequest(given.command, given.module, settings, budget, ranks, added, local)
+        prediction = predict(request, fresh=given.options.fresh)
+        answer = prediction.answer
+        remarks = required.remarks(answer.releases)
+        show(prediction, as_json=given.options.json, verbose=settings.verbose, remarks=remarks)
+        if not answer.fits or (answer.only_told and not only_look):
             raise DoesNotFitError(_("it does not fit, and is not started"))
     except VramGuardError as error:
         return DryRunFailure(type(error).__name__, str(error))
     sys.stderr.flush()
-    return prediction.answer.launch_plan if prediction.answer.changed else None
+    return answer.launch_plan if answer.changed else None

@@ -20,7 +20,7 @@ from vram_guard_accelerate._settings import Settings, add_options
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """The words after ``vram-guard launch``, sorted."""
+    """The words after ``vram-guard launch``, or after ``python -m vram_guard_accelerate``, sorted."""
 
     settings: Settings
     options: argparse.Namespace
@@ -32,6 +32,11 @@ class LaunchArguments:
     """The script's own."""
     module: bool
     """True if ``script`` names a module (``-m``)."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The script and its arguments."""
+        return (self.script, *self.arguments)
 
 
 def parsed(arguments: Sequence[str]) -> LaunchArguments:
@@ -107,14 +112,11 @@ def launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def own_arguments(arguments: Sequence[str]) -> tuple[Settings, bool, list[str]]:
+def own_arguments(arguments: Sequence[str]) -> LaunchArguments:
     """``[our options] [--module] script [its arguments]``: what ``python -m vram_guard_accelerate`` is given.
 
-    Returns:
-        The settings, whether the script is a module, and the script with its arguments.
-
     Raises:
-        InvalidInputError: no script, or one that is not there.
+        InvalidInputError: no script, or one that is not there; ``--ask``, which the processes of a launch cannot.
     """
     parser: Any = argparse.ArgumentParser("python -m vram_guard_accelerate", allow_abbrev=False)
     add_options(parser)
@@ -122,8 +124,19 @@ def own_arguments(arguments: Sequence[str]) -> tuple[Settings, bool, list[str]]:
     parser.add_argument("script", help=_("the training script"))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_("its own arguments"))
     found = parser.parse_args(list(arguments))
+    if found.ask:
+        raise InvalidInputError(
+            _("the processes of a launch cannot ask: leave --ask out, or use vram-guard launch --ask")
+        )
     check_script(found.script, module=found.module)
-    return Settings.of_options(vars(found)), found.module, [found.script, *found.arguments]
+    return LaunchArguments(
+        settings=Settings.of_options(vars(found)),
+        options=found,
+        accelerate=(),
+        script=found.script,
+        arguments=tuple(found.arguments),
+        module=found.module,
+    )
 
 
 def check_script(script: str, *, module: bool) -> None:

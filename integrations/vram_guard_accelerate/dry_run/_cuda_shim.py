@@ -22,14 +22,6 @@ from vram_guard_accelerate._script_files import is_users
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
 
-#: What ``torch.cuda`` answers already. Its classes (streams, events) stay: libraries that are imported may inherit.
-_ANSWERED = (
-    *("is_available", "device_count", "current_device", "set_device", "get_device_name", "get_device_capability"),
-    *("get_device_properties", "is_bf16_supported", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"),
-    *("get_rng_state", "set_rng_state", "memory_allocated", "memory_reserved", "max_memory_allocated"),
-    *("max_memory_reserved", "reset_peak_memory_stats", "mem_get_info", "memory_stats", "_lazy_init", "_lazy_call"),
-)
-
 
 class CudaShim(TorchFunctionMode):
     """Turns "cuda" into the CPU in every call, and remembers which memory was meant to be on the GPU."""
@@ -37,10 +29,12 @@ class CudaShim(TorchFunctionMode):
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
         self._stack = contextlib.ExitStack()
-        answers = cuda_answers(capability)
         self.active = False
         """Off while a module is imported: what it finds out then, it keeps."""
-        self._answers = {name: while_active(self, answers[name], getattr(torch.cuda, name)) for name in _ANSWERED}
+        self._answers = {
+            name: while_active(self, answer, getattr(torch.cuda, name))
+            for name, answer in cuda_answers(capability).items()
+        }
         self._on_accelerator = {
             name: while_active(self, answer, getattr(torch.accelerator, name))
             for name, answer in accelerator_answers().items()
@@ -93,6 +87,8 @@ class CudaShim(TorchFunctionMode):
             return args[0]
         if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
             return args[0] if name == "pin_memory" else False
+        if name == "record_stream":  # a tensor that lies on the CPU has none
+            return None
         to_gpu = [_is_gpu(value) for value in args]
         # After torch.set_default_device("cuda") torch itself would name it, further down.
         named = _is_gpu(kwargs.get("device")) or _is_gpu(device_by_default(func, kwargs.get("device")))

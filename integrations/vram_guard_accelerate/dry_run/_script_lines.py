@@ -12,7 +12,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from inspect import CO_GENERATOR
+from inspect import CO_GENERATOR, CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -214,6 +214,23 @@ class ScriptLines:
             self._entered(branch, period)
         elif comes is False:  # what else it tests does not hold
             watched.ran.add(branch.node.body[0].lineno)
+
+
+def forget_locals() -> None:
+    """Let go of what watched frames below here held when their local variables were last asked for.
+
+    Before Python 3.13 a frame answers with a dictionary that it keeps, with the values of that moment: tensors that the
+    script has let go of long since would stay on the simulated GPU.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - who stands below is the question
+    while frame is not None:
+        # Of modules and classes, the dictionary is where the variables are.
+        if frame.f_trace is not None and frame.f_code.co_flags & CO_OPTIMIZED:
+            if type(frame.f_locals) is dict:
+                frame.f_locals.clear()
+            if sys.gettrace() is None:
+                frame.f_trace = None
+        frame = frame.f_back
 
 
 def _jump(frame: FrameType, line: int | None) -> bool:

@@ -21,7 +21,7 @@ from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._periodic_branches import Branch
-from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker
+from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker, forget_locals
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -53,6 +53,8 @@ class WholeJobPhase(ForkedPhase):
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
         super().__init__(run, loop, sample, task, parent)
         self._recorder: Recorder = loop.tracer.recorder
+        self._place = run.script.loaders.place_of_training(sample)
+        """Where its loader was made; None where the script did not make it."""
         self._evaluates = self._saves = False
         self._over: BatchIterator | None = None
         """Over the training's batches, once it has come to its end."""
@@ -81,14 +83,17 @@ class WholeJobPhase(ForkedPhase):
         _let_trainer_evaluate(lambda: self._next_epoch_at is not None)
 
     def trains_on(self, loader: Any) -> bool:
-        """True for the training's loader, and for others over its data while the model trains."""
+        """True for the training's loader, and while the model trains for those made at its place or over its data."""
         if loader is self._sample.loader:
             return True
         of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
-        return of_training and torch.is_grad_enabled() and any(model.training for model in self.loop.models)
+        again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
+        trains = torch.is_grad_enabled() and any(model.training for model in self.loop.models)
+        return trains and (of_training or again)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """The training's until its epoch is over; two of any other loader."""
+        forget_locals()
         asking = asker()
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
@@ -160,6 +165,7 @@ class WholeJobPhase(ForkedPhase):
 
     def _forward_begins(self, *_call: object) -> None:
         """Without gradients, once the epoch is over, it belongs to an evaluation, whether that loads data or not."""
+        forget_locals()
         over = self._last or (self._next_epoch_at is None and (self._over is not None or self._entered))
         name = self._recorder.phases[-1].name
         elsewhere = name in STEP_PHASES or (name == "saving" and not self._saves)
@@ -173,6 +179,7 @@ class WholeJobPhase(ForkedPhase):
 
     def followed(self) -> None:
         """Both first steps were taken: from here on time is short, and the second epoch is the last."""
+        forget_locals()
         steps = self.loop.tracer.steps
         self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:

@@ -128,13 +128,17 @@ def while_active(state: Activity, simulated: Any, original: Any) -> Any:
     if isinstance(original, type):
 
         def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-            return simulated(*args, **kwargs) if state.active else original(*args, **kwargs)
+            if state.active:
+                return simulated(*args, **kwargs)
+            # A module that was imported meanwhile may have derived a class of its own.
+            return original(*args, **kwargs) if cls is either else original.__new__(cls, *args, **kwargs)
 
         class Either(type(original)):  # type: ignore[misc]
             def __instancecheck__(cls, value: object) -> bool:
                 return isinstance(value, (simulated, original))
 
-        return Either(original.__name__, (original,), {"__new__": new})
+        either = Either(original.__name__, (original,), {"__new__": new})
+        return either
 
     @functools.wraps(original)
     def answer(*args: Any, **kwargs: Any) -> Any:
