@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, Any]:
-    for name in ("loader", "compiles"):
+    for name in ("loader", "compiles", "keeps_workers"):
         cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
     for name in ("parallel", "casts", "by_hand", "cpu", "forks", "prefetches"):
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
@@ -75,7 +75,8 @@ def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
     assert before["breakdown"]["batch"] == 64 * (32 * 64 * 4 + 8)
     # DataParallel on one GPU, found by torch.accelerator, with its evaluation and the next epoch.
     parallel = answers["parallel"]["plan"]["estimate"]
-    assert [phase["name"] for phase in parallel["phases"]] == ["setup", "training", "validation", "training"]
+    epoch = ["training", "validation"]
+    assert [phase["name"] for phase in parallel["phases"]] == ["setup", *epoch, *epoch]
     assert max(phase["peak_allocated"] for phase in parallel["phases"]) == traced()[1]
     # autocast and GradScaler of the script's own.
     casts = answers["casts"]["plan"]["estimate"]
@@ -99,6 +100,14 @@ def test_a_default_device_is_as_one_that_is_named(answers: Any) -> None:
         assert default["plan"]["before"][key] == named["plan"]["before"][key]
     assert default["launch_plan"]["micro_batch_size"] == named["launch_plan"]["micro_batch_size"] < 64
     assert any("proven by running" in note for note in default["notes"]), default["notes"]
+
+
+def test_a_loader_with_an_iteration_of_its_own_is_followed(answers: Any) -> None:
+    as_any = answers["loader"]["plan"]["before"]
+    own = answers["keeps_workers"]["plan"]["before"]
+    assert own["breakdown"] == as_any["breakdown"]
+    assert (own["batch_size"], own["peak_reserved"]) == (64, as_any["peak_reserved"])
+    assert not any("without a DataLoader" in note for note in answers["keeps_workers"]["notes"])
 
 
 def test_a_loader_that_copies_on_a_stream_of_its_own_is_followed(answers: Any) -> None:
@@ -181,6 +190,7 @@ def trained(weights: Path, habit: str, plan: str = "") -> tuple[Any, str]:
     ("name", "habit", "changed"),
     [
         ("loader", "loader", "changed: ['blocks.0', 'blocks.1'"),
+        ("keeps_workers", "keeps_workers", "changed: ['blocks.0', 'blocks.1'"),
         ("random", "random", "changed: ['']"),
         ("spread_tight", "spread", "changed: ['module']"),
     ],

@@ -94,6 +94,38 @@ scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")
 casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else contextlib.nullcontext()
 
 
+class Repeating:
+    """Gives out the batches of another sampler for ever."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+class KeepsItsWorkers(DataLoader):
+    """A loader whose workers live as long as it does, as those of Ultralytics and timm: one iterator for all epochs."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
+        self.iterator = None
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        if self.iterator is None:
+            self.iterator = self._get_iterator()
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+kept = []
+
+
 def batches():
     """By a loader, or as scripts make them that have none."""
     if habit in ("by_hand", "compiles", "random", "time_first", "default", "named"):
@@ -102,11 +134,15 @@ def batches():
             x, y = inputs[chosen], labels[chosen]
             if device.type == "cuda" and x.is_cpu:
                 x, y = x.pin_memory(), y.pin_memory()
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            yield x * 1 if habit == "random" else x, y  # what is computed on the GPU lies there
         return
     data = TensorDataset(inputs, labels)
     sampler = DistributedSampler(data) if habit == "spread" else None
-    loader = DataLoader(data, args.batch_size, sampler=sampler, num_workers=1, pin_memory=True)
+    kind = KeepsItsWorkers if habit == "keeps_workers" else DataLoader
+    loader = kept[0] if kept else kind(data, args.batch_size, sampler=sampler, num_workers=1, pin_memory=True)
+    if habit == "keeps_workers":
+        kept[:] = [loader]
     if habit == "prefetches":
         yield from Prefetched(loader)
         return
@@ -184,4 +220,5 @@ for _epoch in range(2):
     torch.save(model.state_dict(), args.weights)
 if habit == "spread":
     torch.distributed.destroy_process_group()
-print("changed:", [name for name, module in model.named_modules() if "forward" in vars(module)])
+if os.environ.get("RANK", "0") == "0":  # lines of two processes may mix
+    print("changed:", [name for name, module in model.named_modules() if "forward" in vars(module)])

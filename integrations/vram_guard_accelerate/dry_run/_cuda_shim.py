@@ -18,6 +18,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.cuda_module import accelerator_answers, cuda_answers, while_active
 from vram_guard.simulate.device.fake_cuda import as_device, device_by_default
 from vram_guard.simulate.device.import_guard import imports_run_for_real
+from vram_guard.state.containers import leaves
 from vram_guard_accelerate._script_files import is_users
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
@@ -93,10 +94,22 @@ class CudaShim(TorchFunctionMode):
         # After torch.set_default_device("cuda") torch itself would name it, further down.
         named = _is_gpu(kwargs.get("device")) or _is_gpu(device_by_default(func, kwargs.get("device")))
         if not named and not any(to_gpu):
-            return func(*args, **kwargs)
+            return self._derived(func, args, kwargs)
         args = tuple(torch.device("cpu") if gpu else value for gpu, value in zip(to_gpu, args, strict=True))
         out = func(*args, **{**kwargs, "device": torch.device("cpu")} if named else kwargs)
         self._remember(out)
+        return out
+
+    def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is computed of tensors on the GPU lies there, unless it is moved to the CPU."""
+        out = func(*args, **kwargs)
+        given = (value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor))
+        if not self._moved or not any(map(self.holds, given)):
+            return out
+        if func is torch.Tensor.cpu or any(_is_cpu(value) for value in (*args, *kwargs.values())):
+            return out.clone() if isinstance(out, torch.Tensor) and self.holds(out) else out
+        for value in leaves(out):
+            self._remember(value)
         return out
 
     def _remember(self, tensor: Any) -> None:
@@ -141,6 +154,11 @@ def _is_gpu(value: Any) -> bool:
         return False
     named = as_device(value)
     return named is not None and named.type == "cuda"
+
+
+def _is_cpu(value: Any) -> bool:
+    named = as_device(value)
+    return named is not None and named.type == "cpu"
 
 
 def _key(tensor: torch.Tensor) -> int | None:

@@ -160,6 +160,16 @@ def _loader_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
     maker = sys._getframe(2)
     if made_by_script(maker):
         run.script.loaders.add(loader, maker)
+    _watch_own_iterations(run, type(loader))
+
+
+def _watch_own_iterations(run: DryRun, kind: type) -> None:
+    """Classes of loaders may give out batches by themselves, of an iterator that they keep (Ultralytics, timm)."""
+    for cls in kind.__mro__[: kind.__mro__.index(DataLoader)]:
+        own = vars(cls).get("__iter__")
+        if own is not None and not cls.__module__.startswith("accelerate") and cls not in run.watched_loaders:
+            run.watched_loaders.add(cls)
+            wrap(cls, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
 
 
 def _refuse_processes() -> None:

@@ -66,6 +66,10 @@ class DryRun:
         self.proof_server: ForkServer | None = None
         self.phase = Phase(self)
         self.early_writes = early_writes
+        self.loads = False
+        """A loader makes a batch: loaders that it asks give it their own."""
+        self.watched_loaders: set[type] = set()
+        """Classes of loaders whose own iteration is watched."""
 
 
 class BatchIterator:
@@ -85,13 +89,17 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._run.phase.next_batch(self)
+        return self.next_real() if self._run.loads else self._run.phase.next_batch(self)
 
     def next_real(self) -> Any:
         """The loader's own next batch."""
-        if self._real is None:
-            self._real = self._original(self.loader)
-        return next(self._real)
+        outer, self._run.loads = self._run.loads, True
+        try:
+            if self._real is None:
+                self._real = self._original(self.loader)
+            return next(self._real)
+        finally:
+            self._run.loads = outer
 
     def next_beside_training(self) -> Any:
         """The same, until a loop that does not train has seen enough; one that calls ``next`` counts by itself."""

@@ -270,7 +270,7 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
         return _("the script trains several models without Accelerate, whose order may be another one in its real run")
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
-    return first.fails_at_others or ("" if first.called_with else first.sample.growable)
+    return first.fails_at_others
 
 
 def _sharding(first: FirstBatch, on_host: tuple[str, ...]) -> ShardingChange:
