@@ -275,7 +275,9 @@ class _Schedules:
         moves = {one: moved[one] if moved else 1 for one in schedulers}
         optimizers = list({id(_raw(one.optimizer)): one.optimizer for one in schedulers}.values())
         for _ in range(FORETOLD):
-            with contextlib.suppress(ValueError):  # OneCycleLR: its steps are over
+            # Beyond the last step of the training, schedules may fail: OneCycleLR says so, a power of what is left
+            # (nnU-Net) gives complex numbers.
+            with contextlib.suppress(Exception):
                 for scheduler, times in moves.items():
                     for _ in range(times):
                         scheduler.step()
