@@ -28,6 +28,7 @@ REFUSED = {
     "writes_where_it_has_moved_something": "removes or moves",
     "removes_below_an_open_folder": "removes or moves",
     "moves": "removes or moves",
+    "writes_into_a_folder": "writes into",
     "overwrites": "replaces",
     "by_itself": "trains without Accelerate",
     "warms_up": "computes gradients before Accelerator.prepare",
@@ -61,6 +62,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "vocab.json").write_text("kept")
         (folder / "mapped.bin").write_bytes(bytes(64))
         (folder / "linked.txt").write_text("kept")
+        for kind in ("table.parquet", "table.h5", "picture.png"):
+            (folder / kind).write_bytes(b"kept")
         save_file({"weight": torch.ones(1)}, folder / "weights.safetensors")
         torch.save({"step": 1000}, folder / "checkpoint.pt")
         known = sqlite3.connect(folder / "known.sqlite")

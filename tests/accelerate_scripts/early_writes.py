@@ -24,7 +24,7 @@ if __name__ == "__main__":
     name, folder = sys.argv[1], Path(sys.argv[2])
 
 
-def train():
+def train(each_step=lambda: None):
     accelerator = Accelerator()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,6 +32,7 @@ def train():
         model, optimizer, DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
     )
     for (x,) in loader:
+        each_step()
         accelerator.backward(model(x).sum())
         optimizer.step()
         optimizer.zero_grad()
@@ -82,8 +83,45 @@ def writes():
     shutil.move(run / "renamed.json", folder / "old")
     describes_and_links(run)
     makes_a_run_as_hydra_does()
+    writes_by_libraries(run)
     if sys.argv[3:] == ["programs"]:
         starts_programs()
+    train(lambda: writes_by_libraries(folder / "never"))
+
+
+def writes_by_libraries(run):
+    """In C++: over files that are there, beside them, and into a folder."""
+    import cv2
+    import h5py
+    import pyarrow as pa
+    from pyarrow import csv, feather, parquet
+    from pyarrow import dataset as arrow_dataset
+
+    table, first = pa.table({"loss": [1.0, 2.0, 3.0]}), run.name == "first"
+    for path in (folder / "table.parquet", run / "new.parquet"):
+        parquet.write_table(table, path)
+        if first:
+            assert parquet.read_table(str(path)).num_rows == 3
+    feather.write_feather(table, str(run / "new.feather"))
+    csv.write_csv(table, str(run / "new.csv"))
+    with pa.OSFile(str(run / "new.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as written:
+        written.write_table(table)
+    arrow_dataset.write_dataset(table, run / "parts", format="parquet", existing_data_behavior="overwrite_or_ignore")
+    for path in (folder / "table.h5", run / "new.h5"):
+        with h5py.File(path, "w") as file:
+            file["loss"] = np.zeros(3)
+    for path in (folder / "picture.png", run / "new.png"):
+        assert cv2.imwrite(str(path), np.full((8, 8, 3), 7, np.uint8))
+    if first:
+        assert cv2.imread(str(folder / "picture.png"))[0, 0, 0] == 7
+
+
+def writes_into_a_folder():
+    """That has files of the user's: which of them a library would replace is not known."""
+    import pyarrow as pa
+    from pyarrow import dataset
+
+    dataset.write_dataset(pa.table({"loss": [1.0]}), folder / "old", format="parquet")
     train()
 
 

@@ -25,10 +25,16 @@ from vram_guard_accelerate._script_files import is_users
 
 
 class CudaShim(TorchFunctionMode):
-    """Turns "cuda" into the CPU in every call, and remembers which memory was meant to be on the GPU."""
+    """Turns "cuda" into the CPU in every call, and remembers which memory was meant to be on the GPU.
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    Args:
+        capability: of the simulated GPU.
+        imported: called whenever a library has been imported.
+    """
+
+    def __init__(self, capability: tuple[int, int], imported: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self._imported = imported
         self._stack = contextlib.ExitStack()
         self.active = False
         """Off while a module is imported: what it finds out then, it keeps."""
@@ -63,7 +69,7 @@ class CudaShim(TorchFunctionMode):
             self._stack.enter_context(replaced(torch.accelerator, self._on_accelerator))
         self._stack.enter_context(replaced(torch, {"load": _loading_on_cpu(torch.load)}))
         torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
-        self._stack.enter_context(imports_run_for_real(self, excepted=is_users))
+        self._stack.enter_context(imports_run_for_real(self, excepted=is_users, after=self._imported))
         self.active = True
         self._stack.enter_context(self)
 

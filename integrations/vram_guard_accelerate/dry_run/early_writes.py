@@ -4,8 +4,8 @@ Until then it runs for real. New files and folders are made, and noted in a jour
 when the dry run is over. A file that is there already is never written: what would go into it goes into a copy, which
 is read in its place from then on. What would remove, move or replace a file of the user's ends the dry run. Python's
 audit events (PEP 578) see all of it but what libraries do in C; ``torch.save``, safetensors, tokenizers and sqlite are
-watched by themselves, programs that it starts by :mod:`.early_programs`. Times and rights of the user's files are
-left as they are.
+watched by themselves, others by :mod:`.library_writes`, programs that it starts by :mod:`.early_programs`. Times and
+rights of the user's files are left as they are.
 
 The caches of libraries are left alone: they read back what they wrote, and the real launch needs them too.
 """
@@ -27,6 +27,7 @@ from typing import Any, Final, NoReturn
 from vram_guard.forks.side_effects import WRITING
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.dry_run.library_writes import LibraryWrites
 
 #: In the folder of a request.
 JOURNAL: Final = Path("made.jsonl")
@@ -63,6 +64,8 @@ class EarlyWrites:
         self._copies: dict[str, str] = {}
         self._busy = False
         self._watches_tokenizers = False
+        self._thrown_away = 0
+        self._libraries = LibraryWrites(self, stopped)
         self._journal = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.watches = True
         """Until ``prepare``; from then on nothing is written at all."""
@@ -76,7 +79,7 @@ class EarlyWrites:
         def open_(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
             writes = isinstance(mode, str) and any(sign in mode for sign in "wax+")
             keeps = isinstance(mode, str) and "w" not in mode
-            return opened(self._instead(file, keeps=keeps) if writes else self._read(file), mode, *args, **kwargs)
+            return opened(self._instead(file, keeps=keeps) if writes else self.read(file), mode, *args, **kwargs)
 
         def os_open(file: Any, flags: int, *args: Any, **kwargs: Any) -> int:
             writes = bool(flags & WRITING) and not flags & os.O_EXCL
@@ -85,7 +88,7 @@ class EarlyWrites:
                 if not writes or not os.path.isabs(path):  # noqa: PTH117
                     return os_opened(file, flags, *args, **kwargs)
                 file, kwargs["dir_fd"] = path, None
-            path = self._instead(file, keeps=not flags & os.O_TRUNC) if writes else self._read(file)
+            path = self._instead(file, keeps=not flags & os.O_TRUNC) if writes else self.read(file)
             return os_opened(path, flags, *args, **kwargs)
 
         builtins.open = io.open = open_
@@ -105,7 +108,7 @@ class EarlyWrites:
             wrap(sys.modules.get(library), "safe_open", self._open_tensors, optional=True)
         for module in (sqlite3, sqlite3.dbapi2):
             wrap(module, "connect", self._connect)
-        self._watch_tokenizers()
+        self.watch_libraries()
         sys.addaudithook(self._audit)
 
     # --- files that are there -----------------------------------------------------------------------------------
@@ -122,17 +125,18 @@ class EarlyWrites:
             self._quietly(lambda: shutil.copyfile(path if keeps else os.devnull, copy))
         return self._copies[path]
 
-    def _read(self, file: Any) -> Any:
+    def read(self, file: Any) -> Any:
+        """The file that is read in place of one: what was written in its place."""
         path = self._content(file) if self._copies else None
         return self._copies.get(path, file) if path is not None else file
 
     def _save(self, original: Any, thing: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.save`` and what ``torch.jit`` saves: files are opened in C++."""
-        return original(thing, self._written(file), *args, **kwargs)
+        return original(thing, self.written(file), *args, **kwargs)
 
     def _map(self, original: Any, file: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """``torch.from_file`` maps files in C++, and makes those that are not there."""
-        return original(self._written(file, keeps=True) if shared else self._read(file), shared, *args, **kwargs)
+        return original(self.written(file, keeps=True) if shared else self.read(file), shared, *args, **kwargs)
 
     def _make(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         """There is no audit event for these."""
@@ -143,16 +147,17 @@ class EarlyWrites:
 
     def _serialize(self, original: Any, tensors: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         """Safetensors opens files in Rust."""
-        return original(tensors, self._written(file), *args, **kwargs)
+        return original(tensors, self.written(file), *args, **kwargs)
 
-    def _watch_tokenizers(self) -> None:
-        """As soon as they are loaded; they write files in Rust."""
+    def watch_libraries(self) -> None:
+        """Those that are loaded by now and write files by themselves; to be called whenever a module has been."""
+        self._libraries.watch()
         library = sys.modules.get(_TOKENIZERS)
         if library is None or self._watches_tokenizers:
             return
         self._watches_tokenizers = True
         wrap(library.Tokenizer, "save", _save_tokenizer)
-        wrap(library.Tokenizer, "from_file", lambda original, path: original(self._read(path)))
+        wrap(library.Tokenizer, "from_file", lambda original, path: original(self.read(path)))
         models = library.models
         for kind in (models.Model, *models.Model.__subclasses__()):
             if "save" in vars(kind):
@@ -167,13 +172,31 @@ class EarlyWrites:
         return [str(Path(folder) / name) for name in found]
 
     def _open_tensors(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self._read(file), *args, **kwargs)
+        return original(self.read(file), *args, **kwargs)
 
-    def _written(self, file: Any, *, keeps: bool = False) -> Any:
+    def written(self, file: Any, *, keeps: bool = False) -> Any:
+        """The file that is written in place of one: a copy, with its content where that is kept."""
         path, instead = self._content(file), self._instead(file, keeps=keeps)
         if path is not None and instead is file:
             self._note(path)
         return instead
+
+    def made_whole(self, folder: Any) -> bool:
+        """True if all that will be in a folder is the script's: it is removed then, whatever its files are called."""
+        path = self._content(folder)
+        if path is None:
+            return True
+        if Path(path).is_dir() and any(Path(path).iterdir()) and not self._is_own(path):
+            return False
+        if not Path(path).exists():
+            self._note(path)
+        self._quietly(lambda: os.write(self._journal, (json.dumps([path]) + "\n").encode()))
+        return True
+
+    def thrown_away(self, file: Any) -> Any:
+        """A file of the same kind that is removed with the dry run."""
+        self._thrown_away += 1
+        return str(Path(self._folder, f"gone_{self._thrown_away}{Path(os.fsdecode(file)).suffix}"))
 
     def _truncate(self, original: Any, file: Any, length: int) -> None:
         original(self._instead(file, keeps=True), length)
@@ -198,8 +221,6 @@ class EarlyWrites:
     # --- what is made, and what would go away -------------------------------------------------------------------
 
     def _audit(self, event: str, values: tuple[Any, ...]) -> None:
-        if event == "import" and str(values[0]).startswith("tokenizers."):
-            self._watch_tokenizers()
         if not self.watches or self._busy:
             return
         if event == "open" and isinstance(values[2], int) and values[2] & WRITING:
@@ -289,7 +310,10 @@ def undo(folder: Path) -> None:
     journal = folder / JOURNAL
     if not journal.is_file():
         return
-    made = [Path(json.loads(line)) for line in journal.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    whole = [Path(path) for line in lines if isinstance(line, list) for path in line]
+    below = [path for one in whole for path in one.rglob("*")]
+    made = {*below, *(Path(line) for line in lines if isinstance(line, str))}
     for path in sorted(made, key=lambda one: len(one.parts), reverse=True):
         with contextlib.suppress(OSError):  # somebody else has put something there
             if path.is_dir() and not path.is_symlink():

@@ -40,7 +40,8 @@ class PreparingPhase(Phase):
 
     def __init__(self, run: DryRun) -> None:
         super().__init__(run)
-        self._shim = CudaShim(run.shape.capability)
+        writes = run.early_writes
+        self._shim = CudaShim(run.shape.capability, *([] if writes is None else [writes.watch_libraries]))
         self._calls = ModelCalls(self._shim.holds, lambda _module: not self._may_follow, self._follow)
 
     def begins(self) -> None:
