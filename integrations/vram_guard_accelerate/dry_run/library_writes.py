@@ -80,7 +80,7 @@ _FILES = (
     _Opens("pyarrow:memory_map", "path", 0, "mode:1:r"),
     _Opens("pyarrow:create_memory_map", "path", 0),
     _Opens("pyarrow:output_stream", "source", 0),
-    _Opens("h5py._hl.files:File.__init__", "name", 1, "mode:2:r"),
+    _Opens("h5py:File.__init__", "name", 1, "mode:2:r"),
     _Opens("cv2:imwrite", "filename", 0),
     _Opens("cv2:imwritemulti", "filename", 0),
     _Opens("cv2:imread", "filename", 0, "r"),
