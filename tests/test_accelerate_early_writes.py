@@ -95,6 +95,11 @@ def answers(
     return cases.dry_runs(asked, HOME=str(folders["home"]), TMPDIR=str(temporary))
 
 
+def test_what_was_sent_is_said(answers: dict[str, Any]) -> None:
+    said = [note for note in answers["writes"]["notes"] if "was really sent" in note]
+    assert "127.0.0.1:" in said[0]
+
+
 def test_a_script_that_writes_in_many_ways_is_followed(answers: dict[str, Any]) -> None:
     assert answers["writes"].get("fits"), answers["writes"]
     held_back = any("could write nothing: touch" in note for note in answers["writes"]["notes"])

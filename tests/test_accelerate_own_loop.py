@@ -47,7 +47,8 @@ def answers(folder: Path) -> dict[str, Any]:
     for name in ("random", "time_first", "default", "named"):
         cases.request(folder / name, SCRIPT, name, "never.pt", **cut)
     cases.request(folder / "too_long", SCRIPT, "random", "never.pt", **cut, proof_seconds=0)
-    cases.request(folder / "waits", SCRIPT, "waits", "never.pt", start_seconds=0.5)
+    for name in ("waits", "listens", "reads_the_clock", "executes"):
+        cases.request(folder / name, SCRIPT, name, "never.pt", start_seconds=0.5)
     return cases.dry_runs(folder)
 
 
@@ -240,7 +241,8 @@ def test_what_is_not_proven_is_told_and_not_started(
         ("casts_over_4", "without Accelerate and without DistributedDataParallel"),
         ("divides_over_4", "divides its model over the processes without Accelerate"),
         ("forks", "os.fork"),
-        ("waits", "it has not begun to train after 0.5 s"),
+        *((name, "it has not begun to train after 0.5 s") for name in ("waits", "listens", "reads_the_clock")),
+        ("executes", "os.exec"),
     ],
 )
 def test_what_cannot_be_followed_says_where_and_what_to_do(answers: Any, name: str, says: str) -> None:

@@ -32,6 +32,19 @@ def imported_files() -> dict[str, FileState]:
     return {name: state for name, state in found.items() if state is not None}
 
 
+def asked_by_script(between: frozenset[str] = frozenset()) -> bool:
+    """True if the script's own code is what asks now, through parts of Python or these packages at most."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001 - who asks is the question
+    passed = between | {"multiprocess", "vram_guard", "vram_guard_accelerate"}
+    while frame is not None and _package_of(frame) in (sys.stdlib_module_names - {"__main__"}) | passed:
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def _package_of(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
 def place_of_frame(frame: Any) -> str:
     """The innermost line outside libraries, as "train.py, line 12"; "" if there is none."""
     while frame is not None:

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def writes():
     describes_and_links(run)
     makes_a_run_as_hydra_does()
     writes_by_libraries(run)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname()).close()
     if sys.argv[3:] == ["programs"]:
         starts_programs()
     train(lambda: writes_by_libraries(folder / "never"))

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import os
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -42,6 +44,20 @@ def waits():
             continue
 
 
+def listens():
+    """To nobody, in C."""
+    socket.create_server(("127.0.0.1", 0)).accept()
+
+
+def reads_the_clock():
+    while time.time() < 1e12:
+        pass
+
+
+def executes():
+    os.execv(sys.executable, [sys.executable, "-c", "print('after: another program')"])
+
+
 def forks():
     if os.fork() == 0:
         os._exit(0)
@@ -73,7 +89,7 @@ if habit == "default":
 inputs, labels = torch.randn(256, 32, 64), torch.randint(0, 10, (256,))
 if habit == "named":
     inputs, labels = inputs.to(device), labels.to(device)
-if habit in ("waits", "forks"):
+if habit in ("waits", "listens", "reads_the_clock", "executes", "forks"):
     globals()[habit]()
 model = Net().to(place)
 criterion = nn.CrossEntropyLoss().to(device)

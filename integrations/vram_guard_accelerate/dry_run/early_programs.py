@@ -11,7 +11,7 @@ from typing import Any
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate._script_files import is_users
+from vram_guard_accelerate._script_files import asked_by_script
 from vram_guard_accelerate.dry_run._subprocess_policy import around_starts, only_tells, shown
 from vram_guard_accelerate.dry_run._write_protection import rights, write_protected
 
@@ -42,7 +42,7 @@ class EarlyPrograms:
     def _start(self, start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
         if only_tells(command, in_shell=in_shell):
             return start()
-        if _by_script():
+        if asked_by_script():
             self._shown[shown(command)] = None
         if not rights():
             return start()
@@ -71,20 +71,3 @@ class EarlyPrograms:
             "them from it: {commands}",
             commands=commands,
         )
-
-
-def _by_script() -> bool:
-    """True if neither a library nor a part of Python is what starts a program now."""
-    frame: Any = sys._getframe(1)  # noqa: SLF001 - who asks is the question
-    while frame is not None and _is_between(frame):
-        frame = frame.f_back
-    return frame is not None and is_users(frame.f_code.co_filename)
-
-
-def _is_between(frame: Any) -> bool:
-    name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return name in sys.stdlib_module_names - {"__main__"} or name in (
-        "multiprocess",
-        "vram_guard",
-        "vram_guard_accelerate",
-    )

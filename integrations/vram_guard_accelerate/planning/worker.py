@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +23,7 @@ from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
+from vram_guard_accelerate.dry_run.early_connections import EarlyConnections
 from vram_guard_accelerate.dry_run.early_programs import EarlyPrograms
 from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
@@ -39,20 +40,21 @@ def main() -> NoReturn:
     """Follow the script that the request names, and write the answer next to the request."""
     folder = Path(sys.argv[1])
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
-    programs = EarlyPrograms(folder, for_programs())
+    early = (EarlyPrograms(folder, for_programs()), EarlyConnections())
     try:
         early_writes = EarlyWrites(folder, stopped, below_caches())
-        _follow(request, lambda answer: _answer(folder, answer), early_writes, programs)
+        _follow(request, lambda answer: _answer(folder, answer), early_writes, early)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
         failure = DryRunFailure.of(error, request.command[0])
-        _answer(folder, replace(failure, message="; ".join(filter(None, (failure.message, programs.note)))))
+        said = (failure.message, *(one.note for one in early))
+        _answer(folder, replace(failure, message="; ".join(filter(None, said))))
 
 
 def _follow(
     request: DryRunRequest,
     answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn],
     early_writes: EarlyWrites,
-    programs: EarlyPrograms,
+    early: Sequence[EarlyPrograms | EarlyConnections],
 ) -> NoReturn:
     """Run a script until it is planned for; never returns.
 
@@ -72,7 +74,7 @@ def _follow(
                 brief=render(found.plan, unicode=True, verbose=False),
                 page=page_to_keep(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
-                notes=(*found.notes, *filter(None, [programs.note])),
+                notes=(*found.notes, *filter(None, (one.note for one in early))),
                 relaunches=found.relaunches,
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
@@ -101,7 +103,8 @@ def _follow(
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
     patches.install(run)
-    programs.watch()
+    for one in early:
+        one.watch()
     run.phase.begins()
     gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
