@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import socket
@@ -40,6 +41,32 @@ def test_generators_go_on_in_the_copy_where_they_are_in_the_original() -> None:
 
     draws()  # numpy makes its generator when it is first asked for
     assert run_in_fork(draws) == draws()
+
+
+def test_queues_whose_thread_was_not_copied_are_not_waited_for() -> None:
+    """As those of TensorBoard's writers: the copy logs and flushes, and nothing reaches the original."""
+    written: list[int] = []
+    waiting: queue.Queue[int | None] = queue.Queue(maxsize=2)
+
+    def write() -> None:
+        while (number := waiting.get()) is not None:
+            written.append(number)
+            waiting.task_done()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+
+    def log(_progress: object) -> str:
+        for number in range(10):
+            waiting.put(number)
+        waiting.join()
+        return "logged"
+
+    assert run_in_fork(log, most_seconds=20) == "logged"
+    log(None)
+    assert written == list(range(10))
+    waiting.put(None)
+    writer.join()
 
 
 def test_a_result_and_progress_come_home() -> None:

@@ -195,6 +195,9 @@ class Prefetched:
 @torch.no_grad()
 def evaluate():
     model.eval()
+    if habit == "evaluates":  # in batches as large as those of the training
+        for x, y in DataLoader(TensorDataset(inputs, labels), args.batch_size):
+            criterion(model(x.to(device)), y.to(device))
     loss = criterion(model(inputs[:8].to(device)), labels[:8].to(device))
     model.train()
     return loss.item()
@@ -232,6 +235,8 @@ for _epoch in range(2):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+        if habit == "evaluates":
+            evaluate()
     print("after:", evaluate())
     torch.save(model.state_dict(), args.weights)
 if habit == "spread":

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar, cast
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
-from vram_guard.forks import autograd_threads, hanging
+from vram_guard.forks import autograd_threads, hanging, queues
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.hanging import HangsError, Patience, abort
@@ -65,7 +65,7 @@ def can_fork() -> bool:
 
 
 def fork_with_generators() -> int:
-    """``os.fork``, but Python's generator is not seeded anew, and autograd of the copy uses no GPU.
+    """``os.fork``, but Python's generator is not seeded anew, autograd of the copy uses no GPU, and no queue waits.
 
     Example:
         >>> fork_with_generators()  # doctest: +SKIP
@@ -76,6 +76,7 @@ def fork_with_generators() -> int:
     if process == 0:
         random.setstate(generators)
         autograd_threads.start_without_gpus()
+        queues.wait_for_nobody()
     return process
 
 
