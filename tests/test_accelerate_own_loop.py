@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, Any]:
     for name in ("loader", "compiles", "keeps_workers"):
         cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
-    for name in ("parallel", "casts", "by_hand", "cpu", "forks", "prefetches", "evaluates"):
+    for name in ("parallel", "casts", "by_hand", "cpu", "forks", "prefetches", "evaluates", "averages"):
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
     cases.request(folder / "functions", SCRIPT, "functions", "never.pt", "--batch-size", "32")
     for name in ("spread", "casts", "divides"):
@@ -109,6 +109,13 @@ def test_a_loader_with_an_iteration_of_its_own_is_followed(answers: Any) -> None
     assert own["breakdown"] == as_any["breakdown"]
     assert (own["batch_size"], own["peak_reserved"]) == (64, as_any["peak_reserved"])
     assert not any("without a DataLoader" in note for note in answers["keeps_workers"]["notes"])
+
+
+def test_copies_of_a_model_on_the_gpu_lie_there_too(answers: Any) -> None:
+    found = answers["averages"]["plan"]["estimate"]
+    own = answers["evaluates"]["plan"]["estimate"]["breakdown"]["parameters"]
+    assert found["breakdown"]["parameters"] == 2 * own
+    assert found["peak_allocated"] >= traced()[1] + own
 
 
 def test_an_evaluation_after_every_step_ends(answers: Any) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import os
 import socket
 import sys
@@ -105,6 +106,13 @@ if habit == "divides":
 if habit == "spread":
     devices = [int(os.environ["LOCAL_RANK"])] if device.type == "cuda" else None
     model = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+averaged = None
+if (
+    habit == "averages"
+):  # as YOLOv5: a check of the model before there is an optimizer, and what asks where the model is
+    copy.deepcopy(model).eval()(inputs[:2].to(device))
+    averaged = copy.deepcopy(model)
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(10, device=next(model.parameters()).device))
 optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")
 casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else contextlib.nullcontext()
@@ -237,6 +245,9 @@ for _epoch in range(2):
             optimizer.zero_grad()
         if habit == "evaluates":
             evaluate()
+        if averaged is not None:
+            for mean, parameter in zip(averaged.parameters(), model.parameters(), strict=True):
+                mean.data.lerp_(parameter.data, 0.1)
     print("after:", evaluate())
     torch.save(model.state_dict(), args.weights)
 if habit == "spread":

@@ -15,13 +15,24 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.cuda_module import accelerator_answers, cuda_answers, while_active
+from vram_guard.simulate.device.cuda_module import CUDA, accelerator_answers, cuda_answers, while_active
 from vram_guard.simulate.device.fake_cuda import as_device, device_by_default
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.state.containers import leaves
 from vram_guard_accelerate._script_files import is_users
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
+
+
+_TENSOR: Any = torch.Tensor
+
+#: Where a tensor is, as it is asked; answers of one on the GPU.
+_WHERE: tuple[tuple[Any, Any], ...] = (
+    (_TENSOR.device.__get__, CUDA),
+    (_TENSOR.is_cuda.__get__, True),
+    (_TENSOR.is_cpu.__get__, False),
+    (_TENSOR.get_device, 0),
+)
 
 
 class CudaShim(TorchFunctionMode):
@@ -94,6 +105,8 @@ class CudaShim(TorchFunctionMode):
             return args[0]
         if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
             return args[0] if name == "pin_memory" else False
+        if name in ("__get__", "get_device"):
+            return self._told(func, args, kwargs)
         if name == "record_stream":  # a tensor that lies on the CPU has none
             return None
         to_gpu = [_is_gpu(value) for value in args]
@@ -105,6 +118,12 @@ class CudaShim(TorchFunctionMode):
         out = func(*args, **{**kwargs, "device": torch.device("cpu")} if named else kwargs)
         self._remember(out)
         return out
+
+    def _told(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where a tensor is; a loss that is made before the loop keeps the device of the weights."""
+        answer = next((answer for asked, answer in _WHERE if asked == func), None)
+        held = answer is not None and self.holds(args[0])
+        return answer if held else func(*args, **kwargs)
 
     def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is computed of tensors on the GPU lies there, unless it is moved to the CPU."""

@@ -24,6 +24,7 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure
 
 if TYPE_CHECKING:
     from torch import nn
+    from typing_extensions import Self
 
 #: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
 OTHER_BATCHES = 2
@@ -116,6 +117,10 @@ class Phase:
 
     def __init__(self, run: DryRun) -> None:
         self.run = run
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """Copies of a model, whose hooks lead here, are followed as the model is."""
+        return self
 
     @property
     def forwards(self) -> int:

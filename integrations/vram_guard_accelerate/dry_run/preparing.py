@@ -42,7 +42,7 @@ class PreparingPhase(Phase):
         super().__init__(run)
         writes = run.early_writes
         self._shim = CudaShim(run.shape.capability, *([] if writes is None else [writes.watch_libraries]))
-        self._calls = ModelCalls(self._shim.holds, lambda _module: not self._may_follow, self._follow)
+        self._calls = ModelCalls(self._shim.holds, self._too_early, self._follow)
 
     def begins(self) -> None:
         """From the first line on there is a GPU, but for libraries, which would look for its driver."""
@@ -84,6 +84,15 @@ class PreparingPhase(Phase):
     @property
     def _may_follow(self) -> bool:
         return self._shim.used and not self.run.script.uses_accelerate
+
+    def _too_early(self, module: nn.Module) -> bool:
+        """True for a check of the model before its optimizer is made, in eval mode."""
+        if not self._may_follow:
+            return True
+        if optimizers_of([module], self.run.script.optimizers):
+            return False
+        own = (parameter for part in module.modules() if part.training for parameter in part.parameters(recurse=False))
+        return not any(parameter.requires_grad for parameter in own)
 
     def _follow(self, models: list[nn.Module]) -> None:
         """From here on these models are symbolic, as if they had been prepared."""

@@ -45,6 +45,8 @@ from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import Timeline
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from vram_guard.simulate.compiler.following import Followed
 
 
@@ -82,6 +84,10 @@ class ExternalLoopTracer:
         self._followed: Followed | None = None
         self._flat: nn.Module | None = None
         """The model that FullyShardedDataParallel divides, if any: it stores gradients itself."""
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """A copy of a model, whose hooks lead here, is traced with the model."""
+        return self
 
     # --- setting up -------------------------------------------------------------------------------------------
 
