@@ -209,6 +209,30 @@ def test_the_default_device_is_the_one_that_could_have_been_named(form: Any) -> 
     assert blocks(by_default) == blocks(lambda net, x: making(net, x, device="cuda"))
 
 
+@pytest.mark.parametrize("place", [0, "cuda"])
+def test_a_gpu_may_be_named_by_its_number(place: Any) -> None:
+    """As scripts that torchrun starts name theirs: by their rank."""
+
+    def code(_model: Net, inputs: torch.Tensor) -> torch.Tensor:
+        size = len(inputs)
+        steps = torch.randint(0, 1000, (size,), device=place)
+        order = torch.randperm(size, device=place)
+        noise = torch.randn_like(inputs, device=place) + torch.zeros(size, 1, device=place)
+        return inputs[order] * noise + steps[:, None]
+
+    named = traced(built(code))
+    assert named.at(8).peak_allocated == traced(built(_on_cuda)).at(8).peak_allocated
+
+
+def _on_cuda(_model: Net, inputs: torch.Tensor) -> torch.Tensor:
+    """The same with the device that the tensors tell."""
+    where, size = inputs.device, len(inputs)
+    steps = torch.randint(0, 1000, (size,), device=where)
+    order = torch.randperm(size, device=where)
+    noise = torch.randn_like(inputs) + torch.zeros(size, 1, device=where)
+    return inputs[order] * noise + steps[:, None]
+
+
 def test_what_torch_itself_makes_like_a_tensor_of_the_gpu_is_on_the_gpu() -> None:
     """A gradient that is an expanded tensor is copied by autograd, with the device of the meta tensor behind it."""
 

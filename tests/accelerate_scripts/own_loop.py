@@ -112,7 +112,9 @@ if (
 ):  # as YOLOv5: a check of the model before there is an optimizer, and what asks where the model is
     copy.deepcopy(model).eval()(inputs[:2].to(device))
     averaged = copy.deepcopy(model)
-    criterion = nn.CrossEntropyLoss(weight=torch.ones(10, device=next(model.parameters()).device))
+    where = next(model.parameters()).device
+    counted = torch.ones(10, device=0 if device.type == "cuda" else device)
+    criterion = nn.CrossEntropyLoss(weight=torch.ones_like(counted, device=where))
 optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")
 casts = torch.autocast("cuda", dtype=torch.float16) if habit == "casts" else contextlib.nullcontext()

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.cuda_module import CUDA, accelerator_answers, cuda_answers, while_active
-from vram_guard.simulate.device.fake_cuda import as_device, device_by_default
+from vram_guard.simulate.device.fake_cuda import as_device, device_by_default, named_by_number
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.state.containers import leaves
 from vram_guard_accelerate._script_files import is_users
@@ -94,7 +94,7 @@ class CudaShim(TorchFunctionMode):
         self._moved = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = named_by_number(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in ("to", "_parse_to"):  # a number is that of a GPU
             args = tuple(map(_numbered, args))

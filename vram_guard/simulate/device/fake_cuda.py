@@ -357,6 +357,25 @@ _FACTORIES = (
     "eye",
 )
 
+#: Others that may be given a GPU by its number, which torch would ask the driver about.
+_OTHER_FACTORIES = (
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("randperm", "normal", "logspace", "tril_indices", "triu_indices"),
+)
+
+
+def named_by_number(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in which a GPU that is named by its number is a device."""
+    return {**kwargs, "device": CUDA} if type(kwargs.get("device")) is int else kwargs
+
+
+def _by_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **named_by_number(kwargs))
+
+    return made
+
 
 def device_by_default(function: Any, named: Any) -> torch.device | None:
     """The device on which torch's function makes its tensor where the default device decides; None: it does not.
@@ -384,6 +403,7 @@ def _on_named_device(original: Callable[..., Any], state: FakeCudaState) -> Call
 
     @functools.wraps(original)
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs = named_by_number(kwargs)
         if state.in_kernel:  # our own: nobody looks at the places of what a kernel makes in between
             own: torch.Tensor = original(*args, **kwargs)
             return own
@@ -440,6 +460,7 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
         (torch.cuda.nvtx, {"_nvtx": TOOLS}),
         (torch, {name: _factory(getattr(torch, name), state) for name in ("tensor", "as_tensor")}),
         (torch, {name: _on_named_device(getattr(torch, name), state) for name in _FACTORIES}),
+        (torch, {name: _by_name(getattr(torch, name)) for name in _OTHER_FACTORIES}),
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
         (torch._C, {group: _group_by_device(getattr(torch._C, group), state)}),
