@@ -78,6 +78,8 @@ class CudaShim(TorchFunctionMode):
         self._stack.enter_context(replaced(torch.cuda, self._answers))
         if hasattr(torch, "accelerator"):
             self._stack.enter_context(replaced(torch.accelerator, self._on_accelerator))
+        recorded = while_active(self, lambda *_: None, torch.Tensor.record_stream)  # what lies on the CPU has no stream
+        self._stack.enter_context(replaced(torch.Tensor, {"record_stream": recorded}))
         self._stack.enter_context(replaced(torch, {"load": _loading_on_cpu(torch.load)}))
         torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
         self._stack.enter_context(imports_run_for_real(self, excepted=is_users, after=self._imported))
@@ -107,8 +109,6 @@ class CudaShim(TorchFunctionMode):
             return args[0] if name == "pin_memory" else False
         if name in ("__get__", "get_device"):
             return self._told(func, args, kwargs)
-        if name == "record_stream":  # a tensor that lies on the CPU has none
-            return None
         to_gpu = [_is_gpu(value) for value in args]
         # After torch.set_default_device("cuda") torch itself would name it, further down.
         named = _is_gpu(kwargs.get("device")) or _is_gpu(device_by_default(func, kwargs.get("device")))
@@ -128,13 +128,14 @@ class CudaShim(TorchFunctionMode):
     def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is computed of tensors on the GPU lies there, unless it is moved to the CPU."""
         out = func(*args, **kwargs)
-        given = (value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor))
-        if not self._moved or not any(map(self.holds, given)):
+        given = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)] if self._moved else []
+        if not any(map(self.holds, given)):
             return out
         if func is torch.Tensor.cpu or any(_is_cpu(value) for value in (*args, *kwargs.values())):
             return out.clone() if isinstance(out, torch.Tensor) and self.holds(out) else out
         for value in leaves(out):
-            self._remember(value)
+            if not any(value is one for one in given):  # what is written to stays where it is
+                self._remember(value)
         return out
 
     def _remember(self, tensor: Any) -> None:
