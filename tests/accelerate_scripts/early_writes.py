@@ -73,6 +73,13 @@ def writes():
     os.rename(run / "copy.json", run / "renamed.json")
     (run / "gone.txt").write_text("soon gone")
     (run / "gone.txt").unlink()
+    (run / "fresh.json").write_text('{"fresh": true}')
+    os.replace(run / "fresh.json", folder / "settings.json")
+    assert json.loads((folder / "settings.json").read_text()) == {"fresh": True}
+    assert not (run / "fresh.json").exists()
+    (run / "fresh.json").write_text('{"fresher": true}')
+    (run / "fresh.json").rename(folder / "settings.json")
+    assert json.loads((folder / "settings.json").read_text()) == {"fresher": True}
     os.symlink(run, folder / "latest")
     with tempfile.NamedTemporaryFile(dir=folder) as temporary:
         temporary.write(b"x")
@@ -89,7 +96,15 @@ def writes():
         socket.create_connection(server.getsockname()).close()
     if sys.argv[3:] == ["programs"]:
         starts_programs()
-    train(lambda: writes_by_libraries(folder / "never"))
+    train(goes_on)
+
+
+def goes_on():
+    """In every step: what was written before it is read back, and what is written is thrown away."""
+    assert json.loads((folder / "settings.json").read_text()) == {"fresher": True}
+    assert torch.load(folder / "checkpoint.pt") == {"step": 0}
+    (folder / "settings.json").write_text("{}")
+    writes_by_libraries(folder / "never")
 
 
 def writes_by_libraries(run):
@@ -233,8 +248,8 @@ def moves():
 
 
 def overwrites():
-    (folder / "fresh.json").write_text("{}")
-    os.replace(folder / "fresh.json", folder / "settings.json")
+    os.symlink(folder / "raw.bin", folder / "fresh")
+    os.replace(folder / "fresh", folder / "settings.json")
     train()
 
 

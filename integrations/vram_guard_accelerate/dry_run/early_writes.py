@@ -99,6 +99,8 @@ class EarlyWrites:
         wrap(torch, "from_file", self._map)
         for name in ("mkfifo", "mknod"):
             wrap(os, name, self._make, optional=True)
+        for name in ("rename", "replace"):
+            wrap(os, name, self._rename)
         for name in _DESCRIBING:
             wrap(os, name, self._describe, optional=True)
         wrap(os, "truncate", self._truncate, optional=True)
@@ -126,9 +128,10 @@ class EarlyWrites:
         return self._copies[path]
 
     def read(self, file: Any) -> Any:
-        """The file that is read in place of one: what was written in its place."""
-        path = self._content(file) if self._copies else None
-        return self._copies.get(path, file) if path is not None else file
+        """The file that is read in place of one: what was written in its place, also after ``prepare``."""
+        if not self._copies or self._busy or not isinstance(file, (str, bytes, os.PathLike)):
+            return file
+        return self._copies.get(os.path.realpath(os.fsdecode(file)), file)
 
     def _save(self, original: Any, thing: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.save`` and what ``torch.jit`` saves: files are opened in C++."""
@@ -180,6 +183,18 @@ class EarlyWrites:
         if path is not None and instead is file:
             self._note(path)
         return instead
+
+    def _rename(self, original: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        """A file of the script's own that takes the place of one of the user's, as files are written at one blow."""
+        own = None if args or kwargs else self._watched(source)
+        there = self._content(target)
+        own_file = own is not None and self._is_own(own) and Path(own).is_file() and not Path(own).is_symlink()
+        if not own_file or there is None or self._is_own(there) or not Path(there).is_file():
+            original(source, target, *args, **kwargs)
+            return
+        instead = self._instead(target, keeps=False)
+        self._quietly(lambda: shutil.copyfile(str(own), instead))
+        self._quietly(lambda: Path(str(own)).unlink())
 
     def made_whole(self, folder: Any) -> bool:
         """True if all that will be in a folder is the script's: it is removed then, whatever its files are called."""
