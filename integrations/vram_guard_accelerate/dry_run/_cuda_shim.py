@@ -127,8 +127,10 @@ class CudaShim(TorchFunctionMode):
 
     def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is computed of tensors on the GPU lies there, unless it is moved to the CPU."""
+        # Beside the tensor, deepcopy is given all copies that were made so far.
+        asked = args[:1] if getattr(func, "__name__", "") == "__deepcopy__" else (args, kwargs)
+        given = [value for value in leaves(asked) if isinstance(value, torch.Tensor)] if self._moved else []
         out = func(*args, **kwargs)
-        given = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)] if self._moved else []
         if not any(map(self.holds, given)):
             return out
         if func is torch.Tensor.cpu or any(_is_cpu(value) for value in (*args, *kwargs.values())):
