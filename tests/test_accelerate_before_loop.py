@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -52,6 +53,8 @@ def places() -> dict[str, Any]:
     found: dict[str, Any] = {name: shim.holds(tensor) for name, tensor in where.items()}
     found["said"] = (str(on_gpu.device), on_gpu.is_cuda, on_gpu.is_cpu, on_gpu.get_device(), str(on_host.device))
     found["sum"] = on_gpu.sum().item()
+    computed = weakref.ref((on_gpu * 3).untyped_storage())
+    found["let go"] = computed() is None and shim.used
     found["streams"] = isinstance(stream, torch.cuda.Stream)
     shim.end()
     return found
@@ -63,4 +66,5 @@ def test_what_is_made_of_tensors_on_the_gpu_lies_there_and_what_is_moved_back_do
     assert found.pop("said") == ("cuda:0", True, False, 0, "cpu")
     assert found.pop("sum") == 4  # its values are there
     assert found.pop("streams")
+    assert found.pop("let go")
     assert found == {name: name not in on_host for name in found}

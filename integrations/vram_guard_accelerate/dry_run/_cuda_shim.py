@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,13 +58,13 @@ class CudaShim(TorchFunctionMode):
             name: while_active(self, answer, getattr(torch.accelerator, name))
             for name, answer in accelerator_answers().items()
         }
-        self._moved: dict[int, torch.UntypedStorage] = {}
-        self._begun = False
+        self._moved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._used = self._begun = False
 
     @property
     def used(self) -> bool:
         """True once something was meant to be on the GPU."""
-        return bool(self._moved)
+        return self._used
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if this tensor is meant to be on the GPU."""
@@ -141,9 +142,17 @@ class CudaShim(TorchFunctionMode):
         return out
 
     def _remember(self, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-            # The storage is kept alive, or its address could be given to another one.
-            self._moved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def gone(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            if self._moved.get(key) is ref:  # the address may belong to another one by now
+                del self._moved[key]
+
+        self._used = True
+        self._moved[key] = weakref.ref(storage, gone)
 
 
 def _numbered(value: Any) -> Any:
