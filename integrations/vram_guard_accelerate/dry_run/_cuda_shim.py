@@ -60,6 +60,8 @@ class CudaShim(TorchFunctionMode):
         }
         self._moved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._used = self._begun = False
+        self.tells = True
+        """Tensors on the GPU say that they are there; off where a step is run for real, on the CPU."""
 
     @property
     def used(self) -> bool:
@@ -108,7 +110,7 @@ class CudaShim(TorchFunctionMode):
             return args[0]
         if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
             return args[0] if name == "pin_memory" else False
-        if name in ("__get__", "get_device"):
+        if self.tells and name in ("__get__", "get_device"):
             return self._told(func, args, kwargs)
         to_gpu = [_is_gpu(value) for value in args]
         # After torch.set_default_device("cuda") torch itself would name it, further down.
