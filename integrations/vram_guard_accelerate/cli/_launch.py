@@ -64,9 +64,8 @@ def launch(arguments: Sequence[str]) -> int:
     local = max(1, target.ranks // target.machines)
     budget = budget_for(given.settings, local, target.gpu_ids)
     required = RequiredReleases.find(given.settings.releases, ignore=given.settings.ignore_releases)
-    command = (given.script, *given.arguments)
     environment = {**target.environment, BEFORE_START: "1"}
-    request = DryRunRequest(command, given.module, given.settings, budget, target.ranks, environment, local)
+    request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)
     _launchers.say_what_is_ignored()
     try:
         # A sign of life on a terminal, nothing elsewhere.
@@ -142,7 +141,7 @@ def _agreed() -> bool:
 
 def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> int:
     """The real thing. A plan that changes nothing leaves the launch to accelerate alone."""
-    command = [*(["-m"] if given.module else []), given.script, *given.arguments]
+    command = [*(["-m"] if given.module else []), *given.command]
     if plan is not None:
         os.environ[VARIABLE] = to_json(plan)
         if plan.recipe.expandable_segments:

@@ -145,6 +145,11 @@ class FollowedLoop:
         return isinstance(self.accelerator, OwnLoop)
 
     @property
+    def trains(self) -> bool:
+        """True where what is loaded now would be trained on: gradients are on, and a model is in training mode."""
+        return torch.is_grad_enabled() and any(model.training for model in self.models)
+
+    @property
     def optimizers_behind(self) -> bool:
         """True while a prepared optimizer has not taken its second step."""
         prepared = self.accelerator._optimizers

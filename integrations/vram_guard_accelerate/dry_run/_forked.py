@@ -124,10 +124,10 @@ class ForkedPhase(LoopPhase):
         """Made to order for the training; real ones for evaluations, and for loops that make batches of loaded ones."""
         if self._sample.loader is None:
             return batches.next_real()
-        if batches.loader is not self._sample.loader:
-            trains = torch.is_grad_enabled() and any(model.training for model in self.loop.models)
-            if not trains or _batch_size(batches.loader) != self._sample.batch_size:
-                return batches.next_beside_training()
+        if batches.loader is self._sample.loader:
+            return self.made_batch()
+        if not self.loop.trains or _batch_size(batches.loader) != self._sample.batch_size:
+            return batches.next_beside_training()
         return self.made_batch()
 
     def made_batch(self) -> Any:

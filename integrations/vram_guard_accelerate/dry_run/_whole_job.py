@@ -88,8 +88,7 @@ class WholeJobPhase(ForkedPhase):
             return True
         of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
         again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
-        trains = torch.is_grad_enabled() and any(model.training for model in self.loop.models)
-        return trains and (of_training or again)
+        return self.loop.trains and (of_training or again)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """The training's until its epoch is over; two of any other loader."""

@@ -107,17 +107,16 @@ class LibraryWrites:
     def __init__(self, paths: Paths, stopped: Callable[[str], NoReturn]) -> None:
         self._paths = paths
         self._stopped = stopped
-        self._waiting = {*_FILES, *_FOLDERS}
+        self._waiting = [*_FILES, *_FOLDERS]
 
     def watch(self) -> None:
         """The libraries that are loaded by now; to be called again whenever a module has been."""
-        for opens in sorted(self._waiting, key=lambda one: one.where):
-            found = opens.resolve()
-            if found is not None:
-                self._waiting.discard(opens)
-                self._wrap(opens, *found)
+        self._waiting = [opens for opens in self._waiting if not self._wrapped(opens)]
 
-    def _wrap(self, opens: _Opens, owner: Any, name: str) -> None:
+    def _wrapped(self, opens: _Opens) -> bool:
+        found = opens.resolve()
+        if found is None:
+            return False
         redirected = self._folder if opens in _FOLDERS else self._file
 
         def call(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,13 +131,15 @@ class LibraryWrites:
                 return original(*args, **{**kwargs, opens.path: instead})
             return original(*args[: opens.at], instead, *args[opens.at + 1 :], **kwargs)
 
-        wrap(owner, name, call)
+        wrap(*found, call)
+        return True
 
     def _file(self, file: Any, mode: str, _options: dict[str, Any]) -> Any:
         if not any(sign in mode for sign in "wax+"):
             return self._paths.read(file)
-        instead = self._paths.written(file, keeps="w" not in mode)
-        return instead if self._paths.watches else self._paths.thrown_away(file)
+        if not self._paths.watches:
+            return self._paths.thrown_away(file)
+        return self._paths.written(file, keeps="w" not in mode)
 
     def _folder(self, folder: Any, _mode: str, options: dict[str, Any]) -> Any:
         if options.get("readonly"):  # LMDB
