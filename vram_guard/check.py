@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import GPU, Budget
 from vram_guard.errors import DoesNotFitError, InvalidInputError
 from vram_guard.language import _
 from vram_guard.module_names import with_class
-from vram_guard.step import checked_count
+from vram_guard.step import TrainingStep, checked_count
+from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.step import TrainingStep
-    from vram_guard.timeline import Estimate, Timeline
 
 
 def assert_fits(

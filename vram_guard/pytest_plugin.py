@@ -9,15 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from vram_guard.timeline import Estimate
-
+from vram_guard.timeline import Estimate
 
 #: Findings travel with the reports of tests, from other processes too.
 _PROPERTY = "vram_guard_finding"

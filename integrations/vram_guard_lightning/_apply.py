@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
 from vram_guard.parallel.resharding import set_resharding
-from vram_guard.techniques import install
+from vram_guard.techniques import Recipe, install
 from vram_guard.techniques.optimizers import repoint
 from vram_guard.techniques.placement import optimizer_for, place, step_where
 from vram_guard_lightning import _closure, _deepspeed, _dividing, _growth, _layouts, _namespaces
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
-    from vram_guard.techniques import Recipe
 
 
 def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vram_guard.job import Job
+from vram_guard.job import Job, JobRun
 from vram_guard.language import Message, _
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.state.random_generators import random_state_kept
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from vram_guard.capture.loader import Sample
-    from vram_guard.job import JobRun
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 

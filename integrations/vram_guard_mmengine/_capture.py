@@ -39,7 +39,7 @@ from vram_guard_mmengine import (
     _smaller_validation,
     _symbolic_run,
 )
-from vram_guard_mmengine._evaluation import capture_evaluation, number_of_batches, test_of, validation_of
+from vram_guard_mmengine._evaluation import Rounds, capture_evaluation, number_of_batches, test_of, validation_of
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from vram_guard.proof.observed import Observed
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
-    from vram_guard_mmengine._evaluation import Rounds
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
 

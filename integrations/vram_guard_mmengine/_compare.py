@@ -8,12 +8,13 @@ import logging
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _
 from vram_guard.plan.comparison import Comparison, Configuration
@@ -23,9 +24,6 @@ from vram_guard.step import Precision, checked_count
 from vram_guard_mmengine._capture import Captured, capture
 from vram_guard_mmengine._configs import refuse_before_mmengine, unregistered_types_said
 from vram_guard_mmengine._training import auto_scaled
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
 
 
 def compare(

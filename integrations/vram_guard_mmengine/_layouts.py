@@ -11,13 +11,12 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.parallel.resharding import other_strategy
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
-from vram_guard.techniques import Sharding
+from vram_guard.techniques import Recipe, Sharding
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.guard.applied import Applied
-    from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - what the strategy does to a model is its method `_wrap_model`, which subclasses replace
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmengine.hooks import Hook
 
 from vram_guard.capture.loader import Sample
 from vram_guard.guard.places import Asked, train_differently
+from vram_guard.job import JobRun
 from vram_guard.language import Message, _
 from vram_guard_mmengine._shadow import Shadow, is_users
 from vram_guard_mmengine._step_look import LONG, StepLook
-
-if TYPE_CHECKING:
-    from vram_guard.job import JobRun
 
 #: Different steps that are followed, besides the first and the last one.
 MOST_STEPS = 6

@@ -11,7 +11,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mmengine.evaluator.metric
 import mmengine.runner.amp
@@ -24,12 +24,10 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 
 from vram_guard.forks.exclusive import in_copy
+from vram_guard.job import JobRun
 from vram_guard.language import Message
 from vram_guard.patching import replaced
 from vram_guard_mmengine._rehearsal import WATCHING
-
-if TYPE_CHECKING:
-    from vram_guard.job import JobRun
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 

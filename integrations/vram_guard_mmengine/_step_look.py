@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.job import JobRun
 from vram_guard.language import Message, _
 from vram_guard.state.containers import MUTABLE
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_mmengine._shadow import PARTS, Shadow
-
-if TYPE_CHECKING:
-    from vram_guard.job import JobRun
 
 #: Longer containers hold data, not switches.
 LONG = 64

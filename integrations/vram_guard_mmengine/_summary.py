@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vram_guard.plan import Plan
 from vram_guard.techniques.recipe import AS_WRITTEN
-
-if TYPE_CHECKING:
-    from vram_guard.plan import Plan
 
 #: Where a dumped config and a checkpoint's meta keep the plan.
 CONFIG_KEY, META_KEY = "vram_guard_plan", "vram_guard"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mmengine.device import get_device
@@ -14,23 +14,21 @@ from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
 from vram_guard.apply import learning_rate, step_counts
+from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
+from vram_guard.forks.fork import Progress
+from vram_guard.guard.applied import Applied
+from vram_guard.guard.decision import Decision
 from vram_guard.language import _
+from vram_guard.plan import Plan
 from vram_guard.printable import printable
+from vram_guard.techniques import Recipe
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
 from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
-
-if TYPE_CHECKING:
-    from vram_guard.apply.loss_weight import LossWeight
-    from vram_guard.forks.fork import Progress
-    from vram_guard.guard.applied import Applied
-    from vram_guard.guard.decision import Decision
-    from vram_guard.plan import Plan
-    from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -14,6 +14,7 @@ from mmengine.runner import FlexibleRunner, Runner
 from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
+from vram_guard.plan import Plan
 from vram_guard.settings import disabled, filled
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import _dividing, _recovery, _split_step
@@ -22,10 +23,6 @@ from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._settings import Settings, checked_priority
 from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
 from vram_guard_mmengine._training import RunnerTraining, auto_scaled, install_techniques, save_as_written
-
-if TYPE_CHECKING:
-    from vram_guard.plan import Plan
-
 
 # ruff: noqa: ARG002 - MMEngine decides what hooks are given
 

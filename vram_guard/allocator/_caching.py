@@ -11,7 +11,7 @@ Not modelled, because a sequence of allocations and frees does not say when they
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from vram_guard.allocator._driver import SimulatedDriver
 from vram_guard.allocator._expandable import ExpandableSegments, least_expanded
@@ -27,16 +27,14 @@ from vram_guard.allocator.blocks import (
     UNMAPPED,
     Pool,
     PoolBlock,
+    Segment,
+    SegmentBlock,
+    SegmentEvent,
     contiguous,
     view,
 )
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent
 
 
 class SimulatedOutOfMemory(VramGuardError, MemoryError):  # noqa: N818 - named after torch.OutOfMemoryError

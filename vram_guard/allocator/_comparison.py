@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vram_guard.allocator._caching import CachingAllocator
 from vram_guard.allocator._driver import ALIGNMENT
 from vram_guard.allocator._expandable import ADDRESS_SPACE
+from vram_guard.allocator._recording import Recording
+from vram_guard.allocator._settings import AllocatorSettings
+from vram_guard.allocator.blocks import PoolBlock, Segment, SegmentType, TraceEntry
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vram_guard.allocator._recording import Recording
-    from vram_guard.allocator._settings import AllocatorSettings
-    from vram_guard.allocator.blocks import PoolBlock, Segment, SegmentType, TraceEntry
 
 
 class Difference(NamedTuple):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from vram_guard.allocator.blocks import SegmentEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vram_guard.allocator.blocks import SegmentAction
+from vram_guard.allocator.blocks import SegmentAction, SegmentEvent
 
 #: The first segment's address: where CUDA on Linux puts its own, and within what a double holds exactly.
 BASE_ADDRESS = 0x7F0000000000

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vram_guard.allocator.blocks import FREE, LIVE, SMALL_SEGMENT, UNMAPPED, PoolBlock
-
-if TYPE_CHECKING:
-    from vram_guard.allocator._driver import SimulatedDriver
-    from vram_guard.allocator.blocks import Pool, Segment
+from vram_guard.allocator._driver import SimulatedDriver
+from vram_guard.allocator.blocks import FREE, LIVE, SMALL_SEGMENT, UNMAPPED, Pool, PoolBlock, Segment
 
 #: Address space of one expandable segment, in bytes. torch reserves 9/8 of the device's memory; the device is
 #: not known here, and no device reaches 64 TiB.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
+from vram_guard.allocator._settings import AllocatorSettings
+from vram_guard.allocator.blocks import PoolBlock, Segment
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
-
-    from vram_guard.allocator._settings import AllocatorSettings
-    from vram_guard.allocator.blocks import PoolBlock, Segment
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vram_guard.allocator._caching import CachingAllocator
+from vram_guard.allocator._settings import AllocatorSettings
 from vram_guard.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, Segment, SegmentBlock, SegmentType, TraceEntry
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from vram_guard.allocator._settings import AllocatorSettings
 
 
 class Rewound(NamedTuple):

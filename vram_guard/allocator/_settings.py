@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 MIB = 2**20
 

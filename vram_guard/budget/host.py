@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vram_guard.errors import DeviceQueryError
 from vram_guard.language import _, marked
 from vram_guard.units import parse_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PHYSICAL = marked("physical memory")
 

@@ -9,19 +9,17 @@ and other machines' GPUs.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.budget._device import DeviceMemory, GpuProcess, no_device
 from vram_guard.budget._visible import ORDER, VISIBLE, ordered_by_bus, visible_devices
 from vram_guard.budget.host import host_memory
 from vram_guard.errors import DeviceQueryError, InvalidInputError
 from vram_guard.language import _, marked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 # nvmlReturn_t in nvml.h
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND = 2, 3, 4, 6

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.budget import nvml as _nvml
 from vram_guard.budget.host import host_memory
-
-if TYPE_CHECKING:
-    from vram_guard.budget.nvml import Nvml
+from vram_guard.budget.nvml import Nvml
 
 
 @dataclass(frozen=True)

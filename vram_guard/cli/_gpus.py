@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vram_guard.budget import GPU
 from vram_guard.cli._arguments import checked_margin
 from vram_guard.cli._configuration import add_set
 from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
@@ -14,9 +15,6 @@ from vram_guard.cli.options import FOLDER, NETWORK, add_options
 from vram_guard.cli.printing import print_columns, print_json, say
 from vram_guard.cli.releases import add_release_options
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from vram_guard.budget import GPU
 
 
 def add(commands: Any) -> None:

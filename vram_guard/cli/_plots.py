@@ -6,17 +6,14 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import GPU, Budget
 from vram_guard.cli.printing import say
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.plan import Plan
-    from vram_guard.timeline import Estimate, Timeline
+from vram_guard.plan import Plan
+from vram_guard.timeline import Estimate, Timeline
 
 
 def add_picture_options(parser: argparse.ArgumentParser) -> None:

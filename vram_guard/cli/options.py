@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from vram_guard.budget import Budget
 from vram_guard.language import _, marked
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
 
 
 class _Option(NamedTuple):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
-from vram_guard.timeline import STEP_PHASES, SYNCHRONISED_NORM
-
-if TYPE_CHECKING:
-    from vram_guard.timeline import Collective, Timeline
+from vram_guard.timeline import STEP_PHASES, SYNCHRONISED_NORM, Collective, Timeline
 
 
 def collectives_of(timeline: Timeline | None) -> tuple[Collective, ...]:

@@ -13,8 +13,8 @@ from vram_guard.capture.loader import set_batch_size
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard._decide import in_copy_of_process, least_budget
-from vram_guard.guard._ranks import attempt, from_rank_zero
-from vram_guard.job import Job, evenly
+from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero
+from vram_guard.job import Job, JobRun, evenly
 from vram_guard.language import _
 from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.state.random_generators import random_state_kept
@@ -23,11 +23,9 @@ from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
-    from vram_guard.guard._ranks import Outcome
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.guard.training import Training
-    from vram_guard.job import JobRun
     from vram_guard.timeline import Estimate, Timeline
 
 

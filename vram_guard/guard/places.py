@@ -6,10 +6,9 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from vram_guard.job import JobRun
+from vram_guard.job import JobRun
 
 #: Steps at the beginning of an epoch that are looked at one by one.
 LOOKED_AT = 64

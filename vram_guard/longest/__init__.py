@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.checks import checked_count
-
-if TYPE_CHECKING:
-    from vram_guard.step import TrainingStep
+from vram_guard.step import TrainingStep
 
 __all__ = ["LongestBatch", "longest_batch"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from vram_guard.capture.loader import copied
-from vram_guard.forks.fork import ForkRefusedError, run_in_fork
+from vram_guard.capture.loader import Reading, Sample, copied
+from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
 from vram_guard.longest._extents import shapes_of
 from vram_guard.longest._look import Found, Question, look
@@ -20,8 +20,6 @@ from vram_guard.simulate import DEFAULT_CAPABILITY, trace_at
 from vram_guard.state.random_generators import random_state_kept
 
 if TYPE_CHECKING:
-    from vram_guard.capture.loader import Reading, Sample
-    from vram_guard.forks.fork import Progress
     from vram_guard.longest.wish import Wish
     from vram_guard.step import TrainingStep
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vram_guard.apply.loss_terms import parts_of
-from vram_guard.apply.microbatch import Splitter
-
-if TYPE_CHECKING:
-    from vram_guard.apply.microbatch import Layout
+from vram_guard.apply.microbatch import Layout, Splitter
 
 
 def of_whole_batch(make: Callable[[int], Any], batch_size: int, micro_batch_size: int, layout: Layout) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vram_guard.apply.microbatch import MicroBatch, Splitter
+from vram_guard.apply.microbatch import Layout, MicroBatch, Splitter
 from vram_guard.language import _
 from vram_guard.proof._cut_batches import of_whole_batch
 
 if TYPE_CHECKING:
-    from vram_guard.apply.microbatch import Layout
     from vram_guard.apply.normalisers import Normaliser
     from vram_guard.guard.training import CapturedTraining
     from vram_guard.plan import Plan

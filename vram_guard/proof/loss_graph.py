@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from vram_guard.apply.loss_terms import Term, joined_in, loss_terms, reduction_of
+from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.normalisers import Normaliser, explained, look_at, placeholders_of
 from vram_guard.language import _
 from vram_guard.proof._batch_state import BatchState
@@ -14,13 +16,8 @@ from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS, Calls, joined_by
 from vram_guard.proof.step_state import StepState, storage_of
 from vram_guard.simulate.tracing.batches import batch_source
+from vram_guard.step import TrainingStep
 from vram_guard.tensors import without_modes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from vram_guard.apply.microbatch import MicroBatch
-    from vram_guard.step import TrainingStep
 
 
 class LossGraph:

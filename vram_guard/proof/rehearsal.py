@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
+from vram_guard.apply.microbatch import Layout as BatchLayout
 from vram_guard.forks.side_effects import opened_for_writing, refuse_connections
 from vram_guard.guard.applied import Applied
 from vram_guard.language import _
@@ -30,11 +32,6 @@ from vram_guard.proof.observed import Observed, Value, gradients_of, observe
 from vram_guard.state.random_generators import RandomState
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
-
-if TYPE_CHECKING:
-    from vram_guard.apply.loss_weight import LossWeight
-    from vram_guard.apply.microbatch import Layout as BatchLayout
-
 
 #: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
 MOST_ACCUMULATED = 2

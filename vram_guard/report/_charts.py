@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.module_names import with_class
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._walk import stack
-from vram_guard.report.batch_curve import close_together
-from vram_guard.timeline import STEP_PHASES, phase_words
+from vram_guard.report.batch_curve import BatchCurve, Limit, close_together
+from vram_guard.timeline import STEP_PHASES, Category, Estimate, Phase, Timeline, phase_words
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import Budget
-    from vram_guard.report.batch_curve import BatchCurve, Limit
-    from vram_guard.timeline import Category, Estimate, Phase, Timeline
 
 #: Room above the highest curve for the peak's label.
 HEADROOM = 1.18

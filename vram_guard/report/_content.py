@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from vram_guard.budget import Budget
 from vram_guard.language import _, marked
 from vram_guard.module_names import with_class
 from vram_guard.plan.descriptions import EXPLANATIONS
@@ -12,14 +14,8 @@ from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._modules import module_rows
 from vram_guard.report.categories import category_name
-from vram_guard.timeline import CATEGORIES, STEP_PHASES, phase_and_step
+from vram_guard.timeline import CATEGORIES, STEP_PHASES, Estimate, phase_and_step
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vram_guard.budget import Budget
-    from vram_guard.timeline import Estimate
 
 #: Tier -> its name, where phases have different ones.
 TIER_NAMES = {

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from vram_guard.language import _
 from vram_guard.module_names import kind_of, with_class
 from vram_guard.printable import printable
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 #: A name without one of its numbers: what stands before it, what stands after it, its class, and its bytes as shown.
 _Place = tuple[tuple[str, ...], tuple[str, ...], str, str]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.language import _
-from vram_guard.plan.spread import format_seconds
+from vram_guard.parallel.spec import Parallel
+from vram_guard.plan.spread import Spread, Way, format_seconds
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from vram_guard.parallel.spec import Parallel
-    from vram_guard.plan.spread import Spread, Way
 
 _FIELDS = ("gpus", "node", "kind", "tensor", "replicate", "reshard", "offload", "param_dtype", "reduce_dtype")
 

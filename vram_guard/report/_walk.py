@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from vram_guard.allocator import AllocatorSettings, CachingAllocator, SimulatedOutOfMemory
-
-if TYPE_CHECKING:
-    from vram_guard.allocator import Segment, SegmentEvent
-    from vram_guard.allocator.blocks import PoolBlock
-    from vram_guard.timeline import Category, Timeline
+from vram_guard.allocator import AllocatorSettings, CachingAllocator, Segment, SegmentEvent, SimulatedOutOfMemory
+from vram_guard.allocator.blocks import PoolBlock
+from vram_guard.timeline import Category, Timeline
 
 #: The categories of a stack from the bottom up, what stays longest first.
 LAYERS: tuple[Category, ...] = (

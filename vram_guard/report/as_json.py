@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.plan.model import Plan
+from vram_guard.plan.model import CompiledStep, Plan
 from vram_guard.report._spread import spread_dict
 from vram_guard.report.files import write_atomically
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import os
 
     from vram_guard.budget import Budget
-    from vram_guard.plan.model import CompiledStep
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate, Note, OutOfMemoryPoint, Phase
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import GPU, Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.timeline import largest_that_fits
-
-if TYPE_CHECKING:
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.timeline import Timeline
+from vram_guard.timeline import Timeline, largest_that_fits
 
 #: Drawn where no cards are named: common ones from 8 to 80 GB, one of each size.
 COMMON_CARDS = ("RTX 3070", "RTX 3060 12GB", "RTX 4080", "RTX 4090", "L40S", "A100 SXM4 80GB")

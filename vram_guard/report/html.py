@@ -10,33 +10,27 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import GPU, Budget
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, language
 from vram_guard.plan.model import Plan
-from vram_guard.report._charts import batch_chart, timeline_charts
+from vram_guard.plan.spread import Spread
+from vram_guard.report._charts import Chart, batch_chart, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.report._markup import escape
 from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.report._svg import COLUMNS, script_data, svg
-from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
+from vram_guard.report.batch_curve import COMMON_CARDS, BatchCurve, batch_curve
 from vram_guard.report.categories import category_name
 from vram_guard.report.files import NotWrittenWarning, write_atomically
+from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.plan.spread import Spread
-    from vram_guard.report._charts import Chart
-    from vram_guard.report.batch_curve import BatchCurve
-    from vram_guard.timeline import Estimate, Timeline
 
 #: No request of any kind may leave the page; its own style and script are part of it.
 POLICY = (

@@ -7,18 +7,14 @@ the tables stay readable.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from vram_guard.budget import Budget
 from vram_guard.language import _
+from vram_guard.plan import Plan
 from vram_guard.report._content import TIER_NAMES, Content
 from vram_guard.report._markup import escape
-from vram_guard.timeline import Timeline
+from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from vram_guard.plan import Plan
-    from vram_guard.timeline import Estimate
 
 #: No colour of its own for text or page: both are the notebook's, light or dark.
 STYLE = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import ENGLISH, _, speaking
 from vram_guard.printable import printable
-from vram_guard.report._charts import batch_chart, timeline_charts
+from vram_guard.report._charts import Chart, batch_chart, timeline_charts
 from vram_guard.report.batch_curve import COMMON_CARDS, batch_curve
 from vram_guard.report.categories import category_name
 from vram_guard.report.files import write_atomically
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU, Budget
     from vram_guard.plan import Plan
     from vram_guard.plan.per_budget import PlanOfBudget
-    from vram_guard.report._charts import Chart
     from vram_guard.timeline import Category, Timeline
 
 #: Of Paul Tol's "muted" and "light" schemes, which colour-blind eyes tell apart (Tol, "Colour Schemes", SRON

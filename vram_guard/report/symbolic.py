@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vram_guard.budget import Budget
 from vram_guard.language import _
+from vram_guard.plan import Plan
 from vram_guard.report._content import range_facts
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.calculator import amount
 from vram_guard.report.categories import category_name
-from vram_guard.timeline import phase_and_step
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
-    from vram_guard.plan import Plan
-    from vram_guard.timeline import Estimate
+from vram_guard.timeline import Estimate, phase_and_step
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vram_guard.budget import Budget
 from vram_guard.language import _, display_width
+from vram_guard.plan import Plan
 from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
 from vram_guard.report._content import Content, alternatives, compiled_facts, plan_facts
 from vram_guard.report._spread import count_rows, spread_rows
+from vram_guard.timeline import Estimate
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from vram_guard.budget import Budget
-    from vram_guard.plan import Plan
-    from vram_guard.timeline import Estimate
 
 DEFAULT_WIDTH = 80
 BAR_WIDTH = 40

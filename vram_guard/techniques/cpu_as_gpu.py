@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.patching import replaced
-
-if TYPE_CHECKING:
-    from vram_guard.techniques.recipe import Recipe
+from vram_guard.techniques.recipe import Recipe
 
 
 @contextlib.contextmanager

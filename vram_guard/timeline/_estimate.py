@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from vram_guard.budget import Budget
 from vram_guard.budget.margins import Network
 from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.releases.installed import Releases
 from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
 
 #: Steps after which growth is told: what the first two set up is there by then.
 FOLLOWED_STEPS = 3

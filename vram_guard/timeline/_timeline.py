@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
 from vram_guard.allocator.blocks import LEAST_BLOCK
+from vram_guard.budget import GPU, Budget
 from vram_guard.budget.margins import Network, measured_margin
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.notebooks import ShownInNotebooks
+from vram_guard.parallel.spec import Parallel
 from vram_guard.releases.installed import Releases
 from vram_guard.scratch import Card
 from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
@@ -43,10 +45,6 @@ from vram_guard.timeline._values import (
     Workspaces,
     lower,
 )
-
-if TYPE_CHECKING:
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.parallel.spec import Parallel
 
 
 def _untraceable(batch_size: int) -> NoReturn:

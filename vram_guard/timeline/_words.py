@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vram_guard.language import Message, marked
 from vram_guard.printable import printable
-from vram_guard.timeline._values import STEP_PHASES
-
-if TYPE_CHECKING:
-    from vram_guard.timeline._values import Phase, PhasePeak, StretchName
+from vram_guard.timeline._values import STEP_PHASES, Phase, PhasePeak, StretchName
 
 _NAMES: dict[StretchName, str] = {
     "setup": marked("setup"),

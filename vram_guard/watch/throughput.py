@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +17,9 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.loop import scalar_loss
-from vram_guard.watch.memory import drop_traceback, free, reader_for
+from vram_guard.step import TrainingStep
+from vram_guard.watch.memory import Failure, drop_traceback, free, reader_for
 from vram_guard.watch.oom import is_out_of_memory
-
-if TYPE_CHECKING:
-    from vram_guard.step import TrainingStep
-    from vram_guard.watch.memory import Failure
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from vram_guard.tensors import without_modes
-
-if TYPE_CHECKING:
-    from vram_guard.timeline import Timeline
+from vram_guard.timeline import Timeline
 
 #: Share of the rate of one large multiplication, and of one large copy, that the operators of a step reach together.
 REACHED = 0.4

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
 from vram_guard.parallel import deepspeed
-from vram_guard.parallel.spec import GPUS_OF_A_NODE
+from vram_guard.parallel.spec import GPUS_OF_A_NODE, Parallel
 from vram_guard.patching import replaced
 from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
-    from vram_guard.parallel.spec import Parallel
     from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
     from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 

@@ -11,12 +11,12 @@ import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from vram_guard.apply.microbatch import CannotSplitError, batch_size
+from vram_guard.apply.microbatch import CannotSplitError, Layout, batch_size
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
@@ -28,6 +28,7 @@ from vram_guard.state.containers import mapped
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard_accelerate._alive import alive
+from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
@@ -35,14 +36,10 @@ from vram_guard_accelerate.dry_run._real_samples import few_samples
 from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run._rows_of_calls import evaluate_once, first_rows, trains
 from vram_guard_accelerate.dry_run.first_batch import root_of
+from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
-
-if TYPE_CHECKING:
-    from vram_guard.apply.microbatch import Layout
-    from vram_guard_accelerate._launch_plan import LaunchPlan
-    from vram_guard_accelerate.dry_run.forks import ParentPipe
 
 _LESS_PRECISE = (torch.float32, torch.float16, torch.bfloat16)
 

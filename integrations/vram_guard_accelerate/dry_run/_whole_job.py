@@ -7,13 +7,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import BatchSampler
 
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
+from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Growth, Note, Timeline
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
@@ -21,18 +22,12 @@ from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._periodic_branches import Branch
-from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker, forget_locals
+from vram_guard_accelerate.dry_run._script_lines import Asker, ScriptLines, asker, forget_locals
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit
-
-if TYPE_CHECKING:
-    from typing import NoReturn
-
-    from vram_guard.simulate.memory.recorder import Recorder
-    from vram_guard_accelerate.dry_run._script_lines import Asker
 
 #: Seconds that what follows the first steps may take; what was seen until then is the answer.
 SECONDS = 60

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.techniques import FORMS
 from vram_guard.proof.effects import other_draws
-from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vram_guard.proof.small_steps import SmallSteps
-    from vram_guard.techniques.recipe import Recipe
     from vram_guard_accelerate._launch_plan import LaunchPlan
     from vram_guard_accelerate._settings import Settings
     from vram_guard_accelerate.dry_run.proofs import Proof, Proofs

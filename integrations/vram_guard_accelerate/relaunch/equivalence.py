@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from vram_guard.apply.loss_terms import Term
 from vram_guard.language import _, marked
-from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES
-
-if TYPE_CHECKING:
-    from vram_guard.apply.loss_terms import Term
-    from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
+from vram_guard_accelerate.dry_run.loop_profile import UNKNOWN_RATES, LoopProfile
 
 #: Learning rates that differ by less are equal: schedules multiply and divide in floating point.
 RATE_TOLERANCE = 1e-6
