@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from vram_guard.simulate import trace
+from vram_guard.simulate import law, trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
+from vram_guard.timeline import Affine, Block, Phase, Timeline
 
 AMPERE = (8, 0)
 
@@ -235,3 +236,20 @@ def test_sizes_that_are_not_affine_are_never_taken_for_affine(kind: str) -> None
     timeline = trace(step)
     assert timeline.retrace is not None
     assert timeline.at(512).peak_allocated == run_step(step, 512, AMPERE).at(512).peak_allocated
+
+
+@pytest.mark.parametrize("breaks_in", [1, 2])
+def test_a_check_of_the_first_step_alone_finds_a_law_that_breaks_there(breaks_in: int) -> None:
+    """What differs between sizes in the second step alone is left to whoever takes the answer for that size."""
+
+    def follow(size: int, steps: int = 2) -> Timeline:
+        padded = [size * 512 if size < 8 or step != breaks_in else 32_768 for step in range(1, steps + 1)]
+        blocks = tuple(Block(Affine(bytes_, 0), "activations", "", "", "") for bytes_ in padded)
+        events = tuple(event for block in range(steps) for event in (block, ~block))
+        phases = (Phase("setup", 0, 0), *(Phase("forward", step, 2 * step - 2) for step in range(1, steps + 1)))
+        return Timeline(blocks, events, phases, (size,))
+
+    found = law(follow, check_at=48, first=lambda size: follow(size, 1))
+    assert (found.retrace is not None) == (breaks_in == 1)
+    assert found.at(48).peak_reserved == law(follow, check_at=48).at(48).peak_reserved or breaks_in == 2
+    assert 48 not in law(lambda size: follow(size), check_at=7, first=lambda size: follow(size, 1)).traced

@@ -57,6 +57,7 @@ class _Explored(NamedTuple):
     candidates: Candidates
 
 
+@collector_paused()  # the collector looks at millions of values of traces and timelines, of which none is in a cycle
 def plan(
     step: TrainingStep | Source | nn.Module | Callable[[], nn.Module],
     batch_size: int,
@@ -288,8 +289,7 @@ def plan(
         source.explored[batch_size] = explored
 
     def searched(asked: Request) -> Plan:
-        with collector_paused():  # the collector looks at millions of values of timelines, of which none is in a cycle
-            made = search(asked, traces, cost_model, report, explored.candidates)
+        made = search(asked, traces, cost_model, report, explored.candidates)
         uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
         made = replace(made, uneven=uneven)
         if whole is source:

@@ -356,9 +356,10 @@ def search(
     as_written = request.as_written
     before = trial.candidate(as_written)
     group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
-    if request.thorough and timelines.by_law(as_written, request.batch_size) and request.fits(before.estimate):
-        before = trial.candidate(as_written, proof=True)
-        if not request.fits(before.estimate):
+    if request.thorough and request.fits(before.estimate):
+        by_law = timelines.by_law(as_written, request.batch_size)
+        before = trial.candidate(as_written, exact=True, proof=by_law)
+        if by_law and not request.fits(before.estimate):
             timelines.distrust(as_written)
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))

@@ -142,7 +142,8 @@ class Traces:
             written = request.precision == source.precision and request.slices == 1 and not request.recipe
             self._progress(_("tracing {words}", words=_words(request)))
             # The law is checked where it is used: here for the step as written, for others once they are chosen.
-            self._traced[request] = law(self._at(request), check_at=self._batch_size, checked=written)
+            first = self._at(replace(request, part="first")) if source.marks and source.trains else None
+            self._traced[request] = law(self._at(request), check_at=self._batch_size, checked=written, first=first)
         return self._traced[request]
 
     def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:

@@ -95,8 +95,18 @@ def trace(
     return law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors)
 
 
-def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked: bool = True) -> Timeline:
-    """The timeline for every batch size, as :func:`trace` gives it, of whatever ``run`` follows at one size."""
+def law(
+    run: Callable[[int], Timeline],
+    *,
+    check_at: int | None = None,
+    checked: bool = True,
+    first: Callable[[int], Timeline] | None = None,
+) -> Timeline:
+    """The timeline for every batch size, as :func:`trace` gives it, of whatever ``run`` follows at one size.
+
+    ``first`` follows the first of the two steps alone: then that is what the check looks at, and the size of the check
+    does not count as one that was traced.
+    """
     run = each_once(run)
     check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
     if check_at in TRACED_SIZES:
@@ -108,7 +118,10 @@ def law(run: Callable[[int], Timeline], *, check_at: int | None = None, checked:
     if merged is not None and not from_values and bool(merged.work) == bool(small.work):
         if not checked:
             return merged
-        if holds_at(run(check_at), merged, check_at):
+        if first is not None and not merged.deferred and merged.parallel is None:
+            if begins_at(first(check_at), merged, check_at):
+                return merged
+        elif holds_at(run(check_at), merged, check_at):
             return replace(merged, traced=(*TRACED_SIZES, check_at))
 
     def retrace(batch_size: int) -> Timeline:
@@ -175,6 +188,18 @@ def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
         and direct.host_events == merged.host_events
         and direct.host_sizes(batch_size) == merged.host_sizes(batch_size)
         and (direct.parallel is None or _at(direct, batch_size) == _at(merged, batch_size))
+    )
+
+
+def begins_at(first: Timeline, merged: Timeline, batch_size: int) -> bool:
+    """True if a direct trace of the first step alone, at one batch size, is what the law says of its beginning."""
+    events, host = len(first.events), len(first.host_events)
+    return (
+        first.events == merged.events[:events]
+        and first.streams == merged.streams
+        and first.sizes(batch_size) == merged.sizes(batch_size)[: len(first.blocks)]
+        and first.host_events == merged.host_events[:host]
+        and first.host_sizes(batch_size) == merged.host_sizes(batch_size)[: len(first.host_blocks)]
     )
 
 
