@@ -54,13 +54,21 @@ def launch(
 
 
 def request(
-    folder: Path, *command: object, budget: str = "1GiB", ranks: int = 1, gpu: str | None = None, **settings: Any
+    folder: Path,
+    *command: object,
+    budget: str = "1GiB",
+    ranks: int = 1,
+    local_ranks: int | None = None,
+    gpu: str | None = None,
+    **settings: Any,
 ):
     """What :mod:`vram_guard_accelerate.planning.worker` is to answer."""
     folder.mkdir(parents=True)
     given = Budget.resolve(budget, gpu, margin=0.0)
     given = replace(given, compute_capability=given.compute_capability or (8, 0))
-    asked = DryRunRequest(tuple(map(str, command)), False, Settings.of(settings), given, ranks, local_ranks=ranks)
+    asked = DryRunRequest(
+        tuple(map(str, command)), False, Settings.of(settings), given, ranks, local_ranks=local_ranks or ranks
+    )
     (folder / REQUEST).write_text(to_json(asked), encoding="utf-8")
 
 

@@ -53,7 +53,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("first", "configured", *FIRST, "--from_first", budget="1GiB")
     ask("first_keeps", "configured", *FIRST, "--strategy", "SHARD_GRAD_OP", budget="1GiB")
     ask("first_offload", "configured", *FIRST, "--on_host", budget="1GiB")
-    ask("first_hybrid", "configured", *FIRST, "--strategy", "HYBRID_SHARD")
+    ask("first_hybrid", "configured", *FIRST, "--strategy", "HYBRID_SHARD", budget="1GiB", ranks=4, local_ranks=2)
     return cases.dry_runs(asked)
 
 
@@ -132,8 +132,36 @@ def test_the_first_version_of_fsdp_is_predicted_as_it_is_configured(
     assert found["peak_reserved"] == ours.peak_reserved
 
 
-def test_what_of_the_first_version_cannot_be_followed_is_refused_by_name(answers: Any) -> None:
-    assert "HYBRID_SHARD asks every node" in answers["first_hybrid"]["message"]
+def test_the_hybrid_first_version_divides_a_model_over_the_processes_of_a_machine(answers: Any) -> None:
+    """As FSDP1 does on a mesh of machines and their processes, which it is given here."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+
+    def divided(ranks: int, machines: int) -> Any:
+        def apply(model: Any, mesh: Any) -> Any:
+            return FullyShardedDataParallel(
+                model,
+                sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+                auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+                device_mesh=mesh,
+                device_id=0,
+                use_orig_params=True,
+            )
+
+        layout = Parallel(gpus=ranks, node=ranks // machines, replicate=machines, apply=apply)
+        return estimate(cases.wide_step(parallel=layout), 4)
+
+    ours, answer = divided(4, 2), answers["first_hybrid"]
+    assert "error" not in answer, answer
+    found = answer["plan"]["before"]
+    assert ours.breakdown["parameters"] != divided(8, 2).breakdown["parameters"]
+    for category in ("parameters", "gradients", "optimizer_states", "workspace", "buffers"):
+        assert found["breakdown"].get(category) == ours.breakdown.get(category), category
+    assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
+    assert found["peak_reserved"] == ours.peak_reserved
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

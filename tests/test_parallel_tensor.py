@@ -187,6 +187,16 @@ def test_what_cannot_be_cut_is_refused_before_any_work():
     heads = r"tensor=8 does not divide the 4 heads of layers\.0\.attention \(n_kv_heads\)"
     refused(InvalidInputError, heads, tensor=8)
     refused(InvalidInputError, heads, tensor=8, model=Named)
+
+    class Heads(Net):
+        """An attention that counts its heads under a plain name."""
+
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "qkvo"})
+            self.attention.heads = 2
+
+    refused(InvalidInputError, r"tensor=4 does not divide the 2 heads of attention \(heads\)", model=Heads)
     refused(UnsupportedTechniqueError, r"no attention or MLP .*Parallel\(apply=", model=Net)
 
     class Fused(nn.Module):

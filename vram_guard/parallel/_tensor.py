@@ -72,7 +72,7 @@ _FUSED = frozenset(
 #: Attributes of an attention that count heads. Where the layers are cut, a rank has its part of them.
 _HEADS = (
     *("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
-    *("n_kv_heads", "n_kv_head", "n_local_heads", "n_local_kv_heads"),
+    *("n_kv_heads", "n_kv_head", "n_local_heads", "n_local_kv_heads", "heads", "nhead", "nheads", "kv_heads"),
 )
 #: Those of a config, of which every attention has its part.
 _HEADS_OF_CONFIG = ("num_attention_heads", "num_key_value_heads")

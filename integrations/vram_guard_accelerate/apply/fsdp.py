@@ -43,20 +43,6 @@ def on_host(plugin: Any) -> bool:
     return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
 
 
-def why_not_followed(plugin: Any) -> str:
-    """The reason why a model that is sharded so cannot be predicted; "" where it can."""
-    if plugin.fsdp_version == 2:
-        return ""
-    strategy = str(getattr(plugin.sharding_strategy or plugin.reshard_after_forward, "name", ""))
-    if "HYBRID" in strategy:
-        return _(
-            "FullyShardedDataParallel with {strategy} asks every node for its GPUs, and cannot be predicted; "
-            "FULL_SHARD and SHARD_GRAD_OP can",
-            strategy=strategy,
-        )
-    return ""
-
-
 def wrapped_classes(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The classes of these modules, by which Accelerate finds them.
 

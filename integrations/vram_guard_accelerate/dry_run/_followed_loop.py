@@ -11,7 +11,7 @@ from torch import nn
 
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
-from vram_guard.patching import replace_attributes
+from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply.own_loop import OwnLoop
@@ -84,7 +84,10 @@ class FollowedLoop:
             self.models.append(model)
             self.tracer.shard(model, self._run.shape.ranks, flat=process.flat)
             process.wrap_blocks(model)
-        with process.around(self.accelerator, new):
+        shape = self._run.shape
+        # FSDP1's hybrid strategies divide a model over the GPUs of a machine; a launch has a process for each of them.
+        of_node = {"device_count": lambda: shape.local_ranks}
+        with replaced(torch.cuda, of_node if process.flat else {}), process.around(self.accelerator, new):
             prepared = original(self.accelerator, *args, **kwargs)
         for model in new:
             self.tracer.sharded(model)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate._script_files import is_users
-from vram_guard_accelerate.apply.fsdp import plugin_of, why_not_followed
+from vram_guard_accelerate.apply.fsdp import plugin_of
 from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
@@ -69,9 +69,6 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         given.pop("deepspeed_plugins", None)
         given["deepspeed_plugin"] = engine
     sharded = plugin_of(given.get("fsdp_plugin"))
-    why = "" if sharded is None else why_not_followed(sharded)
-    if why:
-        stopped(why)
     if sharded is not None:
         run.sharding.change.put_on(sharded)
         given["fsdp_plugin"] = sharded
