@@ -135,3 +135,11 @@ def test_libraries_are_imported_without_what_they_say_meanwhile(tmp_path: Path, 
     assert (caught, caplog.messages) == ([], [])
     logging.getLogger("talks").warning("mine")
     assert caplog.messages == ["mine"]
+
+
+def test_the_optimizer_for_host_memory_is_imported_in_silence() -> None:
+    """torchao tells on import which of its GPU libraries it cannot load, and torch what torchao should register."""
+    code = "from vram_guard.techniques._optimizer_offload import host_optimizer; host_optimizer()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout + done.stderr == ""

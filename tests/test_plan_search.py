@@ -292,7 +292,7 @@ def test_the_plan_says_what_cheaper_ways_missed_and_dearer_ones_cost() -> None:
     assert taken(plan) == ("bf16-mixed", 2)
     words = plan.explain()
     assert "bf16-mixed, batch 64: needs" in words
-    assert "32-true, batch 64, module 'h.0' checkpointed: costs 1.04 times the step time" in words
+    assert "32-true, batch 64, module 'h.0' checkpointed: not traced: would take 1.04 times the step time" in words
 
 
 @pytest.mark.parametrize(("mixed", "accumulate", "expected"), [(False, True, ("32-true", 4)), (True, False, None)])

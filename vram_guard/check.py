@@ -9,7 +9,7 @@ from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import GPU, Budget
 from vram_guard.errors import DoesNotFitError, InvalidInputError
 from vram_guard.language import _
-from vram_guard.module_names import with_class
+from vram_guard.module_names import in_a_sentence
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import format_bytes
@@ -132,10 +132,10 @@ def raise_unless_it_fits(
     else:
         verdict = _("at least {peak} needed: the step could not be followed to its end", peak=format_bytes(peak))
     largest = sorted(((size, name) for name, size in estimate.breakdown.items() if size), reverse=True)[:4]
-    held = ", ".join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
+    held = _(", ").join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
     place = (
         str(phase_words(estimate.peak_phase)),
-        with_class(estimate.peak_module),
+        in_a_sentence(estimate.peak_module),
         estimate.peak_source,
         estimate.peak_operator,
     )
@@ -144,7 +144,7 @@ def raise_unless_it_fits(
         _("batch size {size} does not fit: {verdict}.", size=estimate.batch_size, verdict=verdict),
         _("  budget: {budget}", budget=budget.explain()),
         _("  at the peak: {held}", held=held),
-        _("  the peak is in: {place}", place=", ".join(filter(None, place))),
+        _("  the peak is in: {place}", place=_(", ").join(filter(None, place))),
         _("  the largest batch size that fits: {most}", most=most),
         _("  predicted with: {releases}", releases=timeline.releases),
     ]

@@ -50,6 +50,15 @@ def with_class(name: str, shown: str | None = None) -> str:
     return _("{name} ({kind})", name=shown, kind=kind) if shown and kind else str(shown)
 
 
+def in_a_sentence(name: str) -> str:
+    """The name so that it reads as one beside other words, also where it is a number: "module '1' (ReLU)"; "" for "".
+
+    Args:
+        name: of a module.
+    """
+    return with_class(name, _("module '{name}'", name=name)) if name else ""
+
+
 def joined(names: tuple[str, ...]) -> str:
     """The names in their order, runs of numbers joined, with their classes: "h.0-7 (Block), head (Linear)"."""
     runs: list[list[str]] = []

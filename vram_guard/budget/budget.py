@@ -196,22 +196,24 @@ class Budget(ShownInNotebooks):
         total = format_bytes(self.total)
         parts = [_("{amount} usable", amount=format_bytes(self.usable))]
         if self.free is None:
-            parts.append(f"{total} ({self.source_text})")
+            parts.append(_("{total} ({source})", total=total, source=self.source_text))
         else:
             free = format_bytes(self.free)
             parts.append(_("{free} free of {total} ({source})", free=free, total=total, source=self.source))
         if brief:
-            return "; ".join(parts)
+            return _("; ").join(parts)
         if self.driver_reserved:
             parts.append(_("less {amount} kept by the driver", amount=format_bytes(self.driver_reserved)))
         if self.context:
             parts.append(_("less {amount} for the CUDA context (estimate)", amount=format_bytes(self.context)))
-        origin = f" ({self.margin_source})" if self.margin_source else ""
-        parts.append(_("less a margin of {share}", share=f"{100 * self.margin:.4g}%{origin}"))
+        share = f"{100 * self.margin:.4g}%"
+        if self.margin_source:
+            share = _("{share} ({source})", share=share, source=self.margin_source)
+        parts.append(_("less a margin of {share}", share=share))
         if self.processes:
             described = ", ".join(map(_described, self.processes))
             parts.append(_("other processes: {processes}", processes=described))
-        return "; ".join([*parts, *self.notes])
+        return _("; ").join([*parts, *self.notes])
 
     def on_card(self, gpu: GPU) -> Budget:
         """The same amount, as a part of this card.

@@ -107,13 +107,13 @@ def unknown_model(name: str, *, suggest: bool = True) -> str:
 
     near, absent = similar_name(name) if suggest else None, ", ".join(absent_libraries())
     said = _(
-        "the model {model} is unknown{hint}: name it as module:callable for a symbolic answer",
+        "the model {model} is unknown{hint}; a model of your own is given as module:callable",
         model=name,
-        hint=_("; did you mean {names}?", names=near) if near else "",
+        hint=_(" (did you mean {name}?)", name=near) if near else "",
     )
     if not absent:
         return said
-    return _("{said} (not installed, and their models' names not known: {libraries})", said=said, libraries=absent)
+    return _("{said}. Not installed here, so their model names are unknown: {libraries}", said=said, libraries=absent)
 
 
 def count(name: str, text: str | None) -> int | None:

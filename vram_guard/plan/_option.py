@@ -25,7 +25,7 @@ class Option(NamedTuple):
         batch = [] if precision_before and (precision or others) else [_("batch {count}", count=batch_size)]
         if self.splits > 1:
             batch = [_("{count} micro-batches of {size}", count=self.splits, size=batch_size // self.splits)]
-        return ", ".join([*precision, *batch, *others])
+        return _(", ").join([*precision, *batch, *others])
 
     def of(self, batch_size: int) -> OptionText:
         """The option, put into words where it is shown."""

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from vram_guard.language import Message, _, marked
-from vram_guard.module_names import joined, kind_of, with_class
+from vram_guard.module_names import in_a_sentence, joined, kind_of, with_class
 from vram_guard.printable import printable
 
 if TYPE_CHECKING:
@@ -140,12 +140,12 @@ class Why(Enum):
     HARDLY_DEARER = marked("should fit too ({peak}, not traced), and costs {factor} times the step time")
     HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
     FAILS = marked("the step fails there: {error}")
-    COSTS = marked("costs {factor} times the step time")
+    COSTS = marked("not traced: would take {factor} times the step time")
     COSTS_MORE_THAN = marked("takes {factor} times as long")
     NO_FIT_AND_SLOWER = marked("does not fit as it is, and takes {factor} times as long")
     NOT_FASTER = marked("does not fit as it is; with what might make it fit, it takes longer")
     NOTHING_FITS = marked("nothing that is allowed makes it fit: {missing} over budget")
-    COSTS_WITH_EVERY_BLOCK = marked("costs {factor} times the step time, and more with every block")
+    COSTS_WITH_EVERY_BLOCK = marked("not traced: would take {factor} times the step time, and more with every block")
     DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
 
 
@@ -182,7 +182,7 @@ class RecipeText:
     recipe: Recipe
 
     def __str__(self) -> str:
-        return "; ".join(recipe_words(self.recipe))
+        return _("; ").join(recipe_words(self.recipe))
 
 
 _FORMS = {
@@ -245,7 +245,7 @@ def sharding_words(sharding: Sharding) -> str:
         words.append(_("stage {stage} of DeepSpeed's ZeRO", stage=sharding.stage))
     if sharding.states_on_host:
         words.append(_("DeepSpeed's optimizer in host memory"))
-    return ", ".join(words)
+    return _(", ").join(words)
 
 
 def offload_words(recipe: Recipe) -> list[str]:
@@ -266,7 +266,7 @@ def optimizer_words(recipe: Recipe) -> str:
     """The optimizer's form and place, in a few words."""
     form = [_(_FORMS[recipe.optimizer])] if recipe.optimizer in _FORMS else []
     where = [_("in the backward pass")] if recipe.optimizer_in_backward else []
-    return ", ".join([*form, *where]) or _("as written")
+    return _(", ").join([*form, *where]) or _("as written")
 
 
 def loss_words(recipe: Recipe) -> str:
@@ -285,7 +285,7 @@ def counted(modules: tuple[str, ...]) -> str:
         return _("the whole model")
     kinds = {kind_of(name) for name in modules}
     if len(modules) == 1:
-        return with_class(modules[0], _("module '{name}'", name=modules[0]))
+        return in_a_sentence(modules[0])
     if len(modules) <= 3:
         return _("modules {names}", names=", ".join(with_class(name, repr(str(name))) for name in modules))
     blocks = _("{count} blocks", count=len(modules))

@@ -58,7 +58,7 @@ class Rejected:
         return self.reason.kind in (Why.CHEAPER_AND_MORE_CHANGES, Why.HARDLY_DEARER)
 
     def __str__(self) -> str:
-        return f"{self.option}: {self.why}"
+        return _("{option}: {why}", option=self.option, why=self.why)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Plan(ShownInNotebooks):
             (_("effective batch size"), str(self.effective_batch_size_before), str(self.effective_batch_size)),
             (_("learning rates"), "x 1", f"x {self.learning_rate_factor:g}"),
             (_("checkpointed modules"), _("none"), ranges(self.checkpointed_modules) or _("none")),
-            (_("on the host"), _("nothing"), ", ".join(self.offload) or _("nothing")),
+            (_("on the host"), _("nothing"), _(", ").join(self.offload) or _("nothing")),
             (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
             (_("loss"), _("as written"), loss_words(self.recipe)),
             (_("segments of the allocator"), _("as set"), segments_words(self.recipe)),
@@ -247,9 +247,11 @@ class Plan(ShownInNotebooks):
     def explain(self) -> str:
         """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
         lines = [self._first_line(), ""]
-        lines += [f"  {name}: {before} -> {after}" for name, before, after in self.changes()] or [
-            "  " + _("nothing changes")
+        changes = [
+            _("{name}: {before} -> {after}", name=name, before=before, after=after)
+            for name, before, after in self.changes()
         ]
+        lines += [f"  {change}" for change in changes or [_("nothing changes")]]
         if self.slowdown is not None and self.changed:
             lines.append("  " + _("step time, modelled: x {factor}", factor=f"{self.slowdown:.2f}"))
         lines += ["", _("Why:"), *(f"  - {reason}" for reason in self.reasons)]
@@ -265,7 +267,7 @@ class Plan(ShownInNotebooks):
         lines = []
         for why, (first, *more) in kept_out.items():
             which = _("{option} (and {count} more)", option=first, count=len(more)) if more else first
-            lines.append(f"  - {which}: {why}")
+            lines.append("  - " + _("{option}: {why}", option=which, why=why))
         return lines
 
     def _first_line(self) -> str:

@@ -187,4 +187,4 @@ def _sized(request: TraceRequest) -> TraceRequest:
 def _words(request: TraceRequest) -> str:
     size = [_("batch {count}", count=request.batch_size)] if request.batch_size else []
     micro_batches = [_("in micro-batches")] if request.slices > 1 else []
-    return ", ".join([request.precision, *size, *micro_batches, *recipe_words(request.recipe)])
+    return _(", ").join([request.precision, *size, *micro_batches, *recipe_words(request.recipe)])

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
-from vram_guard.module_names import with_class
+from vram_guard.module_names import in_a_sentence, with_class
 from vram_guard.plan.descriptions import EXPLANATIONS
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
@@ -155,7 +155,10 @@ class Content:
             *([] if self.budget else [(_("peak reserved"), format_bytes(estimate.peak_reserved))]),
             *([] if self.budget is None else [(_("budget"), self.budget.explain(brief=True))]),
             (_("peak"), peak_place(estimate)),
-            (_("at the peak"), ", ".join(f"{category_name(name)} {format_bytes(size)}" for name, size in held if size)),
+            (
+                _("at the peak"),
+                _(", ").join(f"{category_name(name)} {format_bytes(size)}" for name, size in held if size),
+            ),
             (_("answer"), "" if estimate.tier == "symbolic" else _(_TIERS[estimate.tier])),
             *range_facts(estimate),
             *self._would_fail(),
@@ -229,7 +232,8 @@ class Content:
 def peak_place(estimate: Estimate) -> str:
     """Where the peak is: its phase, module, and line of the user's code, or else the operator."""
     place = estimate.peak_source or estimate.peak_operator
-    return ", ".join(filter(None, (str(phase_and_step(estimate.peak_phase)), with_class(estimate.peak_module), place)))
+    words = (str(phase_and_step(estimate.peak_phase)), in_a_sentence(estimate.peak_module), place)
+    return _(", ").join(filter(None, words))
 
 
 _RANGES = {

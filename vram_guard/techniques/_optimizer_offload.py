@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.quiet import quiet_imports
 from vram_guard.techniques.compatibility import STEP_ON_HOST
 from vram_guard.techniques.optimizers import unusable
 from vram_guard.tensors import version_of
@@ -70,7 +71,8 @@ def host_optimizer() -> Any:
     import torch
 
     try:
-        from torchao.optim import CPUOffloadOptimizer
+        with quiet_imports():
+            from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
         raise MissingLibraryError(
             _("optimizer states are kept on the host by torchao: pip install 'torchao>=0.10'")
