@@ -265,7 +265,7 @@ def test_a_plan_in_chinese(made_plan):
     assert explained.startswith("放得下：需要")
     for part in ("优化器状态", "显存预算：", "方案", "微批大小", "原因", "；46.00 MiB（直接给出）"):
         assert part in text
-    assert "32-true，批大小 8192：需要" in explained
+    assert "32-true，2 个大小为 4096 的微批：需要" in explained
 
 
 def test_columns_of_a_chinese_report_line_up(made_plan):
