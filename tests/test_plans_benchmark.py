@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from docs_blocks import pinned
 from torch import nn
 
 from benchmarks.harness.networks import video_unlearning
 from benchmarks.harness.networks.language import gpt2_medium, vit_large
 from benchmarks.harness.networks.latent_unet import UNet
 from benchmarks.harness.records import Results, Row
-from benchmarks.harness.workloads import Workload
+from benchmarks.harness.workloads import WORKLOADS, Workload
 from benchmarks.plans import __main__ as command
 from benchmarks.plans import compare, pages
 from benchmarks.plans.compare import halving
@@ -158,3 +160,16 @@ def test_a_budget_beyond_the_card_is_left_out():
     said = []
     assert not list(compare.rows(Workload("small", 48, STEP), ["24GiB"], "RTX 3060 12GB", said.append))
     assert "more than RTX 3060" in said[0]
+
+
+@pytest.mark.skipif(not (pinned("torch") and pinned("transformers")), reason="the figures are of other releases")
+@pytest.mark.parametrize("name", command.TRAININGS)
+def test_the_peaks_as_written_on_the_pages_are_what_we_answer_today(name):
+    workload = WORKLOADS[name]
+    for package in workload.needs:
+        pytest.importorskip(package)
+    peak = trace(workload.step, compute_capability=(8, 0)).at(workload.batch_size).peak_reserved
+    for language in ("en", "zh_cn"):
+        page = (Path(__file__).parents[1] / "docs" / language / "plans.md").read_text(encoding="utf-8")
+        section = page.partition(f"## {workload.title}\n")[2].strip()
+        assert section.startswith(pages.TEXTS[language]["as_written"].format(peak=peak / GIB)), language

@@ -69,8 +69,8 @@ class Why(Enum):
 
     # the whole job
     PHASE_TOO_LARGE = marked(
-        "What is enough for the training step alone leaves too little: {phase} then needs {peak}, {missing} more than "
-        "may be used."
+        "What makes the training step fit by itself is not enough for the whole run: {phase} then needs {peak}, "
+        "{missing} more than may be used."
     )
     PHASE_NOT_KNOWN = marked(
         "{phase} needs at least {peak}, and could not be followed to its end: the run is not known to fit."
