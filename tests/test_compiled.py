@@ -24,6 +24,7 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.simulate.compiled import Compiler, NotCompiledError, allowed_seconds
 from vram_guard.simulate.private_api import COMPILER_NAMES
 from vram_guard.simulate.tracing.run import run_step
+from vram_guard.techniques import Recipe
 from vram_guard.timeline import CompiledCode, Timeline
 
 with warnings.catch_warnings():
@@ -293,6 +294,34 @@ def test_checkpointed_blocks_are_compiled_too() -> None:
     assert made.compiled is not None
     assert made.compiled.graphs
     assert not made.compiled.breaks
+
+
+class Random(Block):
+    """A block that draws: what a checkpoint computes again has to draw the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+def test_checkpointed_blocks_that_draw_are_compiled_too() -> None:
+    model = nn.Sequential(*(Random() for _ in range(3)))
+    for block in model:
+        block.compile()
+    step = step_of(model)
+    made = followed(step.with_(recipe=Recipe(checkpoint=("0", "1", "2"))))
+    assert made.compiled == CompiledCode(graphs=2)
+    assert bytes_of(made, "activations") < bytes_of(followed(step), "activations")
+
+
+def test_states_in_8_bits_are_followed_as_their_optimizer_compiles_its_step() -> None:
+    optim = pytest.importorskip("torchao.optim")
+    step = step_of(nn.Sequential(nn.Linear(WIDTH, 4096), nn.Linear(4096, WIDTH))).with_(optimizer=optim.AdamW8bit)
+    uncompiled, compiled = run_step(step, 4, CAPABILITY), followed(step, 4)
+    assert compiled.compiled is not None
+    assert compiled.compiled.graphs
+    # Uncompiled, the step holds several copies of the largest weight in float32 at once.
+    largest = 4 * 4096 * WIDTH
+    assert uncompiled.at(4).peak_allocated - compiled.at(4).peak_allocated > 2 * largest
 
 
 @pytest.mark.parametrize(

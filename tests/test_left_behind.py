@@ -340,6 +340,7 @@ from lazily_imported_helper import ONES
 TABLE = torch.arange(4.0)
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.empty(1).device.type
+KNOWN = {torch.Tensor.to, torch.Tensor.cuda, torch.zeros}
 """
 
 
@@ -374,6 +375,7 @@ def test_a_module_that_is_imported_during_a_trace_is_a_real_one(where, tmp_path,
         assert lazily_imported.ONES.tolist() == [1, 1]
         assert lazily_imported.DEVICE == "cpu"
         assert torch.cuda.is_available() == lazily_imported.ON_GPU
+        assert {torch.Tensor.to, torch.Tensor.cuda, torch.zeros} == lazily_imported.KNOWN
     finally:
         for name in ("lazily_imported", "lazily_imported_helper"):
             sys.modules.pop(name, None)

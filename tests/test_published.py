@@ -9,7 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness.records import NotReproducible
 from benchmarks.published import xmem
 
 # Ten rows over five models, three optimizers and three GPUs. Not all rows are this near: the benchmark prints every
@@ -36,12 +35,11 @@ def test_a_measured_peak_is_predicted_within_five_percent(model: str, optimizer:
     assert abs(xmem.predict(row).error) <= 0.05
 
 
-def test_the_eager_row_of_torchtunes_flags_is_met_and_the_others_are_known() -> None:
+@pytest.mark.parametrize(("marked", "most"), [("[+ Packed Dataset]", 0.02), ("[+ Compile]", 0.03)])
+def test_rows_of_torchtunes_flags_are_met(marked: str, most: float) -> None:
     from benchmarks.published.torchtune import TORCHTUNE, WAYS
 
     rows = {row["recipe"][row["recipe"].find("[") :]: row for row in TORCHTUNE.rows()}
     assert WAYS.keys() <= rows.keys()
-    (packed,) = TORCHTUNE.predict(rows["[+ Packed Dataset]"])
-    assert abs(packed.predicted / packed.measured - 1) < 0.02
-    with pytest.raises(NotReproducible, match="compiled"):
-        TORCHTUNE.predict(rows["[+ Compile]"])
+    (found,) = TORCHTUNE.predict(rows[marked])
+    assert abs(found.predicted / found.measured - 1) < most

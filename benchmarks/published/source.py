@@ -18,6 +18,8 @@ from benchmarks.harness.tables import print_table
 from vram_guard import Timeline, TrainingStep
 from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
+from vram_guard.simulate.compiled import Compiler, allowed_seconds
+from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20
@@ -52,6 +54,8 @@ def predicted(
     size: int,
     card: str,
     answer: Callable[[Timeline], dict[str, Any]],
+    *,
+    compiled: bool = False,
     **published: Any,
 ) -> Row:
     """Trace the step at one batch size and take the row's answer from it.
@@ -61,11 +65,17 @@ def predicted(
         size: the batch size.
         card: the published run's GPU, by its name in the catalogue.
         answer: timeline -> the row's fields that are predicted.
+        compiled: whether what ``torch.compile`` compiles runs compiled, as it did in the published run.
         published: its other fields.
     """
     start = time.perf_counter()
     gpu = find_gpu(card)
-    timeline = trace_at(step, size, compute_capability=gpu.compute_capability, multiprocessors=gpu.multiprocessors)
+    capability = gpu.compute_capability
+    if compiled:
+        follow = Compiler(lambda count: run_step(step, count, capability, compiled=True), allowed_seconds())
+        timeline = follow(size).on(gpu.multiprocessors)
+    else:
+        timeline = trace_at(step, size, compute_capability=capability, multiprocessors=gpu.multiprocessors)
     fields = answer(timeline)
     seconds = time.perf_counter() - start
     unknown = any(block.unknown for block in timeline.blocks)

@@ -6,9 +6,9 @@ Llama 3.2 3B on an A100, two packed sequences of 4,096 tokens, bfloat16 througho
 ``full_finetune_single_device`` and ``lora_finetune_single_device``. The model is written here after its description:
 tied embeddings, RMSNorm and rotary positions in float32, keys and values repeated for grouped queries, logits in eight
 chunks that are lifted to float32 in the loss; adapters of rank 64 (``3B_lora_single_device.yaml``). The packed mask is
-taken for a causal one. From the third row on the published runs compiled layers and loss, which eager PyTorch does not
-show. A compiled loss keeps no float32 logits of its chunks for the backward pass: here it is checkpointed, which keeps
-as little.
+taken for a causal one. From the third row on layers are compiled one by one, and the loss of each chunk; checkpoints
+lie around the compiled layers, as torchtune's do. The README names ``AdamW8bit``, which is torchao's name, and says
+that the last two rows have neither it nor the optimizer in the backward pass.
 """
 
 from __future__ import annotations
@@ -35,23 +35,27 @@ GIB = 2**30
 class Way(NamedTuple):
     """The savings that a row has."""
 
+    compiled: bool = False
     chunked: bool = False
     checkpointed: bool = False
     in_backward: bool = False
     offloaded: bool = False
     eight_bit: bool = False
     adapters: bool = False
+    four_bit: bool = False
 
 
 #: The marked part of a row's recipe -> what it has; each row has what those before it have.
 WAYS = {
     "[+ Packed Dataset]": Way(),
-    "[+ Chunked Cross Entropy]": Way(True),
-    "[+ Activation Checkpointing]": Way(True, True),
-    "[+ Fuse optimizer step into backward]": Way(True, True, True),
-    "[+ Activation Offloading]": Way(True, True, True, True),
-    "[+ 8-bit AdamW]": Way(True, True, True, True, True),
-    "[LoRA]": Way(True, True, offloaded=True, adapters=True),
+    "[+ Compile]": Way(True),
+    "[+ Chunked Cross Entropy]": Way(True, True),
+    "[+ Activation Checkpointing]": Way(True, True, True),
+    "[+ Fuse optimizer step into backward]": Way(True, True, True, True),
+    "[+ Activation Offloading]": Way(True, True, True, True, True),
+    "[+ 8-bit AdamW]": Way(True, True, True, True, True, True),
+    "[LoRA]": Way(True, True, True, offloaded=True, adapters=True),
+    "[QLoRA]": Way(True, True, True, offloaded=True, adapters=True, four_bit=True),
 }
 
 
@@ -67,26 +71,42 @@ class Norm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.scale
 
 
-class Adapted(nn.Module):
-    """A frozen layer, with two small ones beside it."""
+class InFourBits(nn.Module):
+    """A frozen layer whose weight is in NF4."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(columns, rows), requires_grad=False)
+        nf4 = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        self.weight = nn.Parameter(nf4.to_nf4(torch.empty(columns, rows, dtype=torch.bfloat16)), requires_grad=False)
+        self.linear = nf4.linear_nf4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x, self.weight)
+        return result
+
+
+class Adapted(nn.Module):
+    """A frozen layer, with two small ones beside it."""
+
+    def __init__(self, base: nn.Module, rows: int, columns: int) -> None:
+        super().__init__()
+        self.base = base
         self.down, self.up = nn.Linear(rows, RANK, bias=False), nn.Linear(RANK, columns, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight) + 2.0 * self.up(self.down(x))
+        result: torch.Tensor = self.base(x) + 2.0 * self.up(self.down(x))
+        return result
 
 
 class Layer(nn.Module):
     """Attention over grouped queries, and a gated network."""
 
-    def __init__(self, *, adapters: bool) -> None:
+    def __init__(self, way: Way) -> None:
         super().__init__()
 
-        def linear(rows: int, columns: int, *, adapted: bool = adapters) -> nn.Module:
-            return Adapted(rows, columns) if adapted else nn.Linear(rows, columns, bias=False)
+        def linear(rows: int, columns: int, *, adapted: bool = way.adapters) -> nn.Module:
+            base = InFourBits(rows, columns) if way.four_bit else nn.Linear(rows, columns, bias=False)
+            return Adapted(base, rows, columns) if adapted else base
 
         self.before, self.between = Norm(), Norm()
         self.query, self.key = linear(WIDTH, WIDTH), linear(WIDTH, KEYS * HEAD, adapted=False)
@@ -123,29 +143,37 @@ class Llama(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.register_buffer("turns", torch.zeros(TOKENS, HEAD // 2, 2), persistent=False)
-        self.layers = nn.ModuleList(Layer(adapters=way.adapters) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(way) for _ in range(LAYERS))
         self.norm = Norm()
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
-        self.chunked, self.offloaded = way.chunked, way.offloaded
+        self.way = way
         if way.adapters:
             self._only_adapters()
+        if way.compiled:
+            for layer in self.layers:
+                layer.compile()
 
     def _only_adapters(self) -> None:
-        adapted = {id(one) for part in self.modules() if isinstance(part, Adapted) for one in part.children()}
+        self.requires_grad_(requires_grad=False)
         for part in self.modules():
-            for weight in part.parameters(recurse=False):
-                weight.requires_grad_(id(part) in adapted)
+            if isinstance(part, Adapted):
+                part.down.requires_grad_()
+                part.up.requires_grad_()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        saved = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offloaded else contextlib.nullcontext()
+        saved = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.way.offloaded else contextlib.nullcontext()
         with saved:
             x = self.words(tokens)
             for layer in self.layers:
-                x = layer(x, self.turns)
+                x = (
+                    checkpoint(layer, x, self.turns, use_reentrant=False)
+                    if self.way.checkpointed
+                    else layer(x, self.turns)
+                )
             x = self.norm(x)
         logits: torch.Tensor | list[torch.Tensor]
-        logits = [self.head(part) for part in x.chunk(CHUNKS, 1)] if self.chunked else self.head(x)
+        logits = [self.head(part) for part in x.chunk(CHUNKS, 1)] if self.way.chunked else self.head(x)
         return logits
 
 
@@ -154,8 +182,8 @@ def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     labels, logits = torch.cat([tokens[:, 1:], tokens[:, :1]], 1), model(tokens)
     if isinstance(logits, torch.Tensor):
         return _summed(logits, labels) / labels.numel()
-    pairs = zip(logits, labels.chunk(CHUNKS, 1), strict=True)
-    losses = [checkpoint(_summed, part, wanted, use_reentrant=False) for part, wanted in pairs]
+    summed = torch.compile(_summed)
+    losses = [summed(part, wanted) for part, wanted in zip(logits, labels.chunk(CHUNKS, 1), strict=True)]
     return torch.stack(losses).sum() / labels.numel()
 
 
@@ -167,40 +195,34 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([weight for weight in parameters if weight.requires_grad], lr=2e-5, fused=True)
 
 
+def _eight_bit_adamw(parameters: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = importlib.import_module("torchao.optim").AdamW8bit(parameters, lr=2e-5)
+    return made
+
+
 def predict(row: Record) -> list[Row]:
     """The peak of active memory of one row."""
     marked = row["recipe"][row["recipe"].find("[") :]
     way = WAYS.get(marked)
     if way is None:
-        raise NotReproducible(
-            {
-                "[+ Compile]": "compiled, which eager PyTorch does not show",
-                "[QLoRA]": "weights in NF4 of a release of torchao that is no longer there",
-            }.get(marked, "how long its unpacked sequences are is not stated")
-        )
-    if way.eight_bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise NotReproducible("8-bit states of bitsandbytes, which is not installed")
-    recipe = Recipe(
-        checkpoint=tuple(f"layers.{number}" for number in range(LAYERS)) if way.checkpointed else (),
-        optimizer_in_backward=way.in_backward,
-        optimizer="8bit" if way.eight_bit else "as-written",
-    )
-    with torch.device("meta"):
-        model = Llama(way).to(torch.bfloat16)
+        raise NotReproducible("how long its unpacked sequences are is not stated")
+    if (way.eight_bit or way.four_bit) and importlib.util.find_spec("torchao") is None:
+        raise NotReproducible("states or weights of torchao, which is not installed")
     step = TrainingStep(
-        model=model,
+        model=lambda: Llama(way),
         batch=lambda size: torch.zeros(size, TOKENS, dtype=torch.long),
         loss=loss,
-        optimizer=_adamw,
+        optimizer=_eight_bit_adamw if way.eight_bit else _adamw,
         precision="bf16-true",
-        recipe=recipe,
+        recipe=Recipe(optimizer_in_backward=way.in_backward),
     )
 
     def answer(timeline: Timeline) -> dict[str, Any]:
         return {"predicted": timeline.at(2).peak_allocated}
 
     measured = round(float(row["figure"].split()[0]) * GIB)
-    return [predicted(step, 2, "A100 80GB", answer, source=TORCHTUNE.title, name=marked, measured=measured)]
+    published = {"source": TORCHTUNE.title, "name": marked, "measured": measured}
+    return [predicted(step, 2, "A100 80GB", answer, compiled=way.compiled, **published)]
 
 
 def _rows() -> list[Record]:

@@ -18,6 +18,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.tensors import inner_tensors
 
 _META = torch.device("meta")
 
@@ -67,7 +68,8 @@ def fake_tensors_on_cuda(state: FakeCudaState) -> Iterator[None]:
             place = state.place(tensor)
             if place.type == "cpu" and made.fake_device.type == "meta":
                 made.fake_device = place
-        moved_to_cuda(made)
+        for part in inner_tensors(made):  # a quantised tensor is made of several
+            moved_to_cuda(part)
         return made
 
     def make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> torch.Tensor:

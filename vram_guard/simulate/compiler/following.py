@@ -187,7 +187,7 @@ def compiler_followed(
     breaks.clear()
     try:
         with (
-            inductor_without_gpu(state, capability),
+            inductor_without_gpu(state, type(mode), capability),
             _limits_noted(followed),
             replaced(convert_frame.CatchErrorsWrapper, {"__call__": compile_frame}),
             replaced(convert_frame, {"is_in_any_mode_without_ignore_compile_internals": lambda: False}),

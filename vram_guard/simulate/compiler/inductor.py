@@ -27,6 +27,7 @@ import torch._inductor.fx_passes.joint_graph
 import torch._inductor.fx_passes.post_grad
 import torch._inductor.runtime.hints
 import torch._inductor.scheduler
+import torch._prims.rng_prims
 import torch.utils._triton
 
 from vram_guard.forks.fork import write_all
@@ -34,6 +35,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.compiler.fake_tensors import graph_on_cuda, moved_to_cuda, on_cuda
 from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.operators.higher_order import kernel_under
 
 _CPU = torch.device("cpu")
 
@@ -95,6 +97,25 @@ class _DeviceGuard:
 
     def __exit__(self, *_error: object) -> None:
         return None
+
+
+class _Generator(torch.Generator):
+    """CUDA's generator, of which a graph keeps copies for what it draws again; on the GPU they take nothing."""
+
+    device = CUDA
+
+    def clone_state(self) -> _Generator:
+        return self
+
+    def graphsafe_get_state(self) -> _Generator:
+        return self
+
+    def manual_seed(self, _seed: int) -> _Generator:
+        return self
+
+
+def _drawn(operator: Callable[..., Any], *args: Any, rng_state: object = None, **kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
 
 
 class _Codes:
@@ -167,8 +188,14 @@ def _device_answers(capability: tuple[int, int]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def inductor_without_gpu(state: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
-    """Inside the block Inductor writes code for CUDA, and the code runs in a trace."""
+def inductor_without_gpu(state: FakeCudaState, mode: type, capability: tuple[int, int]) -> Iterator[None]:
+    """Inside the block Inductor writes code for CUDA, and the code runs in a trace.
+
+    Args:
+        state: of the simulated device.
+        mode: class of the trace's mode.
+        capability: of the GPU that is meant.
+    """
     interface = torch._dynamo.device_interface.CudaInterface
     answers = _device_answers(capability)
     worker = {name: answers[name] for name in ("get_device_properties", "current_device")}
@@ -206,11 +233,14 @@ def inductor_without_gpu(state: FakeCudaState, capability: tuple[int, int]) -> I
             ),
             (guards, {"_empty_strided_cuda": empty_strided}),
             (torch._C, {"_cuda_getCurrentRawStream": lambda _device=0: 0}),
-            (torch.cuda, {"_DeviceGuard": _DeviceGuard}),
+            (torch.cuda, {"_DeviceGuard": _DeviceGuard, "default_generators": (_Generator(),)}),
             *_passes(state),
         ):
             stack.enter_context(replaced(target, values))
         stack.enter_context(_constants_on_host())
+        drawn_again = getattr(torch._prims.rng_prims, "graphsafe_run_with_rng_state", None)
+        if drawn_again is not None:
+            stack.enter_context(kernel_under(drawn_again, mode, _drawn))
         stack.enter_context(torch._inductor.config.patch({n: v for n, v in _CONFIG.items() if _has(n)}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         torch._inductor.runtime.hints.DeviceProperties.create.cache_clear()

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 from torch.utils._device import DeviceContext
 
-from vram_guard.patching import replaced
+from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOLS, cuda_answers, while_active
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
@@ -466,8 +466,22 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
         (torch._C, {group: _group_by_device(getattr(torch._C, group), state)}),
     )
     with contextlib.ExitStack() as stack:
+        undone: list[Callable[[], None]] = []
         for target, values in replacements:
-            stack.enter_context(replaced(target, values))
+            undone.append(replace_attributes(target, values))
+            stack.callback(undone[-1])
+
+        @contextlib.contextmanager
+        def as_it_was() -> Iterator[None]:
+            """Libraries keep tables by torch's own functions (torchao's NF4), which stay when the trace is over."""
+            for undo in reversed(undone):
+                undo()
+            try:
+                yield
+            finally:
+                for target, values in replacements:
+                    replace_attributes(target, values)
+
         if hasattr(torch, "accelerator"):
             on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
             stack.enter_context(replaced(torch.accelerator, on_accelerator))
@@ -481,7 +495,7 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
                 seen()
 
         look()
-        stack.enter_context(imports_run_for_real(state, after=look))
+        stack.enter_context(imports_run_for_real(state, after=look, around=as_it_was))
         state.active = True
         stack.callback(setattr, state, "active", False)
         yield

@@ -30,6 +30,7 @@ def imports_run_for_real(
     simulation: Activity,
     excepted: Callable[[str], bool] = lambda _file: False,
     after: Callable[[], None] = lambda: None,
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[None]:
     """Inside the block, this thread's first imports of modules see neither the simulated device nor symbolic tensors.
 
@@ -40,6 +41,7 @@ def imports_run_for_real(
         simulation: is turned off meanwhile.
         excepted: true for the file of a module that sees the simulation all the same.
         after: called once a module is there, before the code goes on that asked for it.
+        around: what the module is executed in.
     """
     machinery: Any = importlib._bootstrap
     load: Callable[[Any], Any] | None = getattr(machinery, "_load_unlocked", None)
@@ -54,7 +56,7 @@ def imports_run_for_real(
             return load(spec)
         simulation.active = False
         try:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with around(), _disable_current_modes(), torch._C.DisableTorchFunction():
                 return load(spec)
         finally:
             simulation.active = True

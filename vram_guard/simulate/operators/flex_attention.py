@@ -20,6 +20,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.private_names import missing_names
+from vram_guard.simulate.operators.higher_order import kernel_under
 from vram_guard.simulate.private_api import FLEX_NAMES
 
 #: The module of the two higher-order operators, which the function of the same name calls.
@@ -49,23 +50,10 @@ def flex_attention_followed(mode: type) -> Iterator[None]:
 
     with (
         replaced(operators, {"create_fw_bw_graph": graphs}),
-        _kernel(forward, mode, _forward),
-        _kernel(backward, mode, _backward),
+        kernel_under(forward, mode, _forward),
+        kernel_under(backward, mode, _backward),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _kernel(operator: Any, mode: type, kernel: Callable[..., Any]) -> Iterator[None]:
-    def called(active: Any, *args: Any, **kwargs: Any) -> Any:
-        with active:
-            return kernel(*args, **kwargs)
-
-    operator.python_key_table[mode] = called
-    try:
-        yield
-    finally:
-        del operator.python_key_table[mode]
 
 
 def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_rest: Any) -> tuple[torch.Tensor, ...]:
