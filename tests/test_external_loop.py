@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import nn
 
+from vram_guard import TrainingStep, trace
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer, address_of
 
 
@@ -24,6 +25,33 @@ def test_tensors_become_symbolic_where_they_are() -> None:
     assert held.requires_grad
     assert (held.shape, held.stride(), buffer.stride()) == ((3, 4), (4, 1), (1, 3))
     assert sum(block.size.base for block in following.recorder.blocks()) == 4 * 12 + 4 * 3 + 8 * 6
+
+
+class TokensFirst(nn.Module):
+    """Tensors of its own and of its children, as vision transformers have them; one child stands there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(5))
+        self.register_buffer("positions", torch.zeros(7))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.BatchNorm1d(11)
+        self.again = nn.Sequential(self.attention, nn.Linear(13, 3))
+
+
+def test_a_model_arrives_in_the_order_in_which_torch_moves_it() -> None:
+    moved: dict[int, int] = {}
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        moved.setdefault(tensor.data_ptr(), tensor.nbytes)
+        return tensor
+
+    TokensFirst()._apply(seen)
+    following = ExternalLoopTracer((8, 0), lambda optimizer: None)
+    following.adopt_model(TokensFirst())
+    assert [block.size.base for block in following.recorder.blocks()] == list(moved.values())
+    step = TrainingStep(TokensFirst, lambda size: torch.zeros(size, 13), lambda m, x: m.again[1](x).sum(), None)
+    assert [block.size.base for block in trace(step).blocks[: len(moved)]] == list(moved.values())
 
 
 def test_symbolic_tensors_are_told_apart_by_an_address() -> None:

@@ -78,8 +78,7 @@ def predicted(
         timeline = trace_at(step, size, compute_capability=capability, multiprocessors=gpu.multiprocessors)
     fields = answer(timeline)
     seconds = time.perf_counter() - start
-    unknown = any(block.unknown for block in timeline.blocks)
-    upper = timeline.replay(size, workspaces="most").peak_reserved if unknown else None
+    upper = timeline.at(size).peak_upper or None
     return Row(tier=timeline.tier, network=timeline.network, upper=upper, seconds=seconds, **published, **fields)
 
 

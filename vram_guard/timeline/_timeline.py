@@ -244,7 +244,7 @@ class Timeline(ShownInNotebooks):
         result = timeline.replay(batch_size, capacity=capacity, settings=settings)
         return replace(
             _estimate(timeline, batch_size, result),
-            peak_upper=_upper(timeline, batch_size, settings),
+            peak_upper=_upper(timeline, batch_size, result.peak_reserved, settings),
             upper_reasons=timeline.upper_reasons,
             cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
         )
@@ -303,11 +303,17 @@ class Timeline(ShownInNotebooks):
         return largest_that_fits(fits, checked_count("limit", limit))
 
 
-def _upper(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None) -> int:
-    """The upper end of the reserved peak; 0 where it has no range."""
+def _upper(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
+    """The upper end of the reserved peak; 0 where it has no range.
+
+    With every workspace at its most the peak can be the lower one: what they leave behind serves other tensors. One of
+    them alone may find no block that is free and large enough, and adds a segment of its own.
+    """
     if not timeline.upper_reasons:
         return 0
-    return timeline.replay(batch_size, settings=settings, workspaces="most", frees="late").peak_reserved
+    most = timeline.replay(batch_size, settings=settings, workspaces="most", frees="late").peak_reserved
+    alone = max((block.size.at(batch_size) for block in timeline.blocks if block.unknown), default=0)
+    return max(most, reserved + alone)
 
 
 def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:

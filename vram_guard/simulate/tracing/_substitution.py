@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -219,6 +220,15 @@ class Substitution:
             self._made[id(weight)] = (weight, self._dressed(weight, view.detach()))
 
 
+def modules_as_moved(model: nn.Module) -> list[nn.Module]:
+    """The modules in the order in which ``model.to("cuda")`` moves what each holds itself: children first.
+
+    ``torch.nn.Module._apply``; :meth:`~torch.nn.Module.modules` gives parents first.
+    """
+    found = dict.fromkeys(itertools.chain(*map(modules_as_moved, model.children())))
+    return [*found, model]
+
+
 @contextlib.contextmanager
 def symbolic_model(
     model: nn.Module, dtype: torch.dtype | None = None, recorder: Recorder | None = None
@@ -236,7 +246,7 @@ def symbolic_model(
     Yields:
         The symbolic parameters and buffers in the order in which ``module.to("cuda")`` would move them.
     """
-    modules = list(model.modules())
+    modules = modules_as_moved(model)
     saved = [ModuleState(module, _contents(module)) for module in modules]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     own: list[Hooked] = []

@@ -37,6 +37,7 @@ from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._quantised import kept, packs
 from vram_guard.simulate.tracing._said import note_absent_kernels
+from vram_guard.simulate.tracing._substitution import modules_as_moved
 from vram_guard.simulate.tracing.loop import classify_states
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncompiled
@@ -131,7 +132,7 @@ class ExternalLoopTracer:
     def adopt_model(self, model: nn.Module) -> None:
         """The parameters and buffers of a model arrive on the GPU, as ``model.to("cuda")`` would move them."""
         parameters, buffers = list(model.parameters()), list(model.buffers())
-        for module in model.modules():
+        for module in modules_as_moved(model):
             self.adopt([tensor for tensor in module._parameters.values() if tensor is not None])
             self.adopt([tensor for tensor in module._buffers.values() if tensor is not None])
         self.recorder.classify(buffers, "buffers")
