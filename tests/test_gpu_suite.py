@@ -653,6 +653,28 @@ def test_the_default_margin_is_a_percentile_of_enough_rows():
         margin.as_json(rows[:10], "2026-01-02")
 
 
+def test_what_a_range_would_keep_is_measured_beside_the_margin():
+    def run(name, predicted, upper, measured=1000):
+        return replace(
+            Row("s", name, measured, predicted, "symbolic", 0.1, network="convolutions in float32"), upper=upper
+        )
+
+    runs_of_a = [run(f"a {each}", each, each * 6 // 5, measured=each) for each in range(1000, 2000, 100)]
+    rows = [*runs_of_a, run("b 1", 800, 1000), run("b 2", 900, 990)]
+    found = margin.kept([*rows, rows[0], run("c 1", 0, 0), replace(run("d 1", 10, 20), network=None)])
+    prediction, upper, smaller = (found[name] for name in ("prediction", "upper end", "smaller"))
+    assert prediction.margins == pytest.approx((0.1,))  # the eleventh of twelve
+    assert (prediction.exceeded, prediction.exceeded_elsewhere) == (1, 2)  # network a alone needs no margin
+    assert prediction.beyond == pytest.approx((10 / 9 - 1) * (10 - 1) / 12, abs=1e-3)
+    assert upper.margins == (0,)
+    assert (upper.exceeded, upper.exceeded_elsewhere) == (1, 1)
+    assert upper.beyond == pytest.approx((10 * 0.2 - 0.01) / 12)
+    assert smaller.margins == pytest.approx((0.1, 0))
+    assert smaller.exceeded == 2
+    with pytest.raises(InvalidInputError, match="two networks"):
+        margin.kept(runs_of_a)
+
+
 def test_each_kind_of_network_has_the_margin_of_its_own_rows_where_they_are_enough():
     convolutions, transformers = "convolutions in float32", "no convolutions, half precision"
     rows = [measured_at(each, 80, network=convolutions) for each in range(22)]

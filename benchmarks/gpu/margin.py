@@ -34,11 +34,12 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.compare import compare_results
 from benchmarks.gpu.records import FORMAT, read_results
@@ -121,6 +122,61 @@ def as_json(rows: Sequence[Row], made: str) -> dict[str, Any]:
             found.append({"tier": tier, "network": network, "group": group, "own_rows": len(own), **_entry(meant)})
     counts = Counter(row.source for row in promised)
     return {"format": "vram_guard margins", "version": 2, "made": made, "sources": dict(counts), "margins": found}
+
+
+class Kept(NamedTuple):
+    """What a rule keeps for runs whose cuDNN workspaces are unknown, with the margin that it needs for 90% of them."""
+
+    margins: tuple[float, ...]
+    """Of its amounts, in their order."""
+    exceeded: int
+    """Runs that took more than it keeps."""
+    exceeded_elsewhere: int
+    """The same, where each network's margin is measured on the other networks alone."""
+    beyond: float
+    """How much more it keeps than a run took: a share, on average."""
+
+
+#: What may have to fit, with its margin: one amount, or the smaller of two.
+Rule = tuple[Callable[[Row], float], ...]
+RULES: dict[str, Rule] = {
+    "prediction": (lambda row: row.predicted or 0,),
+    "upper end": (lambda row: row.upper or 0,),
+    "middle": (lambda row: ((row.predicted or 0) + (row.upper or 0)) / 2,),
+    "smaller": (lambda row: row.predicted or 0, lambda row: row.upper or 0),
+}
+
+
+def kept(rows: Sequence[Row]) -> dict[str, Kept]:
+    """Every rule, held against the runs of convolutions in float32 among these rows; their names begin with the network.
+
+    Raises:
+        InvalidInputError: they are of fewer than two networks.
+    """
+    runs = distinct([row for row in rows if row.has_peak and row.upper and row.network == "convolutions in float32"])
+    others = {row.name: [each for each in runs if each.name.split()[0] != row.name.split()[0]] for row in runs}
+    if not (runs and all(others.values())):
+        raise InvalidInputError("runs of two networks with convolutions in float32 are needed: measure more")
+    found = {}
+    for name, rule in RULES.items():
+        shares, elsewhere = (
+            [row.error_of(_needed(rule, measured, row)) for row, measured in pairs]
+            for pairs in ([(row, runs) for row in runs], [(row, others[row.name]) for row in runs])
+        )
+        exceeded, exceeded_elsewhere = (sum(share < 0 for share in each) for each in (shares, elsewhere))
+        found[name] = Kept(_margins(rule, runs), exceeded, exceeded_elsewhere, statistics.mean(shares))
+    return found
+
+
+def _margins(rule: Rule, measured: Sequence[Row]) -> tuple[float, ...]:
+    short = ([max(0.0, -row.error_of(round(amount(row)))) for row in measured] for amount in rule)
+    return tuple(quantile(each, DEFAULT_QUANTILE) for each in short)
+
+
+def _needed(rule: Rule, measured: Sequence[Row], row: Row) -> int:
+    """Bytes that have to be there for this row, with the margins of the measured ones."""
+    margins = _margins(rule, measured)
+    return round(min(amount(row) / (1 - margin) for amount, margin in zip(rule, margins, strict=True)))
 
 
 def _entry(rows: Sequence[Row]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.margin import PROMISING, WRITTEN
+from benchmarks.gpu.margin import PROMISING, WRITTEN, kept
 from benchmarks.harness import pages
 from benchmarks.harness.command import arguments_of
 from benchmarks.harness.pages import DOCS, Texts
@@ -32,6 +32,7 @@ TEXTS = pages.texts(Path(__file__).parent)
 TABLES: dict[str, tuple[str, ...]] = {
     "tools": ("xMem's runs, transformers", "xMem's runs, CNNs"),
     "parts": ("xMem's runs, transformers", "xMem's runs, CNNs"),
+    "rules": ("xMem's runs, CNNs",),
     "peft": ("peft's methods, Llama-3.2-3B", "peft's methods, FLUX.2-klein-4B"),
     "readmes": ("rasbt's ViT-L/16", "litgpt's configurations"),
     "segformer": ("MMSegmentation's SegFormer",),
@@ -127,6 +128,15 @@ def _parts(groups: Sequence[Sequence[Row]], words: Texts) -> str:
     return pages.table(words["parts"], made)
 
 
+def _rules(groups: Sequence[Sequence[Row]], words: Texts) -> str:
+    made = []
+    for name, each in kept(groups[0]).items():
+        margins = ", ".join(f"{margin:.1%}" for margin in each.margins)
+        counts = str(each.exceeded), str(each.exceeded_elsewhere)
+        made.append((words["rule_names"][name], margins, *counts, f"{each.beyond:.1%}"))
+    return pages.table(words["rules"], made)
+
+
 def _named(groups: Sequence[Sequence[Row]], words: Texts, names: Sequence[str]) -> str:
     made = []
     for name, rows in zip(names, groups, strict=True):
@@ -189,6 +199,7 @@ def _margin(words: Texts) -> str:
 _MAKERS: dict[str, Callable[[Sequence[Sequence[Row]], Any], str]] = {
     "tools": _tools,
     "parts": _parts,
+    "rules": _rules,
     "peft": lambda groups, words: _named(groups, words, words["peft_names"]),
     "readmes": lambda groups, words: _named(groups, words, words["readme_names"]),
     "segformer": _plain,
