@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from vram_guard.report import render
 from vram_guard.simulate.operators import autocast
 from vram_guard.simulate.operators._attention import choose_backend
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
@@ -201,6 +202,36 @@ def test_euclidean_distances_are_a_product_of_longer_rows() -> None:
         *(other + 2 * 50 * 4, -50 * 4, -50 * 4),
         *(60 * 50 * 4, -other - 2 * 50 * 4, -one - 2 * 60 * 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("run", "operator", "sizes", "elements"),
+    [
+        (lambda w: torch.fft.rfft(w).real.sum(), "_fft_r2c", [60 * 21 * 8], 60 * 40),
+        # Over the first two dimensions: one after the other, with a second buffer.
+        (lambda w: torch.fft.rfft2(w).real.sum(), "_fft_r2c", [60 * 21 * 8] * 2, 60 * 40),
+        (lambda w: torch.fft.fft(w + 0j).real.sum(), "_fft_c2c", [60 * 40 * 8], 60 * 40),
+        # The input is overwritten, and so is a copy.
+        (lambda w: torch.fft.irfft(w[:, :21] + 0j).sum(), "_fft_c2r", [60 * 40 * 4, 60 * 21 * 8], 60 * 40),
+        # Four dimensions are two plans.
+        (
+            lambda w: torch.fft.fftn(w.view(6, 10, 4, 10) + 0j).real.sum(),
+            "_fft_c2c",
+            [60 * 40 * 8] * 2,
+            60 * 40,
+        ),
+    ],
+)
+def test_a_fourier_transform_has_a_workspace_of_unknown_size(run, operator, sizes, elements) -> None:
+    """SpectralOps.cpp; NVIDIA's cuFFT API Reference: at worst 8 complex numbers for each element."""
+    timeline = weighted(lambda w, x: run(w))
+    found = [block for block in in_phase(timeline, "forward", 2) if operator in block.operator]
+    assert bytes_of(block for block in found if not block.unknown) == sizes
+    assert bytes_of(block for block in found if block.unknown) == [8 * elements * 8]
+    estimate = timeline.at(4)
+    assert estimate.upper_reasons == ("transforms",)
+    assert estimate.peak_upper >= estimate.peak_reserved + 8 * elements * 8
+    assert "cuFFT's workspaces are unknown" in " ".join(render(estimate).split())
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -250,13 +250,18 @@ _RANGES = {
     ),
 }
 
+_RANGE_WITH_TRANSFORMS = marked(
+    "{low} to {high}: cuFFT's workspaces are unknown, its documentation allows 8 complex numbers for each element; with "
+    "all else that is uncertain up to {most}"
+)
+
 
 def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
     """(name, value): the range of the reserved peak with its reasons, and the cuDNN that was asked, where there are."""
     facts, asked = [], estimate.cudnn
     if estimate.peak_upper > estimate.peak_reserved:
         words = _(
-            _RANGES[estimate.upper_reasons],
+            _RANGES.get(estimate.upper_reasons, _RANGE_WITH_TRANSFORMS),
             low=format_bytes(estimate.peak_reserved),
             high=format_bytes(estimate.peak_upper),
             most=format_bytes(estimate.peak_upper - estimate.peak_reserved),

@@ -161,8 +161,13 @@ class Timeline(ShownInNotebooks):
     @cached_property
     def upper_reasons(self) -> tuple[UpperReason, ...]:
         """Why the reserved peak has a range."""
-        workspaces = any(block.unknown for block in self.blocks)
-        return (*(("workspaces",) if workspaces else ()), *(("streams",) if self.deferred else ()))
+        by_fft = {block.operator.startswith("aten._fft_") for block in self.blocks if block.unknown}
+        found: list[tuple[bool, UpperReason]] = [
+            (False in by_fft, "workspaces"),
+            (True in by_fft, "transforms"),
+            (bool(self.deferred), "streams"),
+        ]
+        return tuple(reason for holds, reason in found if holds)
 
     @property
     def late_events(self) -> tuple[int, ...]:

@@ -221,8 +221,9 @@ class Deferred(NamedTuple):
     """Index of the event before which it has surely happened."""
 
 
-#: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "streams": frees wait for other streams.
-UpperReason = Literal["workspaces", "streams"]
+#: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "transforms": cuFFT's are; "streams": frees
+#: wait for other streams.
+UpperReason = Literal["workspaces", "transforms", "streams"]
 
 
 class CompiledCode(NamedTuple):
