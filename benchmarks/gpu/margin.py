@@ -148,7 +148,7 @@ RULES: dict[str, Rule] = {
 
 
 def kept(rows: Sequence[Row]) -> dict[str, Kept]:
-    """Every rule, held against the runs of convolutions in float32 among these rows; their names begin with the network.
+    """Every rule, held against the runs of convolutions in float32 among the rows; names begin with the network.
 
     Raises:
         InvalidInputError: they are of fewer than two networks.

@@ -251,8 +251,8 @@ _RANGES = {
 }
 
 _RANGE_WITH_TRANSFORMS = marked(
-    "{low} to {high}: cuFFT's workspaces are unknown, its documentation allows 8 complex numbers for each element; with "
-    "all else that is uncertain up to {most}"
+    "{low} to {high}: cuFFT's workspaces are unknown, its documentation allows 8 complex numbers for each element; "
+    "with all else that is uncertain up to {most}"
 )
 
 

@@ -69,8 +69,8 @@ class Estimate(ShownInNotebooks):
     releases: Releases | None = field(default=None, compare=False)
     """The releases that this holds for; None where that is not known."""
     peak_upper: int = 0
-    """The upper end of the reserved peak: with the most that usual kernels take as unknown workspaces, together or one in
-    a segment of its own, and with frees that wait for other streams as late as they may be; 0 where there is neither."""
+    """The upper end of the reserved peak: with the most that unknown workspaces usually take, together or one in a
+    segment of its own, and with frees that wait for other streams as late as they may be; 0 where there is neither."""
     upper_reasons: tuple[UpperReason, ...] = ()
     """What ``peak_upper`` allows for."""
     by_stream: tuple[int, ...] = ()

@@ -221,8 +221,8 @@ class Deferred(NamedTuple):
     """Index of the event before which it has surely happened."""
 
 
-#: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "transforms": cuFFT's are; "streams": frees
-#: wait for other streams.
+#: Why a reserved peak has a range. "workspaces": cuDNN's are of unknown size; "transforms": cuFFT's are; "streams":
+#: frees wait for other streams.
 UpperReason = Literal["workspaces", "transforms", "streams"]
 
 

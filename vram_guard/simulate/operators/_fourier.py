@@ -9,7 +9,7 @@ from vram_guard.simulate.memory.recorder import Recorder
 #: Dimensions that one plan of cuFFT transforms (CuFFTUtils.h, ``cufft_max_ndim``).
 DIMENSIONS_OF_A_PLAN = 3
 
-#: NVIDIA, cuFFT API Reference, on a plan's memory: at worst 8 complex numbers for each element of a batch of transforms.
+#: NVIDIA, cuFFT API Reference, on a plan's memory: at worst 8 complex numbers for each element of all transforms.
 MOST_OF_A_PLAN = 8
 
 
