@@ -279,7 +279,10 @@ def test_names_that_are_assigned_again_are_not_counted_for_all_rounds():
 @pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize("traced_rounds", [2, 3])
 @pytest.mark.parametrize("join", [lambda old, new: torch.cat([old, new]), lambda old, new: old + new])
-def test_what_is_made_at_one_line_and_grows_at_another_is_as_large_as_after_all_rounds(join, traced_rounds, drops):
+@pytest.mark.parametrize("finish", [torch.Tensor.cpu, torch.Tensor.exp])
+def test_what_is_made_at_one_line_and_grows_at_another_is_as_large_as_after_all_rounds(
+    join, traced_rounds, drops, finish
+):
     def play(count, repeats):
         def played(run):
             run.train()
@@ -291,15 +294,17 @@ def test_what_is_made_at_one_line_and_grows_at_another_is_as_large_as_after_all_
                         joined = outputs.clone() if joined is None else join(joined, outputs)
                         if drops:
                             del outputs
+                finish(joined)
 
         return played
 
     all_rounds, short = traced(play(20, 1)), traced(play(traced_rounds, 21 - traced_rounds))
     found, true = (rows_of(timeline.at(64))["validation"].peak_allocated for timeline in (short, all_rounds))
-    assert found == true
     grows = true > rows_of(traced(play(5, 1)).at(64))["validation"].peak_allocated
-    assert (short.tier == "formula") is grows
-    assert ("keeps more with every round" in "".join(map(str, short.notes))) is grows
+    unknown = grows and finish is torch.Tensor.exp  # as large as in the trace
+    assert found < true if unknown else found == true
+    assert (short.tier == "formula") is unknown
+    assert ("keeps more with every round" in "".join(map(str, short.notes))) is unknown
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

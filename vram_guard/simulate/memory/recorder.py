@@ -20,6 +20,7 @@ from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.simulate.memory.repeats import Repeat, paired
 from vram_guard.simulate.memory.streams import Issued, StreamLog
 from vram_guard.state.containers import leaves
+from vram_guard.tensors import tensors_in
 from vram_guard.timeline import (
     STEP_PHASES,
     Affine,
@@ -81,6 +82,8 @@ class Recorder:
         """Blocks that stand for several -> how many."""
         self._made_of: dict[int, set[int]] | None = None
         """In a round that stands for several: blocks of sums and joined tensors -> the blocks of their parts."""
+        self.larger: dict[int, str] = {}
+        """Blocks that are counted as large as after all rounds, larger than their tensors are -> where they grow."""
         self.label = ""
         """Of the phases that begin."""
         self.modules: list[str] = [""]
@@ -328,10 +331,18 @@ class Recorder:
                 more = (self._sizes[block] - self._sizes[old]) * (count - 1)
                 self._sizes[block] += more
                 self._sizes[old] += more
+            self.larger |= {block: self._origins[block][1] for block, _old in grown}
+
+    def computed_of(self, args: Iterable[object]) -> None:
+        """An operator has allocated something, sized by its arguments: a note where one of them is counted larger."""
+        tensors = [one for one in tensors_in(args) if one.layout == torch.strided]
+        blocks = [self.block_of(one.untyped_storage()._cdata) for one in tensors]
+        line = next((self.larger[block] for block in blocks if block in self.larger), None)
+        if line is not None:
             said = Message(
                 "{line} keeps more with every round: it is counted as large as after all rounds, what is computed of "
                 "it is not",
-                line=self._origins[grown[-1][0]][1],
+                line=line,
             )
             self.note(said, tier="formula")
 

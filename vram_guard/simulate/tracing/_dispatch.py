@@ -115,7 +115,10 @@ class SymbolicMode(TorchDispatchMode):
             self._place, args = self.placement.of(func, args)
             if self._notes.open:
                 self._notes.runs(func, args, kwargs or {})
+            blocks = self.recorder.blocks_so_far
             out = plan(func, args, kwargs or {})
+            if self.recorder.larger and self.recorder.blocks_so_far > blocks:
+                self.recorder.computed_of((*args, *(kwargs or {}).values()))
             if self.recorder.in_backward and self.recorder.borders is not None:
                 self.recorder.read_by_backward(args)
             if self.waiting and func._schema.name == "aten::_to_copy":
