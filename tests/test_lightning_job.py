@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,39 @@ def test_a_backbone_that_is_unfrozen_later_is_told_at_once(tmp_path: Any, module
     # A group of weights of its own is updated by itself, and so are the temporaries of its update.
     assert 0 <= unfrozen.peak_allocated - later <= 2 * sum(rounded(one) for one in Net().head.parameters())
     assert [phase.label for phase in found.estimate.phases if phase.label] == ["epoch 2"]
+
+
+class Layered(Net):
+    """Four layers of one size, of which the head's is trained first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 4)
+
+
+class Gradually(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    """As ULMFiT: one more layer in every epoch, from the last one on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if 1 <= epoch <= 4:
+            self.unfreeze_and_add_param_group(pl_module.backbone[4 - epoch], optimizer)
+
+
+def test_layers_that_are_unfrozen_one_by_one_are_told_one_by_one(tmp_path: Any) -> None:
+    found = told(tmp_path, Layered(), Gradually(), max_epochs=8)
+    labels = dict.fromkeys(phase.label for phase in found.estimate.phases if phase.label)
+    assert list(labels) == [f"epoch {epoch}" for epoch in range(1, 5)]
+    by_epoch = [peaks(found)["training", label] for label in ("", *labels)]
+    more = [later - earlier for earlier, later in itertools.pairwise(by_epoch)]
+    weight, bias = WIDTH * WIDTH * 4, WIDTH * 4
+    states = 2 * (weight + bias)
+    assert all(states + weight <= one <= states + 2 * weight + 8 * 4096 for one in more), "a gradient, two states"
+    unfrozen = told(tmp_path, Layered(), max_epochs=8).plain.peak_allocated
+    assert by_epoch[-1] == pytest.approx(unfrozen, rel=0.05)
 
 
 def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 pytest.importorskip("mmengine")
 from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows what MMEngine's own imports warn of
 
 import mmengine_cases as cases
-from mmengine.registry import DATASETS
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, METRICS, MODELS
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
+from torch import nn
+from torch.nn import functional as F
 
 
 @DATASETS.register_module(force=True)
@@ -52,3 +61,138 @@ def test_a_runner_is_planned_for_its_longest_batch(tmp_path):
     one_batch = peak("one", 8, 3)
     assert peak("some", 20, 15) == one_batch
     assert peak("first", 20, 15, longest="first") < one_batch
+
+
+# --- boxes and masks ----------------------------------------------------------------------------------------------
+
+
+@DATASETS.register_module(force=True)
+class Instances(BaseDataset):
+    """As mmdet's: pictures of any size; each instance has a box and a mask of the picture's size."""
+
+    def __init__(self, sizes, **kwargs):
+        self.sizes = sizes
+        super().__init__(**kwargs)
+
+    def load_data_list(self):
+        return [
+            {"height": height, "width": width, "instances": [{"bbox": [0, 0, 4, 4], "bbox_label": 0}] * boxes}
+            for height, width, boxes in self.sizes
+        ]
+
+    def prepare_data(self, index):
+        info = self.get_data_info(index)
+        extent, count = (info["height"], info["width"]), len(info["instances"])
+        sample = BaseDataElement(metainfo={"img_shape": extent})
+        boxes = torch.tensor([one["bbox"] for one in info["instances"]], dtype=torch.float32).view(-1, 4)
+        masks = torch.ones(count, *extent, dtype=torch.uint8)
+        sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.zeros(count, dtype=torch.long), masks=masks)
+        sample.gt_sem_seg = PixelData(data=torch.zeros(1, *extent, dtype=torch.long))
+        return {"inputs": torch.zeros(3, *extent, dtype=torch.uint8), "data_samples": sample}
+
+
+class _OnPictures(BaseModel):
+    def __init__(self, data_preprocessor=None):
+        super().__init__({"type": "ImgDataPreprocessor", "pad_size_divisor": 32})
+        self.backbone = nn.Conv2d(3, 8, 3, 4, 1)
+
+
+@MODELS.register_module(force=True)
+class Detector(_OnPictures):
+    """Every anchor against every box, and masks as large as the padded picture, as mmdet's preprocessor pads them."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.regression, self.mask = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 1, 1)
+
+    def forward(self, inputs, data_samples, mode="tensor"):
+        features = self.backbone(inputs)
+        anchors = self.regression(features).flatten(2).transpose(1, 2)
+        masks = F.interpolate(self.mask(features), inputs.shape[-2:])
+        losses = []
+        for one, mask, sample in zip(anchors, masks, data_samples, strict=True):
+            found = sample.gt_instances
+            corners = torch.minimum(one[:, None], found.bboxes[None]).square().sum(-1).mean()
+            wide, high = inputs.shape[-1] - found.masks.shape[-1], inputs.shape[-2] - found.masks.shape[-2]
+            targets = F.pad(found.masks, (0, wide, 0, high)).float()
+            losses.append(corners + F.binary_cross_entropy_with_logits(mask.expand_as(targets), targets))
+        return {"loss": torch.stack(losses).mean()}
+
+
+def phases_of(tmp_path, model, train, *, size=2, validation=None, **settings):
+    """Allocated peaks of the phases of a Runner in mode "report"."""
+    loader = {"batch_size": size, "num_workers": 0, "sampler": {"type": "DefaultSampler", "shuffle": True}}
+    loader["collate_fn"] = {"type": "pseudo_collate"}
+    whole = {**loader, "batch_size": 1, "sampler": {"type": "DefaultSampler", "shuffle": False}}
+    evaluated = {"val_dataloader": None, "val_cfg": None, "val_evaluator": None}
+    if validation is not None:
+        evaluated = {"val_cfg": {}, "val_evaluator": {"type": "Scores"}}
+        evaluated["val_dataloader"] = {**whole, "dataset": {"type": "Instances", "sizes": validation}}
+    runner = cases.Runner(
+        model={"type": model},
+        work_dir=str(tmp_path),
+        train_dataloader={**loader, "dataset": {"type": "Instances", "sizes": train}},
+        train_cfg={"by_epoch": True, "max_epochs": 1},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+        default_hooks={"checkpoint": None, "logger": None, "timer": None},
+        custom_hooks=[VramGuardHook(budget="4GiB", mode="report", **settings)],
+        default_scope="mmengine",
+        experiment_name=f"run{random.random()}",
+        **evaluated,
+    )
+    runner.train()
+    plan = next(hook for hook in runner.hooks if isinstance(hook, VramGuardHook)).plan
+    highest = {}
+    for phase in plan.before.phases:
+        highest[phase.name] = max(highest.get(phase.name, 0), phase.peak_allocated)
+    return highest
+
+
+LARGE, CROWDED = (224, 256, 2), (64, 96, 120)
+
+
+def test_a_detector_is_planned_for_boxes_and_masks_as_well_as_pixels(tmp_path):
+    """A picture of many instances beside a large one: their masks are padded to its size."""
+    drawn = random.Random(0)
+    some = [(32 * drawn.randint(1, 4), 32 * drawn.randint(1, 4), drawn.randint(1, 5)) for _ in range(40)]
+    mixed = [*some[:20], LARGE, *some[20:], CROWDED]
+    worst = phases_of(tmp_path, "Detector", [LARGE, CROWDED])["training"]
+    assert phases_of(tmp_path, "Detector", mixed)["training"] == worst
+    for other in ([LARGE, LARGE], [CROWDED, CROWDED], mixed[:2]):
+        assert phases_of(tmp_path, "Detector", other)["training"] < 0.8 * worst
+
+
+@MODELS.register_module(force=True)
+class Segmentor(_OnPictures):
+    """As mmseg's: trained on crops of one size, and validated on whole pictures, whose scores have their size."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.decode_head = nn.Conv2d(8, 19, 1)
+
+    def forward(self, inputs, data_samples, mode="tensor"):
+        scores = self.decode_head(self.backbone(inputs))
+        if mode == "predict":
+            whole = F.interpolate(scores, inputs.shape[-2:], mode="bilinear")
+            return [{"right": one.argmax(0)} for one in whole.softmax(1)]
+        labels = torch.stack([sample.gt_sem_seg.data[0] for sample in data_samples])
+        return {"loss": F.cross_entropy(F.interpolate(scores, labels.shape[-2:], mode="bilinear"), labels)}
+
+
+@METRICS.register_module(force=True)
+class Scores(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += [float(one["right"].sum()) for one in data_samples]
+
+    def compute_metrics(self, results):
+        return {"right": sum(results)}
+
+
+def test_a_segmentor_that_is_validated_on_whole_pictures_is_planned_for_the_largest(tmp_path):
+    crops = [(64, 64, 1)] * 8
+    small, large = [(64, 96, 1)] * 5, (512, 1024, 1)
+    found = phases_of(tmp_path, "Segmentor", crops, validation=[*small, large, (64, 96, 1)])
+    assert found["validation"] > 2 * found["training"]
+    assert found["validation"] == phases_of(tmp_path, "Segmentor", crops, validation=[large])["validation"]
+    first = phases_of(tmp_path, "Segmentor", crops, validation=[*small, large], longest="first")
+    assert first["validation"] < 0.1 * found["validation"]

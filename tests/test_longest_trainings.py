@@ -21,14 +21,14 @@ WIDTH = 32
 
 
 class Tokens(Dataset):
-    def __init__(self):
-        self.lengths = LENGTHS
+    def __init__(self, lengths=LENGTHS):
+        self.lengths = lengths
 
     def __len__(self):
-        return len(LENGTHS)
+        return len(self.lengths)
 
     def __getitem__(self, index):
-        return torch.ones(LENGTHS[index], dtype=torch.long)
+        return torch.ones(self.lengths[index], dtype=torch.long)
 
 
 def padded(batch):
@@ -61,7 +61,7 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fitted(guard, tmp_path, loader=None, **arguments):
+def fitted(guard, tmp_path, loader=None, module=None, validation=None, **arguments):
     trainer = pl.Trainer(
         default_root_dir=tmp_path,
         max_epochs=1,
@@ -73,10 +73,10 @@ def fitted(guard, tmp_path, loader=None, **arguments):
         enable_model_summary=False,
         **arguments,
     )
-    module = Module()
+    module = module or Module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, loader or DataLoader(Tokens(), 4, shuffle=True, collate_fn=padded))
+        trainer.fit(module, loader or DataLoader(Tokens(), 4, shuffle=True, collate_fn=padded), validation)
     return module
 
 
@@ -103,6 +103,44 @@ def test_a_trainer_is_planned_for_its_longest_batch(tmp_path, capsys):
     fitted(first, tmp_path, limit_train_batches=1)
     assert first.plan.before.peak_allocated == estimate(step_of((4, 11)), 4).peak_allocated
     assert "longest batch" not in capsys.readouterr().out
+
+
+class Validated(Module):
+    """Collects a number for every token of its validation."""
+
+    def __init__(self, collects=False):
+        super().__init__()
+        self.collects, self.outputs = collects, []
+
+    def validation_step(self, batch, batch_idx):
+        scores = self.net.head(self.net.embedding(batch))
+        if self.collects:
+            self.outputs.append(scores.flatten())
+
+    def on_validation_epoch_end(self):
+        if self.collects:
+            torch.cat(self.outputs)
+        self.outputs.clear()
+
+
+def validation_peak(tmp_path, lengths, *, collects=False, **arguments):
+    guard = VramGuard(budget="1GiB", mode="report", **arguments)
+    short = DataLoader(Tokens([8] * 16), 4, collate_fn=padded)
+    fitted(guard, tmp_path, short, Validated(collects), DataLoader(Tokens(lengths), 4, collate_fn=padded))
+    return max(phase.peak_allocated for phase in guard.plan.before.phases if phase.name == "validation")
+
+
+def test_the_longest_batch_of_a_validation_is_one_of_its_rounds(tmp_path, capsys):
+    short, long = [8] * 46, [2000]
+    found = validation_peak(tmp_path, [*short, *long, 8])
+    assert "validation: the longest batch is planned for: 4 samples of up to lengths 2000" in capsys.readouterr().out
+    assert found == validation_peak(tmp_path, [*long, 8, 8, 8])
+    assert found - validation_peak(tmp_path, short) > 2 * 4 * (2000 - 8) * 4 * WIDTH * 4 - 2**20  # GELU's input and output
+    assert validation_peak(tmp_path, [*short, *long, 8], longest="first") == validation_peak(tmp_path, short)
+    few, many = (validation_peak(tmp_path, [*short * times, *long], collects=True) for times in (2, 40))
+    assert (
+        many - few == 38 * 46 // 4 * 512
+    )  # the others are not as long: 32 numbers of a batch take a block of 512 bytes
 
 
 def test_micro_batches_are_those_of_the_longest_batch(tmp_path):

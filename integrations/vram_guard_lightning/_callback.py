@@ -160,7 +160,8 @@ class VramGuard(CallbackBase):
         if stage != "fit":
             return
         self.plan, self._logged = None, False
-        training = LightningTraining(trainer, pl_module, whole_job=self.settings.whole_job)
+        wish = self.settings.wish
+        training = LightningTraining(trainer, pl_module, whole_job=self.settings.whole_job, wish=wish)
         guard = self._guard = Guard(training, self.settings)
         lightnings_own, barrier = trainer.strategy.setup, trainer.strategy.barrier
         begins_early = _layouts.shards_in_configure_model(trainer)
@@ -171,7 +172,7 @@ class VramGuard(CallbackBase):
             finally:
                 self.plan = guard.plan
             for later in comes_later(trainer) if self.settings.whole_job else ():
-                self._foresee(training, later, functools.partial(capture_later, trainer, pl_module, later))
+                self._foresee(training, later, functools.partial(capture_later, trainer, pl_module, later, wish))
 
         def barrier_after_setup(name: str | None = None, *args: Any, **kwargs: Any) -> None:
             barrier(name, *args, **kwargs)
@@ -204,7 +205,9 @@ class VramGuard(CallbackBase):
             if point == "barrier" and "post_setup" not in (*args, *kwargs.values()):
                 return own(*args, **kwargs)
             del vars(strategy)[point]
-            self._foresee(training, stage, functools.partial(capture_evaluation, trainer, module, stage))
+            self._foresee(
+                training, stage, functools.partial(capture_evaluation, trainer, module, stage, self.settings.wish)
+            )
             return own(*args, **kwargs)
 
         vars(strategy)[point] = predicted

@@ -16,6 +16,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
+from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.parallel import deepspeed, in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.resharding import divided_by_fsdp2
@@ -131,13 +132,14 @@ class Captured(CapturedTraining):
         return found or (None if self.later is None else self.later.objection(plan.recipe))
 
 
-def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True) -> Captured:
+def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True, wish: Wish = LARGEST) -> Captured:
     """Read one training from a Trainer whose strategy is not set up yet. Changes nothing.
 
     Args:
         trainer: whose ``fit`` is running.
         module: that it trains.
         whole_job: True: also what it does besides its steps, see :mod:`._job`.
+        wish: the longest batch of its validation.
 
     Raises:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
@@ -165,6 +167,7 @@ def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True
             batch_of=lambda sample: _batch_of(trainer, module, sample),
             view=lambda shadow: _view(shadow, found, batches),
             heard=heard,
+            wish=wish,
         )
     step = TrainingStep(
         model=module,

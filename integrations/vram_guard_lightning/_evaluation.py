@@ -17,6 +17,7 @@ from vram_guard.forks.exclusive import in_copy
 from vram_guard.forks.fork import can_fork
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
+from vram_guard.longest.wish import Wish
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import PhaseName
 from vram_guard_lightning import _deepspeed, _layouts, _namespaces, _shadow, _trainer_proxy, private_api
@@ -58,13 +59,14 @@ def comes_later(trainer: Trainer) -> Iterator[str]:
             yield stage
 
 
-def capture_later(trainer: Trainer, module: LightningModule, stage: str) -> CapturedEvaluation:
+def capture_later(trainer: Trainer, module: LightningModule, stage: str, wish: Wish) -> CapturedEvaluation:
     """Read an evaluation that comes after the training, in a copy of the process, as if it had begun.
 
     Args:
         trainer: whose ``fit`` is running.
         module: that it trains.
         stage: of :data:`KINDS`.
+        wish: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
@@ -76,16 +78,17 @@ def capture_later(trainer: Trainer, module: LightningModule, stage: str) -> Capt
     for part in (trainer.datamodule, module):  # type: ignore[attr-defined]
         if part is not None:
             part.setup(stage)
-    return capture_evaluation(trainer, module, stage)
+    return capture_evaluation(trainer, module, stage, wish)
 
 
-def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str) -> CapturedEvaluation:
+def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str, wish: Wish) -> CapturedEvaluation:
     """Read an evaluation from a Trainer whose strategy is not set up yet. Changes nothing.
 
     Args:
         trainer: that is about to run it.
         module: that it evaluates.
         stage: of :data:`KINDS`.
+        wish: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
@@ -98,7 +101,7 @@ def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str) ->
     kind = KINDS[stage]
     source: Any = getattr(trainer, kind.loop)._data_source
     with random_state_kept():
-        rounds = read_rounds(trainer, source.dataloader(), getattr(trainer, kind.limit), _(kind.phase))
+        rounds = read_rounds(trainer, source.dataloader(), getattr(trainer, kind.limit), _(kind.phase), wish)
     if rounds is None:
         raise UnsupportedStepError(_("its loaders have no batches"))
     step = evaluation_step(

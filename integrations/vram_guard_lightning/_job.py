@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vram_guard.job import Job, JobRun
 from vram_guard.language import Message, _
+from vram_guard.longest.wish import Wish
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_lightning import _deepspeed, _namespaces, _shadow
@@ -46,6 +47,7 @@ def job_of(
     batch_of: Callable[[Sample], Callable[[int], Any]],
     view: View,
     heard: Heard,
+    wish: Wish,
 ) -> tuple[Job, LaterEpochs, list[str]]:
     """The job of this training, its later epochs, and remarks for a reader of the prediction. Changes nothing.
 
@@ -57,12 +59,13 @@ def job_of(
         batch_of: loader -> the batches of a step.
         view: of the Trainer's copy, for user code.
         heard: told of every training_step.
+        wish: the longest batch of its validation.
     """
     notes: list[str] = []
     validation = None
     try:
         with random_state_kept():
-            validation = read_validation(trainer)
+            validation = read_validation(trainer, wish)
     except Exception as error:  # noqa: BLE001 - the user's own code makes the loaders
         why = f"{type(error).__name__}: {error}"
         notes.append(_("validation is not included in the prediction: {error}", error=why))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.printable import beside_progress_bars, printable
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
 from vram_guard_lightning._capture import Captured, capture
@@ -48,9 +49,12 @@ class Ranks:
 class LightningTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, *, whole_job: bool = True) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, *, whole_job: bool = True, wish: Wish = LARGEST
+    ) -> None:
         self.trainer = trainer
         self._whole_job = whole_job
+        self._wish = wish
         self.module = module
         self.ranks = Ranks(trainer)
 
@@ -71,7 +75,7 @@ class LightningTraining:
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_lightning._capture.capture`."""
-        return capture(self.trainer, self.module, whole_job=self._whole_job)
+        return capture(self.trainer, self.module, whole_job=self._whole_job, wish=self._wish)
 
     def why_left_alone(self) -> str:
         """Another callback may try out batch sizes itself."""

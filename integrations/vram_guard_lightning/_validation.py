@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.longest.choice import longest_beside
+from vram_guard.longest.wish import Wish
 from vram_guard.patching import replaced
 from vram_guard_lightning import _layouts, _namespaces
 from vram_guard_lightning._sample import loaders_in, read
@@ -32,6 +35,8 @@ class Loader:
 
     sample: Sample
     batches: int
+    longest: Sample | None = None
+    """One of the batches is longer than those that are delivered first."""
 
     def of_at_most(self, size: int) -> tuple[Any, int]:
         """A batch of its own size, or of this one where that is smaller, and the number of batches then."""
@@ -39,19 +44,28 @@ class Loader:
         size = min(size, own)
         return self.sample.make(size), math.ceil(self.batches * own / size)
 
+    def followed(self, size: int, sanity: int | None) -> tuple[list[Any], int, int]:
+        """The batches that are followed, the number of the one that stands for others, and for how many it stands."""
+        batch, count = self.of_at_most(size)
+        if sanity is not None:
+            return [batch], 1, min(count, sanity or count)
+        last = [] if self.longest is None else [self.longest.make(min(size, self.longest.batch_size))]
+        count -= len(last)
+        typical = min(count, 2)
+        return [batch] * typical + last, typical, count - typical + 1
+
 
 class _Batches:
-    """The same batch, so many times."""
+    """These batches; a list would be a collection of loaders."""
 
-    def __init__(self, batch: Any, count: int) -> None:
-        self._batch = batch
-        self._count = count
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self._batch] * self._count)
+        return iter(self._batches)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._batches)
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,8 @@ class Rounds:
     ) -> None:
         """Run the loop of a Trainer's copy over two batches of each loader, of which the second stands for the others.
 
+        The longest batch comes last, where all that is collected of the others is there.
+
         Args:
             run: of the trace.
             shadow: the copy.
@@ -86,37 +102,40 @@ class Rounds:
             sanity: the most batches of each loader in a sanity check, which one batch stands for; None: it is none.
             most: samples of a batch; None: as many as the loaders deliver.
         """
-        batches = [one.of_at_most(self.batch_size if most is None else most) for one in self.loaders]
-        counts = [count for _batch, count in batches]
-        followed = [min(count, 2 if sanity is None else 1) for count in counts]
-        left = [min(all_, sanity or all_) - count + 1 for all_, count in zip(counts, followed, strict=True)]
+        size = self.batch_size if most is None else most
+        counts = [one.of_at_most(size)[1] for one in self.loaders]
+        given, repeated, left = zip(*(one.followed(size, sanity) for one in self.loaders), strict=True)
         combined = _namespaces.part(_namespaces.of(shadow), "utilities.combined_loader.CombinedLoader")
-        given = [_Batches(batch, count) for (batch, _all), count in zip(batches, followed, strict=True)]
-        loop._data_source = type(loop._data_source)(combined(given, "sequential"), "")
+        loaders = combined([_Batches(batches) for batches in given], "sequential")
+        loop._data_source = type(loop._data_source)(loaders, "")
         loop._combined_loader = None
         limits = {f"limit_{kind}_batches": 1.0 for kind in ("val", "test", "predict")}
         vars(shadow).update(limits, overfit_batches=0.0, reload_dataloaders_every_n_epochs=0)
         loop.setup_data()
         # As user code is told by trainer.num_val_batches.
         setattr(loop, "_max_batches" if hasattr(loop, "_max_batches") else "max_batches", counts)
-        seen = [0] * len(followed)
+        seen = [0] * len(given)
         name = "_evaluation_step" if hasattr(loop, "_evaluation_step") else "_predict_step"
         own = getattr(loop, name)
 
         def step(batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any) -> None:
             seen[dataloader_idx] += 1
-            last = seen[dataloader_idx] == followed[dataloader_idx]
-            with run.repeat(left[dataloader_idx]) if last else contextlib.nullcontext():
+            stands = seen[dataloader_idx] == repeated[dataloader_idx]
+            with run.repeat(left[dataloader_idx]) if stands else contextlib.nullcontext():
                 own(batch, batch_idx, dataloader_idx, *rest)
 
         with replaced(loop, {name: step, "setup_data": lambda: None}):
             start()
 
 
-def read_validation(trainer: Trainer) -> Rounds | None:
+def read_validation(trainer: Trainer, wish: Wish) -> Rounds | None:
     """A batch of each validation loader; None where nothing is validated.
 
     The user's hook is asked once more. Call it inside :func:`vram_guard.state.random_generators.random_state_kept`.
+
+    Args:
+        trainer: that validates.
+        wish: its longest batch.
 
     Raises:
         Exception: whatever the user's code raises, or the reason for which a loader's batches cannot be had.
@@ -126,10 +145,10 @@ def read_validation(trainer: Trainer) -> Rounds | None:
     if not trainer.enable_validation or (never and not trainer.num_sanity_val_steps):
         return None
     source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
-    return read_rounds(trainer, source.dataloader(), trainer.limit_val_batches, _("validation"))
+    return read_rounds(trainer, source.dataloader(), trainer.limit_val_batches, _("validation"), wish)
 
 
-def read_rounds(trainer: Trainer, made: Any, limit: float, what: str) -> Rounds | None:
+def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish) -> Rounds | None:
     """A batch of each loader of an evaluation; None where there are none.
 
     Args:
@@ -137,6 +156,7 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str) -> Rounds 
         made: what the user's hook has returned.
         limit: of batches, as the Trainer has it.
         what: the evaluation, for a reader.
+        wish: its longest batch, where all batches are evaluated.
     """
     mode = getattr(made, "_mode", "sequential")
     found: list[Loader] = []
@@ -146,8 +166,11 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str) -> Rounds 
         if count == 0:
             continue
         sample = read(loader)
-        found.append(Loader(sample, count or UNKNOWN))
-        notes += [_("{phase}: {note}", phase=what, note=note) for note in sample.notes]
+        longest, said = None, sample.notes
+        if type(limit) is float and limit == 1:
+            longest, said = longest_beside(functools.partial(read, loader), wish, ranks=_layouts.data_ranks(trainer))
+        found.append(Loader(sample, count or UNKNOWN, longest))
+        notes += [_("{phase}: {note}", phase=what, note=note) for note in said]
         if count is None:
             notes.append(
                 _(

@@ -26,6 +26,7 @@ from vram_guard.guard.refusals import Refusal
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
+from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.proof.effects import StepEffects
 from vram_guard.state.random_generators import random_state_kept
@@ -255,7 +256,7 @@ class _AccumulatedLoss(_Loss):
         return super().__call__(model, batch)
 
 
-def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> Captured:
+def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wish: Wish = LARGEST) -> Captured:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
     The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
@@ -264,6 +265,7 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> 
         runner: to read.
         whole_job: also what the training does besides its steps.
         loss_said: the user has said how losses of micro-batches are weighed.
+        wish: the longest batch of its evaluations.
 
     Raises:
         InvalidInputError: an epoch of this training has no iterations.
@@ -306,15 +308,16 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> 
     schedule = None
     if whole_job:
         schedule = _schedule(runner, sample)
-        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes))
+        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes, wish))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
     return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
 
 
-def evaluation(runner: Any, kind: Literal["val", "test"]) -> CapturedEvaluation:
+def evaluation(runner: Any, kind: Literal["val", "test"], wish: Wish) -> CapturedEvaluation:
     """Read an evaluation that is about to begin, see :func:`vram_guard_mmengine._evaluation.capture_evaluation`."""
     _check_strategy(runner)
-    return capture_evaluation(runner, kind, _plain_model(runner), lambda given: _built(runner, given), _is_endless)
+    model = _plain_model(runner)
+    return capture_evaluation(runner, kind, model, lambda given: _built(runner, given), _is_endless, wish)
 
 
 def _job(
@@ -325,6 +328,7 @@ def _job(
     recorder: RecordingOptimWrapper,
     schedule: Schedule,
     notes: list[str],
+    wish: Wish,
 ) -> Job:
     """What the training does besides its steps."""
     length = _length(runner, sample.loader)
@@ -367,11 +371,11 @@ def _job(
             shadow,
             recorder.begin,
             lambda: recorder.outputs,
-            validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes),
+            validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes, wish),
             None if sharded else checkpoint_of(runner, notes),
             not sharded,
             schedule,
-            test=test_of(runner, lambda given: _built(runner, given), _is_endless, notes),
+            test=test_of(runner, lambda given: _built(runner, given), _is_endless, notes, wish),
         )
     )
 

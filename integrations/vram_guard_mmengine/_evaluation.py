@@ -16,6 +16,8 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
+from vram_guard.longest.choice import longest_beside
+from vram_guard.longest.wish import Wish
 from vram_guard.state.containers import leaves
 from vram_guard.state.objects import objects_kept
 from vram_guard.state.random_generators import random_state_kept
@@ -46,6 +48,7 @@ class Rounds:
         evaluator: built.
         batches: of the loader; None where it has no known end.
         samples: of one process; None where the data set does not tell.
+        longest: one of the batches is longer than the first ones; None: it is not, or that is not known.
     """
 
     runner: Any
@@ -55,6 +58,23 @@ class Rounds:
     evaluator: Any
     batches: int | None
     samples: int | None
+    longest: Sample | None = None
+
+    def followed(self, most: int | None) -> list[tuple[Any, int]]:
+        """Batches, and for how many rounds each stands; the longest comes last, beside all that is collected.
+
+        Args:
+            most: samples of a batch; None: as many as the loader delivers.
+        """
+        sizes, repeated = self.sizes(most)
+        found = [(self.sample.make(size), repeated if number == 1 else 1) for number, size in enumerate(sizes)]
+        if self.longest is not None:
+            batch, count = found.pop(min(1, len(found) - 1))
+            if count > 1:
+                found.insert(1, (batch, count - 1))
+            own = self.longest.batch_size
+            found.append((self.longest.make(own if most is None else min(own, most)), 1))
+        return found
 
     def sizes(self, most: int | None = None) -> tuple[tuple[int, ...], int]:
         """Batch sizes of the first round, of that of those that follow, and of a shorter last one.
@@ -95,18 +115,17 @@ class Rounds:
 
 
 class _Loader:
-    """In place of the loader: the first batch, one that stands for those that follow, a shorter last one."""
+    """In place of the loader: a first batch, one that stands for those that follow, a shorter last one, the longest."""
 
     def __init__(self, run: JobRun, rounds: Rounds, most: int | None) -> None:
         self.dataset = rounds.loader.dataset
-        self._sizes, self._repeated = rounds.sizes(most)
-        self.batch_size = self._sizes[0]
+        self._followed = rounds.followed(most)
+        self.batch_size = rounds.sizes(most)[0][0]
         self._run = run
-        self._make = rounds.sample.make
         self._open: list[Any] = []
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._followed)
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._batches()
@@ -114,9 +133,9 @@ class _Loader:
         return batches
 
     def _batches(self) -> Iterator[Any]:
-        for number, size in enumerate(self._sizes):
-            with self._run.repeat(self._repeated if number == 1 else 1):
-                yield self._make(size)
+        for batch, count in self._followed:
+            with self._run.repeat(count):
+                yield batch
 
     def close(self) -> None:
         """No round is open any more."""
@@ -130,6 +149,7 @@ def rounds_of(
     built: Callable[[Any], Any],
     endless: Callable[[Any], bool],
     notes: list[str],
+    wish: Wish,
 ) -> Rounds | None:
     """The rounds of an evaluation, of which two samples are read; None where there are none.
 
@@ -139,6 +159,7 @@ def rounds_of(
         built: a loader's config, or a loader -> the loader.
         endless: True for loaders that never end.
         notes: remarks for a reader of the prediction.
+        wish: its longest batch.
 
     Raises:
         Exception: whatever the user's code raises that reads the data.
@@ -163,7 +184,10 @@ def rounds_of(
         )
         batches = None
     samples = sample.dataset_size if sample.dataset_size is None else len(loader.sampler)
-    return Rounds(runner, kind, sample, loader, evaluator, batches, samples)
+    longest, said = longest_beside(functools.partial(read_loader, loader), wish)
+    what = _("validation") if kind == "val" else _("test")
+    notes += [_("{phase}: {note}", phase=what, note=note) for note in said if longest is not None]
+    return Rounds(runner, kind, sample, loader, evaluator, batches, samples, longest)
 
 
 def validation_of(
@@ -173,6 +197,7 @@ def validation_of(
     begins: int,
     most: int,
     notes: list[str],
+    wish: Wish,
 ) -> Rounds | None:
     """The validation of a training; what is in the way is among the notes.
 
@@ -183,11 +208,12 @@ def validation_of(
         begins: the epoch, or iteration, from which on is validated.
         most: epochs, or iterations, of the training.
         notes: remarks for a reader of the prediction.
+        wish: its longest batch.
     """
     if runner._val_loop is None or begins > most:
         return None
     try:
-        return rounds_of(runner, "val", built, endless, notes)
+        return rounds_of(runner, "val", built, endless, notes, wish)
     except Exception as error:  # noqa: BLE001 - the user's own code reads the data
         why = f"{type(error).__name__}: {error}"
         notes.append(_("validation is not included in the prediction ({why})", why=why))
@@ -195,7 +221,7 @@ def validation_of(
 
 
 def test_of(
-    runner: Any, built: Callable[[Any], Any], endless: Callable[[Any], bool], notes: list[str]
+    runner: Any, built: Callable[[Any], Any], endless: Callable[[Any], bool], notes: list[str], wish: Wish
 ) -> Rounds | None:
     """The test that the script calls after the training; what is in the way is among the notes.
 
@@ -204,11 +230,12 @@ def test_of(
         built: a loader's config, or a loader -> the loader.
         endless: True for loaders that never end.
         notes: remarks for a reader of the prediction.
+        wish: its longest batch.
     """
     if getattr(runner, "_test_loop", None) is None or "test" not in later_calls():
         return None
     try:
-        return rounds_of(runner, "test", built, endless, notes)
+        return rounds_of(runner, "test", built, endless, notes, wish)
     except Exception as error:  # noqa: BLE001 - the user's own code reads the data
         why = f"{type(error).__name__}: {error}"
         notes.append(_("the test after the training is not included in the prediction ({why})", why=why))
@@ -226,7 +253,12 @@ def number_of_batches(loader: Any) -> int | None:
 
 
 def capture_evaluation(
-    runner: Any, kind: Kind, model: nn.Module, built: Callable[[Any], Any], endless: Callable[[Any], bool]
+    runner: Any,
+    kind: Kind,
+    model: nn.Module,
+    built: Callable[[Any], Any],
+    endless: Callable[[Any], bool],
+    wish: Wish,
 ) -> CapturedEvaluation:
     """Read ``Runner.val`` or ``Runner.test``, which are about to begin. Changes nothing.
 
@@ -236,12 +268,13 @@ def capture_evaluation(
         model: the runner's, without its wrapper.
         built: a loader's config, or a loader -> the loader.
         endless: True for loaders that never end.
+        wish: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
     """
     notes: list[str] = []
-    rounds = rounds_of(runner, kind, built, endless, notes)
+    rounds = rounds_of(runner, kind, built, endless, notes, wish)
     if rounds is None:
         raise UnsupportedStepError(_("its loaders have no batches"))
     states = [(one.shape, one.dtype) for one in _left_of_training(runner)]

@@ -21,6 +21,7 @@ from vram_guard.forks.fork import Progress
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.decision import Decision
 from vram_guard.language import _
+from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.plan import Plan
 from vram_guard.printable import printable
 from vram_guard.techniques import Recipe
@@ -56,10 +57,11 @@ class Ranks:
 class RunnerTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, runner: Any, *, whole_job: bool = True, loss_said: bool = False) -> None:
+    def __init__(self, runner: Any, *, whole_job: bool = True, loss_said: bool = False, wish: Wish = LARGEST) -> None:
         self.runner = runner
         self._whole_job = whole_job
         self._loss_said = loss_said
+        self._wish = wish
         self.ranks = Ranks()
 
     @property
@@ -75,7 +77,7 @@ class RunnerTraining:
 
     def capture(self) -> Captured:
         """See :func:`vram_guard_mmengine._capture.capture`."""
-        return capture(self.runner, whole_job=self._whole_job, loss_said=self._loss_said)
+        return capture(self.runner, whole_job=self._whole_job, loss_said=self._loss_said, wish=self._wish)
 
     def why_left_alone(self) -> str:
         """Nothing of MMEngine's keeps the guard from changing a training."""

@@ -97,7 +97,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self.plan, self._iterations = None, 0
         settings = self.settings
         said = settings.said_loss_weight is not None
-        guard = self._guard = Guard(RunnerTraining(runner, whole_job=settings.whole_job, loss_said=said), settings)
+        training = RunnerTraining(runner, whole_job=settings.whole_job, loss_said=said, wish=settings.wish)
+        guard = self._guard = Guard(training, settings)
         try:
             with guard.applied, resumable():
                 try:
@@ -119,7 +120,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         if not self.settings.whole_job:
             return
         training, what = RunnerTraining(runner), f"Runner.{kind}"
-        found = foresee(training, lambda: evaluation(runner, kind), self.settings, what)
+        found = foresee(training, lambda: evaluation(runner, kind, self.settings.wish), self.settings, what)
         if found is not None:
             training.tell([found.words(what), *found.notes] if found.fits else found.notes)
 

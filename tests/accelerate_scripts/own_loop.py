@@ -114,6 +114,7 @@ if (
     averaged = copy.deepcopy(model)
     where = next(model.parameters()).device
     counted = torch.ones(10, device=0 if device.type == "cuda" else device)
+    assert torch.device(0 if device.type == "cuda" else device).type == device.type
     criterion = nn.CrossEntropyLoss(weight=torch.ones_like(counted, device=where))
 optimizer = None if habit == "by_hand" else torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cuda", enabled=habit == "casts")

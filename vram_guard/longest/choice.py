@@ -84,6 +84,23 @@ def choose(
     return Chosen(replace(sample, batch_size=size, notes=tuple(notes)), tuple(learned))
 
 
+def longest_beside(read: Callable[[], Sample], wish: Wish, *, ranks: int = 1) -> tuple[Sample | None, tuple[str, ...]]:
+    """The longest batch of an evaluation, which one of its rounds has, and what is to be said of it.
+
+    Args:
+        read: the loader, anew.
+        wish: which batch is meant.
+        ranks: processes among which the framework shares samples out.
+
+    Returns:
+        None where its batches are like the first ones, or it is not known.
+    """
+    with random_state_kept():
+        sample = read()
+    sample = choose(sample, wish, ranks=ranks).sample
+    return sample if any(part.numbers for part in sample.parts) else None, sample.notes
+
+
 def peak_of(step: TrainingStep, capability: tuple[int, int] = DEFAULT_CAPABILITY) -> Peak:
     """The memory of a step, by tracing it at one batch size; what else its job has is the same with every batch."""
     step = step.with_(job=None)

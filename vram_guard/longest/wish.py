@@ -21,3 +21,7 @@ class Wish:
     def share(self) -> float | None:
         """The share of batches that are to be no longer; None: all that are looked at."""
         return None if isinstance(self.longest, str) or self.longest >= 1 else float(self.longest)
+
+
+#: Where nothing is said.
+LARGEST = Wish()

@@ -103,6 +103,8 @@ class CudaShim(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("to", "_parse_to"):  # a number is that of a GPU
             args = tuple(map(_numbered, args))
+        elif func is torch.device:  # as device maps name theirs
+            args = (*map(_numbered, args[:1]), *args[1:])
         if func is torch.device or name == "_parse_to":  # names only: nothing moves yet
             return func(*args, **kwargs)
         if name == "cuda":
