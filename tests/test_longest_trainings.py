@@ -135,7 +135,7 @@ def test_the_longest_batch_of_a_validation_is_one_of_its_rounds(tmp_path, capsys
     found = validation_peak(tmp_path, [*short, *long, 8])
     assert "validation: the longest batch is planned for: 4 samples of up to lengths 2000" in capsys.readouterr().out
     assert found == validation_peak(tmp_path, [*long, 8, 8, 8])
-    assert found - validation_peak(tmp_path, short) > 2 * 4 * (2000 - 8) * 4 * WIDTH * 4 - 2**20  # GELU's input and output
+    assert found - validation_peak(tmp_path, short) > 2 * 4 * (2000 - 8) * 4 * WIDTH * 4 - 2**20
     assert validation_peak(tmp_path, [*short, *long, 8], longest="first") == validation_peak(tmp_path, short)
     few, many = (validation_peak(tmp_path, [*short * times, *long], collects=True) for times in (2, 40))
     assert (
