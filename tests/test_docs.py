@@ -107,6 +107,14 @@ def test_both_languages_show_the_same_commands_and_files(page):
     assert list(files_of(page)) == list(files_of(other))
 
 
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_the_text_quotes_the_example_above_it(language):
+    page = ROOT / "docs" / language / "how-it-works.md"
+    (printed,) = (line for one in commands_of(page) for line in one.expected if line.split()[:1] == ["4096"])
+    allocated, reserved = (round(float(figure)) for figure in re.findall(r"([\d.]+) MiB", printed))
+    assert re.search(rf"{allocated} MiB.{{,25}}{reserved} MiB", page.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

