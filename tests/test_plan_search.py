@@ -74,6 +74,12 @@ class Source:
     def known(self, option: Option, size: int) -> bool:
         return True
 
+    def begin(self, option: Option, size: int) -> None:
+        """Nothing is made ahead."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
+
     def distrust(self, option: Option) -> None:
         raise AssertionError
 
@@ -631,6 +637,12 @@ class Composed(Source):
 
     def composed(self, option: Option, size: int) -> bool:
         return self.trusted and bool(option.recipe) and option not in self.traced
+
+    def begin(self, option: Option, size: int) -> None:
+        """Nothing is made ahead."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
 
     def distrust(self, option: Option) -> None:
         self.trusted = False

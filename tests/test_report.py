@@ -69,6 +69,12 @@ class Halves:
     def known(self, option: Option, size: int) -> bool:
         return True
 
+    def begin(self, option: Option, size: int) -> None:
+        """Nothing is made ahead."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
+
     def distrust(self, option: Option) -> None:
         raise AssertionError
 

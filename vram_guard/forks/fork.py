@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
 from vram_guard.forks import autograd_threads, hanging, queues
@@ -104,6 +104,20 @@ def run_in_fork(
         >>> run_in_fork(lambda _progress: seen.append(1) or len(seen)), seen
         (1, [])
     """
+    return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
+
+
+def begin_in_fork(work: Callable[[Progress], T]) -> Copy[T]:
+    """As :func:`run_in_fork`, while the caller goes on; the copy is to be asked for its answer, or ended.
+
+    Raises:
+        ForkRefusedError: there is no fork on this system.
+
+    Example:
+        >>> copy = begin_in_fork(lambda _progress: 6 * 7)
+        >>> copy.answer()
+        42
+    """
     if not can_fork():
         raise ForkRefusedError(_("this system cannot copy a process (fork)"))
     here, there = Pipe(duplex=False)
@@ -121,14 +135,39 @@ def run_in_fork(
         _work_in_copy(work, there, stack, values)
     del values
     there.close()
-    with here, contextlib.closing(stack):
-        kind, value, buffers = _answer(here, process, stack, progress or (lambda _line: None), most_seconds)
-    if kind == "error":
-        caught, text = value
-        if any(part in str(caught) for part in _REFUSED_IN_FORKS):
-            raise ForkRefusedError(str(caught))
-        raise caught from _RemoteTraceback(text)
-    return pickle.loads(value, buffers=buffers)  # type: ignore[no-any-return]  # noqa: S301 - from our own copy
+    return Copy(process, here, stack)
+
+
+class Copy(Generic[T]):
+    """A copy of the process that works.
+
+    Args:
+        process: its number.
+        pipe: where its messages arrive.
+        stack: where it writes its stack when it is killed.
+    """
+
+    def __init__(self, process: int, pipe: Connection, stack: FatalStack) -> None:
+        self._process = process
+        self._pipe = pipe
+        self._stack = stack
+
+    def answer(self, progress: Progress | None = None, *, most_seconds: float = MOST_SECONDS) -> T:
+        """Wait for the result; the copy is gone afterwards. Arguments, result and errors are :func:`run_in_fork`'s."""
+        with self._pipe, contextlib.closing(self._stack):
+            told = progress or (lambda _line: None)
+            kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
+        if kind == "error":
+            caught, text = value
+            if any(part in str(caught) for part in _REFUSED_IN_FORKS):
+                raise ForkRefusedError(str(caught))
+            raise caught from _RemoteTraceback(text)
+        return cast("T", pickle.loads(value, buffers=buffers))  # noqa: S301 - from our own copy
+
+    def end(self) -> None:
+        """End the copy, whose answer nobody needs."""
+        with self._pipe, contextlib.closing(self._stack):
+            _end(self._process)
 
 
 # --- in the copy ---------------------------------------------------------------------------------------------------
@@ -211,12 +250,17 @@ def _answer(
         abort(process)
     finally:
         # One that has answered ends by itself at once: nothing is lost by not waiting for it.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        code = _end(process)
     raise LostCopyError(stack.located(problem or _death(code))) from (
         _RemoteTraceback(stack.text()) if stack.place() else None
     )
+
+
+def _end(process: int) -> int:
+    """Kill a process of ours; its exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def _death(code: int) -> str:

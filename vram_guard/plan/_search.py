@@ -364,7 +364,10 @@ def search(
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
     # A step that could not be followed: neither could any change of it.
-    best = None if before.estimate.tier == "formula" else _proven(trial)
+    try:
+        best = None if before.estimate.tier == "formula" else _proven(trial)
+    finally:
+        timelines.end()
     if best is None:
         return nothing_fits(request, before, trial.rejected())
     option, after = best.option, best.candidate
@@ -391,6 +394,9 @@ def _proven(trial: _Trial) -> _Best | None:
     while True:
         best = _cheapest(trial)
         if best is not None and trial.request.thorough and trial.is_composed(best.option):
+            miss = trial.nearest_composed_miss(best.key)
+            if not checked and miss is not None and not trial.is_confirmed(miss[0]):
+                trial.timelines.begin(miss[0], trial.size(miss[0]))
             trial.prove(best.option, best.group)
             continue
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)

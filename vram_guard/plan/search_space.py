@@ -48,6 +48,14 @@ class Timelines(Protocol):
         """The option's timeline as traced at this very micro-batch size."""
         ...
 
+    def begin(self, option: Option, size: int) -> None:
+        """That will be asked for: it may be traced beside what is asked for before."""
+        ...
+
+    def end(self) -> None:
+        """Nothing that was begun is needed any more."""
+        ...
+
 
 class LowerBound(NamedTuple):
     """Bytes that an option takes at the very least."""

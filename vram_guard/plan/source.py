@@ -104,6 +104,8 @@ class Source:
     """True if ``torch.compile`` compiles the model or parts of it, and its timelines can show that."""
     copies: bool = False
     """True if ``trace`` runs in copies of a process, of which one whose code is compiled gives up in time by itself."""
+    forks: bool = False
+    """True if ``trace`` may run in a copy of this process, beside another trace here; then there is no ``direct``."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
     explored: dict[int, object] | None = None
@@ -175,6 +177,7 @@ def source_of(
         whole=None if step.job is None else lambda job: partial(run, job=job),
         batch_slices=step.accumulate if step.whole_batch else 1,
         compiles=compiles(built.model),  # type: ignore[arg-type]
+        forks=topology is None,
         shardings=step.shardings,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.plan._ahead import Ahead
 from vram_guard.plan._composed import Composer, Treatable
 from vram_guard.plan.descriptions import recipe_words
 from vram_guard.plan.techniques import resident_batch, splits_of
@@ -55,6 +56,7 @@ class Traces:
         self._by_law = source.direct is not None
         self._compose = Composer(source, self._base)
         self._followed = each_once(self._follow)
+        self._ahead = Ahead(may_copy=source.forks)
 
     def compose_with(self, checkpoint: Iterable[str], offload: Iterable[str]) -> None:
         """From now on timelines may be composed; options checkpoint some of these blocks, and offload some of those."""
@@ -109,6 +111,14 @@ class Traces:
         """
         return self._resident(self._confirmed(self._request(option, size), all_blocks=True), option)
 
+    def begin(self, option: Option, size: int) -> None:
+        """The option's direct trace will be asked for: begin it beside others, where that helps."""
+        self._begin(self._request(option, size))
+
+    def end(self) -> None:
+        """End what has been begun and is not needed."""
+        self._ahead.end()
+
     def _request(self, option: Option, size: int = 0) -> TraceRequest:
         """The request that has to be traced for an option."""
         recipe = option.unordered.recipe.with_(expandable_segments=False)  # no matter of what is allocated
@@ -135,7 +145,7 @@ class Traces:
         return self._law(request)
 
     def _law(self, request: TraceRequest) -> Timeline:
-        from vram_guard.simulate import law
+        from vram_guard.simulate import TRACED_SIZES, law
 
         if request not in self._traced:
             source = self.source
@@ -143,17 +153,33 @@ class Traces:
             self._progress(_("tracing {words}", words=_words(request)))
             # The law is checked where it is used: here for the step as written, for others once they are chosen.
             first = self._at(replace(request, part="first")) if source.marks and source.trains else None
-            self._traced[request] = law(self._at(request), check_at=self._batch_size, checked=written, first=first)
+            follow, (small, large) = self._at(request), TRACED_SIZES
+
+            def run(size: int) -> Timeline:
+                if size == small:
+                    self._begin(replace(request, batch_size=large))
+                elif size == large and written and first is not None:
+                    self._begin(replace(request, part="first", batch_size=self._batch_size))
+                return follow(size)
+
+            try:
+                self._traced[request] = law(run, check_at=self._batch_size, checked=written, first=first)
+            finally:
+                self._ahead.end()
         return self._traced[request]
 
     def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:
         directly = self.source.direct is not None and (all_blocks or not self._by_law)
         return lambda size: self._followed(replace(request, batch_size=size), directly)
 
+    def _begin(self, request: TraceRequest) -> None:
+        self._ahead.begin(request, lambda: self.source.trace(request).on(self._multiprocessors))
+
     def _follow(self, request: TraceRequest, directly: bool) -> Timeline:
         direct = self.source.direct
-        trace = direct if directly and direct is not None else self.source.trace
-        return trace(request).on(self._multiprocessors)
+        if directly and direct is not None:
+            return direct(request).on(self._multiprocessors)
+        return self._ahead.made(request, lambda: self.source.trace(request).on(self._multiprocessors))
 
     def _confirmed(self, request: TraceRequest, *, all_blocks: bool = False) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at

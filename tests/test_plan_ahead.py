@@ -1,0 +1,104 @@
+"""Traces that are made in copies of the process, beside those that are made here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from vram_guard import Plan, TrainingStep, plan
+from vram_guard.plan import _ahead
+from vram_guard.plan._ahead import Ahead
+from vram_guard.simulate.tracing.run import run_step
+from vram_guard.timeline import Timeline
+
+BATCH = 48
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)), nn.Linear(256, 8)
+    )
+
+
+STEP = TrainingStep(
+    blocks, lambda size: torch.zeros(size, 64, 256), lambda net, x: net(x).square().mean(), torch.optim.AdamW
+)
+
+
+@pytest.fixture(params=[1, 2], ids=["one processor", "two processors"])
+def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many processors, and traces that always take long enough for a copy."""
+    monkeypatch.setattr(_ahead, "WORTH_A_COPY", 0.0)
+    monkeypatch.setattr(_ahead, "_processors", lambda: request.param)
+    return int(request.param)
+
+
+def traced_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch sizes of the traces that this very process makes."""
+    sizes: list[int] = []
+
+    def counted(step: object, batch_size: int, *arguments: object, **settings: object) -> Timeline:
+        sizes.append(batch_size)
+        return run_step(step, batch_size, *arguments, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("vram_guard.simulate.tracing.run.run_step", counted)
+    return sizes
+
+
+def test_a_plan_is_the_same_on_one_processor_and_on_two(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = plan(STEP, BATCH, "80GiB", allow=[]).peak
+    sizes = traced_here(monkeypatch)
+
+    def planned(count: int) -> tuple[Plan, int]:
+        """With so many processors; and the traces of this very process."""
+        monkeypatch.setattr(_ahead, "_processors", lambda: count)
+        sizes.clear()
+        return plan(STEP, BATCH, int(whole * 0.7), margin=0, allow=["checkpoint", "accumulate"]), len(sizes)
+
+    (made, here), (alone, every) = planned(processors), planned(1)
+    assert made.changed
+    assert made.explain() == alone.explain()
+    assert made.estimate == alone.estimate
+    assert here < every if processors == 2 else here == every
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # no copy is left behind
+
+
+def a_timeline(notes: str = "") -> Callable[[], Timeline]:
+    """A trace, told from others by its precision."""
+    return lambda: Timeline((), (), (), (2,), precision=notes)
+
+
+def test_a_copy_that_fails_is_made_up_for(processors: int) -> None:
+    here = os.getpid()
+
+    def fails_in_a_copy() -> Timeline:
+        if os.getpid() != here:
+            raise RuntimeError("not in a copy")
+        return a_timeline("here")()
+
+    ahead = Ahead(may_copy=True)
+    ahead.begin("one", fails_in_a_copy)
+    assert ahead.made("one", fails_in_a_copy).precision == "here"
+    assert ahead.made("another", a_timeline("another")).precision == "another"
+
+
+def test_what_is_not_needed_is_ended(processors: int) -> None:
+    ahead = Ahead(may_copy=True)
+    ahead.begin("one", lambda: a_timeline(str(os.getpid()))())
+    ahead.end()
+    assert ahead.made("one", a_timeline("here")).precision == "here"
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_quick_traces_are_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ahead, "_processors", lambda: 2)
+    ahead, here = Ahead(may_copy=True), str(os.getpid())
+    assert ahead.made("quick", a_timeline()).precision == ""
+    ahead.begin("next", lambda: a_timeline(str(os.getpid()))())
+    assert ahead.made("next", lambda: a_timeline(str(os.getpid()))()).precision == here
