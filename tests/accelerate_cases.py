@@ -80,7 +80,7 @@ def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
         env=environment(**silent, **more),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

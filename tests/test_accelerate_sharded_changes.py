@@ -51,7 +51,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for name in ("counting", "compressing", "tied"):
         ask(name, name, allow=("shard",))
     ask("first", "configured", *FIRST, "--from_first", budget="1GiB")
+    ask("first_checkpoint", "configured", *FIRST, *LARGE, budget="180MiB", allow=("checkpoint",))
     ask("first_keeps", "configured", *FIRST, "--strategy", "SHARD_GRAD_OP", budget="1GiB")
+    ask("first_reshard", "configured", *FIRST, *DEEP, "--strategy", "SHARD_GRAD_OP", budget="260MiB")
     ask("first_offload", "configured", *FIRST, "--on_host", budget="1GiB")
     ask("first_hybrid", "configured", *FIRST, "--strategy", "HYBRID_SHARD", budget="1GiB", ranks=4, local_ranks=2)
     return cases.dry_runs(asked)
@@ -92,7 +94,9 @@ def test_blocks_are_checkpointed_and_batches_made_smaller_beside_fsdp2(answers: 
     assert plan["recipe"]["checkpoint"]
     plan = changed(answers["accumulate"])
     assert (plan["batch_size"], plan["accumulation"]) == (512, 2)
-    for name in ("checkpoint", "accumulate"):
+    plan = changed(answers["first_checkpoint"])
+    assert plan["recipe"]["checkpoint"] == list(BLOCKS[:2])
+    for name in ("checkpoint", "first_checkpoint", "accumulate"):
         assert any("proven by running 4 samples" in note for note in answers[name]["notes"]), name
 
 
@@ -130,6 +134,16 @@ def test_the_first_version_of_fsdp_is_predicted_as_it_is_configured(
         assert found["breakdown"].get(category) == ours.breakdown.get(category), category
     assert found["peak_allocated"] == pytest.approx(ours.peak_allocated, abs=2048)
     assert found["peak_reserved"] == ours.peak_reserved
+
+
+def test_the_first_version_of_fsdp_frees_its_weights_by_the_strategy_that_divides_alike(answers: Any) -> None:
+    from vram_guard import Parallel
+    from vram_guard.simulate import estimate
+
+    ours = estimate(cases.wide_step(DEPTH, parallel=Parallel(gpus=2, kind="fsdp1", blocks=BLOCKS)), 4)
+    plan, found = changed(answers["first_reshard"]), answers["first_reshard"]["plan"]
+    assert (plan["sharding"]["reshard"], plan["sharding"]["strategy"]) == (True, "FULL_SHARD")
+    assert found["estimate"]["peak_reserved"] == ours.peak_reserved < found["before"]["peak_reserved"]
 
 
 def test_the_hybrid_first_version_divides_a_model_over_the_processes_of_a_machine(answers: Any) -> None:
@@ -217,4 +231,24 @@ def test_all_changes_of_a_launch_that_shards_itself_train_to_equal_weights(writt
     norms = [norm for norm in found["norms"] if norm]
     assert norms == pytest.approx(written["norms"], rel=1e-5)
     # Sums of half batches: what is nearly zero is divided by its own size in Adam's step.
+    assert cases.difference(written, found) < 1e-5
+
+
+def test_changes_of_a_launch_with_the_first_version_of_fsdp_train_to_equal_weights(written: Any, tmp_path: Any) -> None:
+    """Weights gathered twice, blocks checkpointed inside of what FSDP1 wraps, half the batch twice as often."""
+    plan = LaunchPlan(
+        batch_size=2,
+        grown_batch_size=2,
+        micro_batch_size=2,
+        recipe=Recipe(checkpoint=BLOCKS[:2]),
+        sharding=ShardingChange(reshard=True, strategy="FULL_SHARD"),
+        batch_option="--batch_size",
+        accumulation=2,
+        accumulation_option="--gradient_accumulation_steps",
+    )
+    own = ("configured", *FIRST, "--strategy", "SHARD_GRAD_OP")
+    found = trained(tmp_path, *own, plan=to_json(plan), ACCELERATE_USE_FSDP="true")
+    assert found["groups"] == ["FULL_SHARD"] * 3
+    assert found["forwards"] == ["Checkpointed", "Checkpointed", "method"]
+    assert [norm for norm in found["norms"] if norm] == pytest.approx(written["norms"], rel=1e-5)
     assert cases.difference(written, found) < 1e-5

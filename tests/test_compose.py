@@ -228,6 +228,8 @@ def test_one_rank_of_several_is_composed(kind: Any) -> None:
         for option in (Option("32-true", 1, recipe), Option("32-true", 3, recipe)):
             composed, direct = compared(traces, option, 3)
             assert composed == direct
+    # One step stands for the optimizer of all of them.
+    assert [request.batch_size for request in traces._exact if request.recipe == Recipe(optimizer="for-loop")] == [2]
 
 
 def test_the_benchmark_compares_options_of_chance_with_traces() -> None:

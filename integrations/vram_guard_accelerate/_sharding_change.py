@@ -31,12 +31,14 @@ class ShardingChange:
         introduced: FSDP2 in place of DistributedDataParallel, or of one process alone.
         wrapped: for that: the classes of the modules that are gathered one at a time; none: the model is one group.
         reshard: gathered weights are freed after the forward, and gathered again for the backward pass.
+        strategy: for that, under FSDP1: the name of the strategy that does so; "": under FSDP2.
         offload: parameters, gradients and optimizer states lie in host memory.
     """
 
     introduced: bool = False
     wrapped: tuple[str, ...] = ()
     reshard: bool = False
+    strategy: str = ""
     offload: bool = False
 
     @property
@@ -58,7 +60,7 @@ class ShardingChange:
         if self.wrapped:
             found["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(self.wrapped)
         if self.reshard:
-            found["FSDP_RESHARD_AFTER_FORWARD"] = "true"
+            found["FSDP_SHARDING_STRATEGY" if self.strategy else "FSDP_RESHARD_AFTER_FORWARD"] = self.strategy or "true"
         if self.offload:  # with both, Accelerate makes a process group that reduces tensors on the host too
             found.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
         return found
@@ -68,7 +70,10 @@ class ShardingChange:
         """The same, as options of ``accelerate launch``."""
         words = ["--use_fsdp", "--fsdp_version", "2"] if self.introduced else []
         words += ["--fsdp_transformer_layer_cls_to_wrap", ",".join(self.wrapped)] if self.wrapped else []
-        words += ["--fsdp_reshard_after_forward", "true"] if self.reshard else []
+        if self.strategy:
+            words += ["--fsdp_sharding_strategy", self.strategy]
+        elif self.reshard:
+            words += ["--fsdp_reshard_after_forward", "true"]
         return [*words, "--fsdp_offload_params", "true"] if self.offload else words
 
     def announce(self, environment: MutableMapping[str, str] | None = None) -> None:
@@ -84,12 +89,19 @@ class ShardingChange:
             environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
 
     def put_on(self, plugin: Any) -> None:
-        """Change Accelerate's settings of FSDP2, wherever they come from: variables, a config, or the script itself."""
-        if self.reshard:
+        """Change Accelerate's settings of FSDP, wherever they come from: variables, a config, or the script itself."""
+        if self.strategy:
+            plugin.sharding_strategy = type(strategy_of(plugin))[self.strategy]
+        elif self.reshard:
             plugin.reshard_after_forward = True
         if self.offload:
             plugin.cpu_offload = True
             plugin.set_cpu_offload()
+
+
+def strategy_of(plugin: Any) -> Any:
+    """The ``ShardingStrategy`` of FSDP1, which Accelerate's settings have in one of two places."""
+    return plugin.sharding_strategy or plugin.reshard_after_forward
 
 
 AS_LAUNCHED = ShardingChange()

@@ -11,6 +11,7 @@ from accelerate.utils import set_seed
 from common import Block, end_process_groups_at_exit
 from gloo import take_for_gpus
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -49,9 +50,19 @@ def data(samples):
 
 
 def groups_of(block):
-    """Whether FSDP2 frees this block's weights after its forward, and keeps them on the host."""
+    """Whether FSDP2 frees this block's weights after its forward, and keeps them on the host; FSDP1's strategy."""
+    if isinstance(block, FullyShardedDataParallel):
+        return block.sharding_strategy.name
     group = block._get_fsdp_state()._fsdp_param_group
     return group.post_forward_mesh_info is not None, group.fsdp_params[0].offload_to_cpu
+
+
+def whole_weights(accelerator, model):
+    """A state dict; of FSDP1, torch's own ends real processes on the CPU with a segmentation fault."""
+    if not isinstance(model, FullyShardedDataParallel) or "LOCAL_RANK" not in os.environ:
+        return accelerator.get_state_dict(model)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {name: one.detach().clone() for name, one in (*model.named_parameters(), *model.named_buffers())}
 
 
 def train(options, accelerator, model=None, before=None, clip=None):
@@ -84,7 +95,8 @@ def train(options, accelerator, model=None, before=None, clip=None):
         accelerator.load_state(options.checkpoint)
         saved = accelerator.unwrap_model(model)
         saved.save_pretrained(f"{options.checkpoint}.pt", is_main_process=accelerator.is_main_process)
-    weights = accelerator.get_state_dict(model)
+    weights = whole_weights(accelerator, model)
+    divided = accelerator.is_fsdp2 or isinstance(model, FullyShardedDataParallel)
     if accelerator.is_main_process:
         variables = {name: value for name, value in os.environ.items() if "FSDP" in name}
         torch.save(
@@ -100,8 +112,11 @@ def train(options, accelerator, model=None, before=None, clip=None):
                     for parameter in model.parameters()
                 ),
                 "variables": variables,
-                "groups": [groups_of(block) for block in model.blocks] if accelerator.is_fsdp2 else [],
-                "forwards": [type(block.forward).__name__ for block in getattr(model, "blocks", [])],
+                "groups": [groups_of(block) for block in model.blocks] if divided else [],
+                "forwards": [
+                    type(getattr(block, "_fsdp_wrapped_module", block).forward).__name__
+                    for block in getattr(model, "blocks", [])
+                ],
                 "processes": accelerator.num_processes,
                 "precision": accelerator.mixed_precision,
             },

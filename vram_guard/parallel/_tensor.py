@@ -89,8 +89,9 @@ def plan_of(model: nn.Module, ranks: int) -> dict[str, Cut]:
     plan = _of_transformers(model, own) if isinstance(own, dict) and own else _by_names(model)
     if not plan:
         _refuse(_("no attention or MLP of this model has layers with names that are known"))
-    for name, cut in list(plan.items()):
-        _check_sizes(model, name, cut, ranks)
+    modules = dict(model.named_modules())
+    for name, cut in plan.items():
+        _check_sizes(modules, name, cut, ranks)
     for name in _tied_and_cut(model, plan):
         plan.pop(name, None)
     return plan
@@ -207,12 +208,11 @@ def _by_names(model: nn.Module) -> dict[str, Cut]:
     return plan
 
 
-def _check_sizes(model: nn.Module, name: str, cut: Cut, ranks: int) -> None:
-    modules = dict(model.named_modules())
+def _check_sizes(modules: dict[str, nn.Module], name: str, cut: Cut, ranks: int) -> None:
     module = modules[name]
     if _counts_heads(modules, name):
         attention = name.rpartition(".")[0]
-        config = getattr(model, "config", None)
+        config = getattr(modules[""], "config", None)
         counts = _head_counts(modules[attention]) or {
             key: value for key in _HEADS_OF_CONFIG if isinstance(value := getattr(config, key, None), int)
         }

@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 #: Forms of the optimizer that are composed. The others have kernels of their own, or states of another size.
 _FORMS = ("as-written", "for-loop")
 
+#: Samples where any number would do, because none of the batch matters to the optimizer.
+_ANY_SIZE = 2
+
 
 class Treatable(NamedTuple):
     """The blocks that options treat."""
@@ -162,7 +165,13 @@ class Composer:
         return timeline
 
     def _optimizer(self, request: TraceRequest) -> TraceRequest:
-        """A step with the same form of the optimizer; of the weights alone where one GPU has all of them."""
+        """A step with the same form of the optimizer; of the weights alone where one GPU has all of them.
+
+        Of a layout one step stands for those of every size, in micro-batches or not: its optimizer sees the rank's part
+        of weights and gradients alone.
+        """
         plain = replace(request, recipe=request.recipe.with_(checkpoint=(), offload_activations=()))
-        divided = self._divided or bool(plain.recipe.parameters_on_host) or plain.recipe.sharding is not None
-        return plain if divided else replace(plain, part="weights")
+        if plain.recipe.parameters_on_host or plain.recipe.sharding is not None:
+            return plain
+        one = replace(plain, batch_size=_ANY_SIZE, slices=1)
+        return one if self._divided else replace(one, part="weights")

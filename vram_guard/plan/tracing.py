@@ -134,12 +134,10 @@ class Traces:
 
     def _has(self, request: TraceRequest) -> bool:
         """True if :meth:`_base` has traced this already."""
-        request = _sized(request)
         return request in (self._exact if request.batch_size else self._traced)
 
     def _base(self, request: TraceRequest) -> Timeline:
         """What others are composed of: a law, or where no law is needed a trace."""
-        request = _sized(request)
         if request.batch_size:
             return replace(self._confirmed(request), retrace=None)
         return self._law(request)
@@ -203,11 +201,6 @@ class Traces:
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
-
-
-def _sized(request: TraceRequest) -> TraceRequest:
-    """The request with a size where any would do: none of the batch matters to the optimizer."""
-    return replace(request, batch_size=2) if request.part == "weights" else request
 
 
 def _words(request: TraceRequest) -> str:

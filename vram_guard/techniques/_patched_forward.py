@@ -83,7 +83,7 @@ def patch_forwards(
         InvalidInputError: no module of the model has such a name, or it is a mere container.
     """
     known = dict(model.named_modules(remove_duplicate=False))
-    modules = {id(module): module for module in (callable_module(known, name) for name in names)}
+    modules = {id(module): module for module in (inside(callable_module(known, name)) for name in names)}
     patched = [make(module) for module in modules.values()]
     for one in patched:
         one.install()
@@ -116,6 +116,12 @@ def callable_module(known: Mapping[str, nn.Module], name: str) -> nn.Module:
         hint = _(": name its modules ({modules}, ...)", modules=inside) if inside else ""
         raise InvalidInputError(what + hint)
     return known[name]
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that FullyShardedDataParallel has wrapped there: that one may run twice."""
+    wrapped: nn.Module = getattr(module, "_fsdp_wrapped_module", module)
+    return wrapped
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.module_names import ModuleName
-from vram_guard.techniques._patched_forward import callable_module
+from vram_guard.techniques._patched_forward import callable_module, inside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +67,7 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> tuple[ModelBlock, ..
 def _described(found_modules: Iterable[tuple[str, nn.Module]]) -> Iterator[ModelBlock]:
     for name, module in found_modules:
         count = sum(parameter.numel() for parameter in module.parameters())
-        kind = type(module).__name__
+        kind = type(inside(module)).__name__
         yield ModelBlock(ModuleName(name, kind), kind, name.rpartition(".")[0], count)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import parts_of
-from vram_guard.techniques._patched_forward import PatchedForward, has_forward
+from vram_guard.techniques._patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import tensors_in, version_of
 from vram_guard.timeline import Change, ChangeKind
 
@@ -80,7 +80,7 @@ class PurityWatch:
         modules = dict(model.named_modules(remove_duplicate=False))
         for name in names:
             if name in modules and has_forward(modules[name]):
-                WatchedForward(modules[name], name, self).install()
+                WatchedForward(inside(modules[name]), name, self).install()
 
     def add(self, change: Change) -> None:
         """Remember a change that was seen."""

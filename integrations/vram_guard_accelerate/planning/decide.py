@@ -19,7 +19,7 @@ from vram_guard.plan import Plan, plan
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.small_steps import SmallSteps, small_steps
-from vram_guard.techniques import Recipe
+from vram_guard.techniques import Recipe, find_blocks
 from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
@@ -360,7 +360,9 @@ def _beside_shards(first: FirstBatch) -> dict[str, str]:
         return {name: divides for name in TECHNIQUES if name != "grow"}
     if first.fsdp_plugin.fsdp_version == 2:
         return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
-    return dict(beside_layout("FSDP1"))
+    # A name that leads through a wrapper is not there in a model that is not divided yet.
+    nested = any("_fsdp_wrapped_module" in block.name for block in find_blocks(first.root))
+    return dict(beside_layout("FSDP1", *(() if nested else ("checkpoint",))))
 
 
 def _why_not_grown(first: FirstBatch) -> str:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
+from vram_guard.parallel.resharding import other_strategy
 from vram_guard.plan.techniques import mixed_precision, splits_of
 from vram_guard.techniques import find_blocks
 from vram_guard_accelerate._precision import ACCELERATES
-from vram_guard_accelerate._sharding_change import ShardingChange
+from vram_guard_accelerate._sharding_change import ShardingChange, strategy_of
 from vram_guard_accelerate.apply.fsdp import on_host, wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.proofs import Proof
@@ -99,8 +100,11 @@ class RelaunchCandidates:
             self.notes += [Refusal("shard", why).words()] if why else []
             classes = wrapped_classes(self._first.root, [block.name for block in find_blocks(self._first.root)])
             return [] if why else [ShardingChange(introduced=True, wrapped=classes)]
-        if plugin.fsdp_version != 2 or present.introduced:
+        if present.introduced:
             return []
+        if plugin.fsdp_version == 1:
+            freed = other_strategy(strategy_of(plugin).name, reshard=True) if "reshard" in allowed else None
+            return [] if freed is None else [replace(present, reshard=True, strategy=freed)]
         found = []
         if "reshard" in allowed and plugin.reshard_after_forward is False and not present.offload:  # first of the two
             found.append(replace(present, reshard=True))
