@@ -111,34 +111,9 @@ class VramGuard(CallbackBase):
         verbose: bool = False,
         monitor: float | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in Settings.names()}
         super().__init__()
-        self.settings = Settings(
-            budget=budget,
-            gpu=gpu,
-            gpu_memory=gpu_memory,
-            margin=margin,
-            allow=allow,
-            mode=mode,
-            grow=grow,
-            target_utilization=target_utilization,
-            lr_rule=lr_rule,
-            loss_weight=loss_weight,
-            pin=pin,
-            blocks=blocks,
-            host_budget=host_budget,
-            releases=releases,
-            ignore_releases=ignore_releases,
-            cudnn=cudnn,
-            recover=recover,
-            max_recoveries=max_recoveries,
-            remember=remember,
-            proof_seconds=proof_seconds,
-            whole_job=whole_job,
-            longest=longest,
-            longest_seconds=longest_seconds,
-            verbose=verbose,
-            monitor=monitor,
-        )
+        self.settings = Settings(**given)
         self.plan: Plan | None = None
         self._guard: Guard | None = None
         """Between setup and teardown, and only in the callback that works."""

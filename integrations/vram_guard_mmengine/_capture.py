@@ -18,6 +18,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch.utils.data import DataLoader
 
+from vram_guard.capture.later_calls import later_calls
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
@@ -40,7 +41,14 @@ from vram_guard_mmengine import (
     _smaller_validation,
     _symbolic_run,
 )
-from vram_guard_mmengine._evaluation import Rounds, capture_evaluation, number_of_batches, test_of, validation_of
+from vram_guard_mmengine._evaluation import (
+    Rounds,
+    built,
+    capture_evaluation,
+    is_endless,
+    number_of_batches,
+    rounds_of_training,
+)
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
@@ -316,8 +324,7 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
 def evaluation(runner: Any, kind: Literal["val", "test"], wish: Wish) -> CapturedEvaluation:
     """Read an evaluation that is about to begin, see :func:`vram_guard_mmengine._evaluation.capture_evaluation`."""
     _check_strategy(runner)
-    model = _plain_model(runner)
-    return capture_evaluation(runner, kind, model, lambda given: _built(runner, given), _is_endless, wish)
+    return capture_evaluation(runner, kind, _plain_model(runner), wish)
 
 
 def _job(
@@ -371,11 +378,11 @@ def _job(
             shadow,
             recorder.begin,
             lambda: recorder.outputs,
-            validation_of(runner, lambda given: _built(runner, given), _is_endless, begins, most, notes, wish),
+            None if begins > most else rounds_of_training(runner, "val", notes, wish),
             None if sharded else checkpoint_of(runner, notes),
             not sharded,
             schedule,
-            test=test_of(runner, lambda given: _built(runner, given), _is_endless, notes, wish),
+            test=rounds_of_training(runner, "test", notes, wish) if "test" in later_calls() else None,
         )
     )
 
@@ -462,23 +469,14 @@ def _loader(runner: Any) -> DataLoader[Any]:
     if not isinstance(given, dict):
         return given  # type: ignore[no-any-return]
     if _loop_class(runner) in (EpochBasedTrainLoop, IterBasedTrainLoop):
-        built = _built(runner, given)
-        runner._train_dataloader = built  # noqa: SLF001 - the loop takes it from there
-        return built
+        runner._train_dataloader = built(runner, given)  # noqa: SLF001 - the loop takes it from there
+        return runner._train_dataloader  # type: ignore[no-any-return]  # noqa: SLF001 - the same
     with random_state_kept():
-        return _built(runner, given)
-
-
-def _built(runner: Any, given: Any) -> DataLoader[Any]:
-    """A loader of a config, as BaseLoop builds it."""
-    if not isinstance(given, dict):
-        return given  # type: ignore[no-any-return]
-    different = runner._randomness_cfg.get("diff_rank_seed", False)  # noqa: SLF001 - as above
-    return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
+        return built(runner, given)
 
 
 def _sample(loader: Any) -> Sample:
-    endless = _is_endless(loader)
+    endless = is_endless(loader)
     if isinstance(loader, DataLoader) and not endless:
         _check_iterations(loader)
     with random_state_kept():
@@ -486,12 +484,6 @@ def _sample(loader: Any) -> Sample:
     if getattr(getattr(loader, "dataset", None), "num_samples", None) is not None:  # MMEngine's _SlicedDataset
         found = replace(found, growable=_("num_batch_per_epoch counts batches of the configured size"))
     return found
-
-
-def _is_endless(loader: Any) -> bool:
-    """MMEngine's InfiniteSampler, and others that never stop: recognised by their names."""
-    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    return any("Infinite" in type(sampler).__name__ for sampler in samplers)
 
 
 def _check_iterations(loader: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,6 @@ import torch
 from mmengine.device import get_device
 from mmengine.runner import EpochBasedTrainLoop
 
-from vram_guard.capture.later_calls import later_calls
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
@@ -27,6 +26,7 @@ from vram_guard_mmengine._symbolic_run import symbolic_run
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils.data import DataLoader
 
     from vram_guard.job import JobRun
 
@@ -143,21 +143,12 @@ class _Loader:
             batches.close()
 
 
-def rounds_of(
-    runner: Any,
-    kind: Kind,
-    built: Callable[[Any], Any],
-    endless: Callable[[Any], bool],
-    notes: list[str],
-    wish: Wish,
-) -> Rounds | None:
+def rounds_of(runner: Any, kind: Kind, notes: list[str], wish: Wish) -> Rounds | None:
     """The rounds of an evaluation, of which two samples are read; None where there are none.
 
     Args:
         runner: whose loop may not be built yet.
         kind: of evaluation.
-        built: a loader's config, or a loader -> the loader.
-        endless: True for loaders that never end.
         notes: remarks for a reader of the prediction.
         wish: its longest batch.
 
@@ -167,7 +158,7 @@ def rounds_of(
     loop = getattr(runner, f"_{kind}_loop")
     with random_state_kept():
         config = isinstance(loop, dict)
-        loader = built(getattr(runner, f"_{kind}_dataloader") if config else loop.dataloader)
+        loader = built(runner, getattr(runner, f"_{kind}_dataloader") if config else loop.dataloader)
         evaluator = getattr(runner, f"_{kind}_evaluator") if config else loop.evaluator
         if isinstance(evaluator, (dict, list)):
             evaluator = runner.build_evaluator(evaluator)
@@ -175,7 +166,7 @@ def rounds_of(
         if batches == 0:
             return None
         sample = read_loader(loader)
-    if batches is None or endless(loader):
+    if batches is None or is_endless(loader):
         notes.append(
             _(
                 "the loader of an evaluation has no known end: two of its batches are followed, and what metrics "
@@ -190,56 +181,43 @@ def rounds_of(
     return Rounds(runner, kind, sample, loader, evaluator, batches, samples, longest)
 
 
-def validation_of(
-    runner: Any,
-    built: Callable[[Any], Any],
-    endless: Callable[[Any], bool],
-    begins: int,
-    most: int,
-    notes: list[str],
-    wish: Wish,
-) -> Rounds | None:
-    """The validation of a training; what is in the way is among the notes.
+def rounds_of_training(runner: Any, kind: Kind, notes: list[str], wish: Wish) -> Rounds | None:
+    """The validation of a training, or the test that the script calls after it; what is in the way is among the notes.
 
     Args:
         runner: whose loops are not built yet.
-        built: a loader's config, or a loader -> the loader.
-        endless: True for loaders that never end.
-        begins: the epoch, or iteration, from which on is validated.
-        most: epochs, or iterations, of the training.
+        kind: of evaluation.
         notes: remarks for a reader of the prediction.
         wish: its longest batch.
     """
-    if runner._val_loop is None or begins > most:
+    if getattr(runner, f"_{kind}_loop", None) is None:
         return None
     try:
-        return rounds_of(runner, "val", built, endless, notes, wish)
+        return rounds_of(runner, kind, notes, wish)
     except Exception as error:  # noqa: BLE001 - the user's own code reads the data
         why = f"{type(error).__name__}: {error}"
-        notes.append(_("validation is not included in the prediction ({why})", why=why))
+        if kind == "val":
+            notes.append(_("validation is not included in the prediction ({why})", why=why))
+        else:
+            notes.append(_("the test after the training is not included in the prediction ({why})", why=why))
         return None
 
 
-def test_of(
-    runner: Any, built: Callable[[Any], Any], endless: Callable[[Any], bool], notes: list[str], wish: Wish
-) -> Rounds | None:
-    """The test that the script calls after the training; what is in the way is among the notes.
+# --- loaders ----------------------------------------------------------------------------------------------------
 
-    Args:
-        runner: whose loops are not built yet.
-        built: a loader's config, or a loader -> the loader.
-        endless: True for loaders that never end.
-        notes: remarks for a reader of the prediction.
-        wish: its longest batch.
-    """
-    if getattr(runner, "_test_loop", None) is None or "test" not in later_calls():
-        return None
-    try:
-        return rounds_of(runner, "test", built, endless, notes, wish)
-    except Exception as error:  # noqa: BLE001 - the user's own code reads the data
-        why = f"{type(error).__name__}: {error}"
-        notes.append(_("the test after the training is not included in the prediction ({why})", why=why))
-        return None
+
+def built(runner: Any, given: Any) -> DataLoader[Any]:
+    """A loader of a config, as BaseLoop builds it."""
+    if not isinstance(given, dict):
+        return given  # type: ignore[no-any-return]
+    different = runner._randomness_cfg.get("diff_rank_seed", False)
+    return runner.build_dataloader(given, seed=runner.seed, diff_rank_seed=different)  # type: ignore[no-any-return]
+
+
+def is_endless(loader: Any) -> bool:
+    """MMEngine's InfiniteSampler, and others that never stop: recognised by their names."""
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    return any("Infinite" in type(sampler).__name__ for sampler in samplers)
 
 
 def number_of_batches(loader: Any) -> int | None:
@@ -252,29 +230,20 @@ def number_of_batches(loader: Any) -> int | None:
 # --- by itself --------------------------------------------------------------------------------------------------
 
 
-def capture_evaluation(
-    runner: Any,
-    kind: Kind,
-    model: nn.Module,
-    built: Callable[[Any], Any],
-    endless: Callable[[Any], bool],
-    wish: Wish,
-) -> CapturedEvaluation:
+def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, wish: Wish) -> CapturedEvaluation:
     """Read ``Runner.val`` or ``Runner.test``, which are about to begin. Changes nothing.
 
     Args:
         runner: whose loop may not be built yet.
         kind: of evaluation.
         model: the runner's, without its wrapper.
-        built: a loader's config, or a loader -> the loader.
-        endless: True for loaders that never end.
         wish: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
     """
     notes: list[str] = []
-    rounds = rounds_of(runner, kind, built, endless, notes, wish)
+    rounds = rounds_of(runner, kind, notes, wish)
     if rounds is None:
         raise UnsupportedStepError(_("its loaders have no batches"))
     states = [(one.shape, one.dtype) for one in _left_of_training(runner)]

@@ -42,9 +42,7 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
     Raises:
         Exception: whatever the user's code or MMEngine raises.
     """
-    if is_model_wrapper(runner.model):
-        runner.model = runner.model.module
-    model = runner.model.to("cpu")
+    model = on_cpu(runner)
     step = RehearsedStep(model, rehearsal, read=read_afterwards(runner))
     batch = make_batch(rehearsal.samples)
     if rehearsal.double:
@@ -58,9 +56,21 @@ def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehears
     try:
         runner.train()  # the guard is active: as written
     except SteppedSignal:
-        hub = runner.message_hub.log_scalars
-        return step.result(logged={name: buffer.current() for name, buffer in hub.items() if "time" not in name})
+        return step.result(logged=logged(runner))
     raise UnsupportedStepError(_("the loop ended before an optimizer step"))
+
+
+def on_cpu(runner: Any) -> Any:
+    """The runner's model on the CPU, without its wrapper."""
+    if is_model_wrapper(runner.model):
+        runner.model = runner.model.module
+    return runner.model.to("cpu")
+
+
+def logged(runner: Any) -> dict[str, Any]:
+    """The values that the run has logged, but times."""
+    hub = runner.message_hub.log_scalars
+    return {name: buffer.current() for name, buffer in hub.items() if "time" not in name}
 
 
 def read_afterwards(runner: Any) -> bool:

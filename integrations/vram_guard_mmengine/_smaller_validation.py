@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from torch.utils import _pytree as pytree
 
 from vram_guard.guard.evaluation import smaller_batches, why_not_smaller
@@ -88,9 +87,7 @@ def rehearse(runner: Any, rounds: Rounds, rehearsal: EvaluationRehearsal) -> Obs
     Raises:
         Exception: whatever the user's code or MMEngine raises.
     """
-    if is_model_wrapper(runner.model):
-        runner.model = runner.model.module
-    model = runner.model.to("cpu")
+    model = _rehearsal.on_cpu(runner)
     run = RehearsedEvaluation(model)
     loader: Any = rehearsal.loader(rounds.loader)
     if rehearsal.double:
@@ -106,5 +103,4 @@ def rehearse(runner: Any, rounds: Rounds, rehearsal: EvaluationRehearsal) -> Obs
     run.compare_calls(runner.visualizer, _DRAWN, "visualizer.")
     run.begin()
     runner.val()  # the guard is active: as written
-    hub = runner.message_hub.log_scalars
-    return run.result(logged={name: buffer.current() for name, buffer in hub.items() if "time" not in name})
+    return run.result(logged=_rehearsal.logged(runner))
