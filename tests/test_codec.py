@@ -64,20 +64,21 @@ def test_a_union_is_what_its_fields_say() -> None:
 
 
 @pytest.mark.parametrize(
-    "plain",
+    ("plain", "said"),
     [
-        {},
-        {"name": 1},
-        {"name": "a", "kind": "three"},
-        {"name": "a", "points": [{"x": "1"}]},
-        {"name": "a", "pair": [1]},
-        {"name": "a", "more": 1},
-        ["a"],
-        None,
+        ({}, "missing field 'name'"),
+        ({"name": 1}, "name: expected str, found int"),
+        ({"name": "a", "kind": "three"}, "kind: 'three' is not one of 'one', 'two'"),
+        ({"name": "a", "points": [{"x": 1}, {"x": "1"}]}, r"points\[1\]: x: expected int, found str"),
+        ({"name": "a", "pair": [1]}, "pair: expected 2 items, found 1"),
+        ({"name": "a", "by_name": {"k": [True]}}, r"by_name: k\[0\]: expected int, found bool"),
+        ({"name": "a", "more": 1}, "unknown field 'more'"),
+        (["a"], "expected an object, found list"),
+        (None, "expected an object, found NoneType"),
     ],
 )
-def test_what_is_no_such_value_is_refused(plain: object) -> None:
-    with pytest.raises(ValueError, match=r"is no|lacks|has no field|items, where"):
+def test_what_is_no_such_value_is_refused(plain: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"the value: {said}"):
         from_json(Message, json.dumps(plain))
 
 
@@ -87,5 +88,5 @@ def test_a_message_is_read_back_in_its_own_words_and_kind() -> None:
     assert (type(again), again.kind, str(again)) == (Reason, Why.SHORTAGE, str(reason))
     told = Translated("{count} of {what}", count=3, what=Translated("all"))
     assert str(from_json(Translated, to_json(told))) == "3 of all"
-    with pytest.raises(ValueError, match="is no"):
+    with pytest.raises(ValueError, match="expected an object"):
         from_json(Reason, '"why"')

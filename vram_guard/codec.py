@@ -54,59 +54,87 @@ def _shown(value: object) -> object:
     return value if type(value) in (bool, int, float, str) else str(value)
 
 
-def from_plain(kind: type[T], value: Any) -> T:
+def from_plain(kind: type[T], value: Any, where: str = "the value") -> T:
     """A value of this class from :func:`to_plain`.
 
+    Args:
+        kind: the class.
+        value: dicts, lists, strings and numbers.
+        where: the value's name in messages, such as the path of its file.
+
     Raises:
-        ValueError: it is not a value of this class.
+        ValueError: it is not a value of this class; the message names the part that is not.
     """
-    return cast("T", _read(kind, value))
+    try:
+        return cast("T", _read(kind, value))
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
 
 
 def _read(kind: Any, value: Any) -> Any:
+    """The value; a message about a part of it begins with the way from here to there, as in "[3]: size: ..."."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind in (Any, object):
         return value
     if origin in (Union, types.UnionType):
         return _read_union(parts, value)
-    if origin is Literal and value in parts:
+    if origin is Literal:
+        if value not in parts:
+            raise ValueError(f": {value!r:.60} is not one of {', '.join(map(repr, parts))}")
         return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_read(part, one) for part, one in zip(_of_each(parts, len(value)), value, strict=True))
-    if origin is list and isinstance(value, list):
-        return [_read(parts[0], one) for one in value]
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {key: _read(parts[1], one) for key, one in value.items()}
-    if isinstance(kind, type) and issubclass(kind, Message) and isinstance(value, dict):
+    if origin in (tuple, list):
+        _check(isinstance(value, list), "a list", value)
+        kinds = _of_each(parts, len(value)) if origin is tuple else parts * len(value)
+        return origin(_part(f"[{at}]", one, part) for at, (one, part) in enumerate(zip(kinds, value, strict=True)))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        _check(isinstance(value, dict), "an object", value)
+        return {key: _part(f": {key}", parts[1], one) for key, one in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Message):
+        _check(isinstance(value, dict), "an object", value)
         return kind.of(value["text"], value["values"])
-    if isinstance(kind, type) and _fields_of(kind) is not None and isinstance(value, dict):
+    if isinstance(kind, type) and _fields_of(kind) is not None:
+        _check(isinstance(value, dict), "an object", value)
         return _read_fields(kind, value)
     if kind is type(None) and value is None:
         return None
     if kind is float and type(value) is int:
         return float(value)
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise ValueError(f"{value!r:.60} is no {kind}")
+    _check(isinstance(kind, type) and type(value) is kind, getattr(kind, "__name__", str(kind)), value)
+    return value
+
+
+def _check(right: bool, wanted: str, value: Any) -> None:
+    if not right:
+        raise ValueError(f": expected {wanted}, found {type(value).__name__}")
+
+
+def _part(name: str, kind: Any, value: Any) -> Any:
+    try:
+        return _read(kind, value)
+    except ValueError as error:
+        raise ValueError(f"{name}{error}") from None
 
 
 def _read_union(kinds: tuple[Any, ...], value: Any) -> Any:
     """The first of the classes that the value is one of."""
+    others = [kind for kind in kinds if kind is not type(None)]
+    if len(others) == 1:
+        return None if value is None else _read(others[0], value)
     for kind in kinds:
         with contextlib.suppress(ValueError):
             return _read(kind, value)
-    raise ValueError(f"{value!r:.60} is none of {kinds}")
+    raise ValueError(f": {value!r:.60} is none of {kinds}")
 
 
 def _read_fields(kind: type, value: dict[str, Any]) -> Any:
     required = _fields_of(kind) or {}
-    if not value.keys() <= required.keys():
-        raise ValueError(f"{kind.__name__} has no field {', '.join(sorted(value.keys() - required.keys()))}")
-    missing = [name for name, needed in required.items() if needed and name not in value]
-    if missing:
-        raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
+    for name in value.keys() - required.keys():
+        raise ValueError(f": unknown field {name!r}")
+    for name, needed in required.items():
+        if needed and name not in value:
+            raise ValueError(f": missing field {name!r}")
     hints = get_type_hints(kind)
-    return kind(**{name: _read(hints[name], one) for name, one in value.items()})
+    return kind(**{name: _part(f": {name}", hints[name], one) for name, one in value.items()})
 
 
 @cache
@@ -135,5 +163,5 @@ def _of_each(parts: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     if parts == ((),):  # Python 3.10: tuple[()]
         parts = ()
     if len(parts) != count:
-        raise ValueError(f"{count} items, where there are {len(parts)}")
+        raise ValueError(f": expected {len(parts)} items, found {count}")
     return parts
