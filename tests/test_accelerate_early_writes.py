@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,14 @@ def test_the_folder_is_as_it_was(
 def test_what_cannot_be_taken_back_is_refused_before_it_happens(answers: dict[str, Any], name: str) -> None:
     assert REFUSED[name] in answers[name]["message"]
     assert "early_writes.py, line" in answers[name]["message"]
+
+
+def test_from_prepare_on_no_file_gets_another_time(tmp_path: Path) -> None:
+    """Whatever changes the file system does nothing then: the same functions as in every other copy of a process."""
+    (tmp_path / "kept.txt").write_text("kept")
+    before = seen(tmp_path)
+    changes = 'os.utime(name, (1, 1)); os.rename(name, name + "2"); os.remove(name); shutil.copy(name, name + "3")'
+    code = f"import os, shutil, sys; discard_file_writes(); name = sys.argv[1]; {changes}"
+    discarded = "from vram_guard_accelerate.dry_run.side_effects import discard_file_writes"
+    subprocess.run([sys.executable, "-c", f"{discarded}; {code}", str(tmp_path / "kept.txt")], check=True)
+    assert seen(tmp_path) == before

@@ -21,19 +21,10 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 
 #: Functions that change the file system; nothing of a step depends on what they do.
-_CHANGES = {
+CHANGES = {
     os: (
-        "makedirs",
-        "mkdir",
-        "remove",
-        "unlink",
-        "rename",
-        "replace",
-        "rmdir",
-        "removedirs",
-        "symlink",
-        "link",
-        "utime",
+        *("makedirs", "mkdir", "remove", "unlink", "rename", "replace"),
+        *("rmdir", "removedirs", "symlink", "link", "utime"),
     ),
     shutil: ("rmtree", "copy", "copy2", "copyfile", "copytree", "move", "make_archive"),
 }
@@ -116,7 +107,7 @@ def discard_writes() -> None:
     tempfile.gettempdir()  # it tries the folder out the first time
     discarded = _discarded = _Discarded()
     save = torch.save
-    for module, names in _CHANGES.items():
+    for module, names in CHANGES.items():
         replace_attributes(module, dict.fromkeys((name for name in names if hasattr(module, name)), _nothing))
     replace_attributes(os, {"open": discarded.os_open})
     replace_attributes(io, {"open": discarded.open})

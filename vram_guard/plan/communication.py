@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vram_guard.parallel.collectives import collective_seconds, group_of
-from vram_guard.plan.roofline import Communication, StepTime, total_time
+from vram_guard.plan.roofline import Communication, total_time
 from vram_guard.plan.step_time import is_own
 
 if TYPE_CHECKING:
@@ -206,9 +206,3 @@ def _play(queue: Iterable[_Queued], work: Sequence[float], start: int) -> Commun
             reached.append(now)
     now = max([now, *streams.values()]) if collectives else now
     return Communication(total, max(0.0, now - sum(work)), len(collectives))
-
-
-def with_communication(time: StepTime, waited: Communication, topology: Topology) -> StepTime:
-    """A step's time with the waiting for other GPUs."""
-    assumptions = tuple(dict.fromkeys((*time.assumptions, *topology.assumptions)))
-    return replace(time + waited.step_time, assumptions=assumptions)

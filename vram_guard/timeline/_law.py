@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vram_guard.timeline._timeline import Timeline
 from vram_guard.timeline._values import Affine, Block, Collective, HostBlock, Note, Scratch, Work
@@ -31,29 +32,16 @@ def merge_affine(low: Timeline, high: Timeline) -> Timeline | None:
     collectives = _merged_collectives(low, high)
     if host_blocks is None or collectives is None:
         return None
-    return Timeline(
+    return replace(
+        low,
         blocks=tuple(blocks),
-        events=low.events,
-        phases=low.phases,
         traced=(small, large),
-        tier=low.tier,
         notes=_union(low.notes, high.notes),
-        compute_capability=low.compute_capability,
-        multiprocessors=low.multiprocessors,
-        precision=low.precision,
         work=_merged_work(low.work, high.work, small, large),
         host_blocks=host_blocks,
-        host_events=low.host_events,
-        changes=low.changes,
         collectives=collectives,
-        deferred=low.deferred,
-        releases=low.releases,
         network=high.network,
-        cudnn=low.cudnn,
-        parallel=low.parallel,
-        optimizer=low.optimizer,
         marks=low.marks if low.marks == high.marks else None,
-        growth=low.growth,
     )
 
 

@@ -6,7 +6,6 @@ import builtins
 import io
 import os
 import pathlib
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from vram_guard.forks.side_effects import CHANGES
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 
@@ -26,12 +26,6 @@ HUB = (
     *("create_repo", "delete_repo", "create_commit", "create_branch", "create_tag", "upload_file", "upload_folder"),
     *("upload_large_folder", "delete_file", "delete_folder", "update_repo_settings", "run_as_future"),
 )
-
-#: Functions of ``os`` and ``shutil`` that change the file system; nothing of a step's memory depends on them.
-FILES = {
-    os: ("makedirs", "mkdir", "remove", "unlink", "rename", "replace", "rmdir", "removedirs", "symlink", "link"),
-    shutil: ("rmtree", "copy", "copy2", "copyfile", "copytree", "move", "make_archive"),
-}
 
 #: Methods with which the classes of Transformers, Diffusers and PEFT save themselves, some of them not in Python.
 SAVING = ("save_pretrained", "save_config", "save_lora_weights", "save_lora_adapter", "save_attn_procs")
@@ -80,7 +74,7 @@ def discard_file_writes() -> None:
     import torch
 
     in_cache = below_caches()
-    for module, names in FILES.items():
+    for module, names in CHANGES.items():
         for name in names:
             wrap(module, name, partial(_nothing_outside, in_cache))
     builtins.open = io.open = _opened(io.open, in_cache)
@@ -88,7 +82,7 @@ def discard_file_writes() -> None:
     accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` and `io` there
     if accessor is not None:
         accessor.open = staticmethod(io.open)
-        for name in FILES[os]:
+        for name in CHANGES[os]:
             if hasattr(accessor, name):
                 setattr(accessor, name, staticmethod(getattr(os, name)))
     wrap(torch, "save", _nothing)

@@ -29,8 +29,6 @@ import torch
 from vram_guard.simulate.operators._attention import attention
 from vram_guard.simulate.operators.autocast import operator
 
-_HALVES = (torch.float16, torch.bfloat16)
-
 #: cuDNN's numbers for its RNN modes, as ``_cudnn_rnn`` takes them.
 _RNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
