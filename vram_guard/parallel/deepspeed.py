@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.checks import one_of
@@ -15,7 +15,6 @@ from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from types import ModuleType
 
     import torch

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from vram_guard.budget import GPU
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from vram_guard.budget import GPU
 
 LinkKind = Literal["nvlink", "pcie", "network"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from vram_guard.parallel.spec import Parallel
+from vram_guard.parallel.spec import Parallel
 
 
 def make_mesh(parallel: Parallel, device: str = "cuda") -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vram_guard.timeline import Timeline
+from vram_guard.timeline import Timeline
 
 
 def activation_bytes(timeline: Timeline, batch_size: int) -> dict[str, int]:

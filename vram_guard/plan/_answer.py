@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vram_guard.allocator import with_expandable_segments
+from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, RecipeText, Why
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected, nearest
+from vram_guard.plan.search_space import Candidate, Request
 from vram_guard.plan.techniques import uses_batch_norm
+from vram_guard.timeline import Estimate
 from vram_guard.units import Amount
-
-if TYPE_CHECKING:
-    from vram_guard.plan._option import Option
-    from vram_guard.plan.search_space import Candidate, Request
-    from vram_guard.timeline import Estimate
 
 
 def make_plan(

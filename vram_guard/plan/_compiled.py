@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.language import Message, _
 from vram_guard.plan._answer import fits_reasons, unchanged
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.model import CompiledStep, Plan
-from vram_guard.plan.search_space import Candidate
+from vram_guard.plan.search_space import Candidate, Request
+from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.tracing import Traces
-from vram_guard.simulate.compiled import EAGER, NotCompiledError, not_followed
+from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, not_followed
+from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import Amount
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vram_guard.plan.search_space import Request
-    from vram_guard.plan.source import Source, TraceRequest
-    from vram_guard.simulate.compiled import Compiler
-    from vram_guard.timeline import Estimate, Timeline
 
 
 def with_compiled(

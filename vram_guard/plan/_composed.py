@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batches, with_optimizer_of
-
-if TYPE_CHECKING:
-    from vram_guard.plan.source import Source, TraceRequest
-    from vram_guard.techniques.recipe import Recipe
-    from vram_guard.timeline import Timeline
+from vram_guard.plan.source import Source, TraceRequest
+from vram_guard.techniques.recipe import Recipe
+from vram_guard.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
-from vram_guard.plan.search_space import LowerBound
+from vram_guard.plan.search_space import LowerBound, Timelines
 from vram_guard.plan.step_time import (
     ancestors,
     card_of,
@@ -22,14 +22,12 @@ from vram_guard.plan.step_time import (
     relative_cost,
     step_seconds,
 )
-from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.parallel.links import Topology
-    from vram_guard.plan.search_space import Timelines
     from vram_guard.plan.source import Source
-    from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Category, Timeline
 
 #: An 8-bit state is a quarter of a 32-bit one (its scales come on top).

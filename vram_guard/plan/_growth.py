@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from vram_guard.language import Message
 from vram_guard.plan._answer import fits_reasons, make_plan, tier_reasons, unchanged
@@ -13,12 +13,8 @@ from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.search_space import Candidate, Request
 from vram_guard.plan.techniques import growth_multiples
 from vram_guard.step import LARGEST_BATCH
+from vram_guard.timeline import Estimate
 from vram_guard.units import Amount
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from vram_guard.timeline import Estimate
 
 #: Linear scaling held up to about this effective batch size on ImageNet (Goyal et al. 2017, fig. 1).
 LINEAR_RULE_HELD_UNTIL = 8192

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vram_guard.plan._option import Option
+from vram_guard.plan._option import Option
 
 #: What one more kind of change has to save of the step's time to be worth it: smaller differences the cost model cannot
 #: tell from nothing. Of the published step times of one training with and without one change that it was held against,

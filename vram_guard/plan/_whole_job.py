@@ -6,23 +6,20 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from vram_guard.job import evenly
+from vram_guard.job import Job, evenly
 from vram_guard.language import Message, _
 from vram_guard.plan._option import Option
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.model import SmallerEvaluation
-from vram_guard.timeline import phase_words
+from vram_guard.plan.model import Plan, SmallerEvaluation
+from vram_guard.timeline import Estimate, PhasePeak, Timeline, phase_words
 from vram_guard.units import Amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from vram_guard.job import Job
-    from vram_guard.plan.model import Plan
     from vram_guard.plan.search_space import Costs, Request, Timelines
     from vram_guard.plan.source import Source, TraceRequest
-    from vram_guard.timeline import Estimate, PhasePeak, Timeline
 
     Follow = Callable[[TraceRequest], Timeline]
 

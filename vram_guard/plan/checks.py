@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from vram_guard.budget import Budget
 from vram_guard.checks import one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
 from vram_guard.units import parse_bytes
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
 
 Mode = Literal["fit", "report", "strict"]
 MODES: tuple[str, ...] = get_args(Mode)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import GPU, Budget
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
+from vram_guard.plan.model import Plan
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
+from vram_guard.releases.installed import Releases
 from vram_guard.step import TrainingStep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.plan.model import Plan
-    from vram_guard.releases.installed import Releases
-    from vram_guard.timeline import Estimate
+from vram_guard.timeline import Estimate
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
+from vram_guard.budget import GPU
 from vram_guard.step import checked_count
-from vram_guard.timeline import largest_that_fits
-
-if TYPE_CHECKING:
-    from vram_guard.budget import GPU
-    from vram_guard.timeline import Timeline
+from vram_guard.timeline import Timeline, largest_that_fits
 
 #: Batch sizes are tried up to here.
 LARGEST_BATCH_ASKED = 2**16

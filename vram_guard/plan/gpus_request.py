@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
@@ -12,10 +12,8 @@ from vram_guard.language import _
 from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.spec import GPUS_OF_A_NODE, MOST_GPUS, Parallel
 from vram_guard.plan.layouts import checked_layouts
+from vram_guard.plan.source import Source
 from vram_guard.step import TrainingStep
-
-if TYPE_CHECKING:
-    from vram_guard.plan.source import Source
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.parallel.links import Topology, topology
@@ -45,11 +46,8 @@ from vram_guard.plan.techniques import OFFLOADS
 from vram_guard.state.collector import collector_paused
 from vram_guard.step import TrainingStep
 from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard.timeline import Timeline
 from vram_guard.units import Amount
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
-    from vram_guard.timeline import Timeline
 
 #: Layouts whose times differ by less are equal, and the simpler one is taken: the model is not that good.
 TIME_STEP = 0.001

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from vram_guard.budget import GPU, Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import watched_modules
+from vram_guard.plan.model import Plan
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW
-
-if TYPE_CHECKING:
-    from vram_guard.budget import GPU, Budget
-    from vram_guard.plan.model import Plan
-    from vram_guard.step import TrainingStep
+from vram_guard.step import TrainingStep
 
 
 class PlanOfBudget(NamedTuple):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
+from vram_guard.budget import GPU
 from vram_guard.language import _, marked
-
-if TYPE_CHECKING:
-    from vram_guard.budget import GPU
-    from vram_guard.timeline import Unit, Work
+from vram_guard.timeline import Unit, Work
 
 #: Seconds the host takes to start one operator in eager mode. Measured on an A100's host as 8 microseconds for ``add``
 #: submitted back to back (github.com/flagos-ai/Torch-FL/pull/27); others report 5 to 7 for the simplest operators on

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.plan.layouts import layout_name, layout_words
 from vram_guard.plan.roofline import Communication
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
-    from vram_guard.language import Message
     from vram_guard.parallel.links import Topology
     from vram_guard.parallel.outside import OutsideAllocator
     from vram_guard.parallel.spec import Parallel

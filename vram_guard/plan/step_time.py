@@ -24,18 +24,15 @@ plans of one step on one GPU with it. Do not read its seconds as a promise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from vram_guard.budget import GPU
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.plan.model import Plan
 from vram_guard.plan.roofline import HOST_PER_OPERATOR, StepTime, link_rate, total_time
 from vram_guard.step import checked_count
-
-if TYPE_CHECKING:
-    from vram_guard.plan.model import Plan
-    from vram_guard.timeline import Block, Timeline, Work
+from vram_guard.timeline import Block, Timeline, Work
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from vram_guard.checks import known_names
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.timeline import Affine, Block, Timeline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 #: What ``allow`` may name, and what it means. "offload" is all four kinds of it.
 TECHNIQUES: dict[str, str] = {

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget import GPU, Budget
 from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _, marked
 from vram_guard.plan.comparison import Compared, Comparison, Configuration, compared_rows
 from vram_guard.step import TrainingStep
 from vram_guard.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from vram_guard.allocator import AllocatorSettings
-    from vram_guard.budget import GPU, Budget
 
 #: Which of the variants that fit is chosen: the one with most parameters, or the last or first of those given.
 Prefer = Literal["parameters", "last", "first"]

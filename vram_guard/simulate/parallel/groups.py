@@ -10,13 +10,11 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.parallel.meshes import make_mesh
+from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
-
-if TYPE_CHECKING:
-    from vram_guard.parallel.spec import Parallel
 
 #: Names of groups are counted from here: those of a training in this process have small numbers.
 _FIRST_NAME = 10**6

@@ -15,17 +15,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._compile
 
 from vram_guard.patching import replaced
+from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.operators.flex_attention import flex_attention_followed
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
-
-if TYPE_CHECKING:
-    from vram_guard.simulate.device.fake_cuda import FakeCudaState
 
 P = ParamSpec("P")
 T = TypeVar("T")
