@@ -158,7 +158,7 @@ def rounds_of(runner: Any, kind: Kind, notes: list[str], wish: Wish) -> Rounds |
     loop = getattr(runner, f"_{kind}_loop")
     with random_state_kept():
         config = isinstance(loop, dict)
-        loader = built(runner, getattr(runner, f"_{kind}_dataloader") if config else loop.dataloader)
+        loader: Any = built(runner, getattr(runner, f"_{kind}_dataloader") if config else loop.dataloader)
         evaluator = getattr(runner, f"_{kind}_evaluator") if config else loop.evaluator
         if isinstance(evaluator, (dict, list)):
             evaluator = runner.build_evaluator(evaluator)
