@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import preloaded
 
 from vram_guard.budget import Budget
 from vram_guard.codec import to_json
@@ -29,14 +32,29 @@ QUIET = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "
 ONE = ("--cpu", "--num_processes", "1", *QUIET)
 TWO = ("--multi_gpu", "--num_processes", "2", *QUIET)
 
+#: What processes of a launch import anyway (an optimizer needs the compiler), and those of a script with the Trainer.
+LIBRARIES = ("torch", "torch._dynamo", "accelerate")
+TRAINER_LIBRARIES = (*LIBRARIES, "transformers.trainer")
 
-def environment(**more: str) -> dict[str, str]:
+
+def environment(*, libraries: Sequence[str] = LIBRARIES, **more: str) -> dict[str, str]:
+    """Variables of a launch whose processes begin with the libraries imported; without any they start as everywhere.
+
+    A dry run begins without torch's compiler, which it takes care not to import.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "VRAM_GUARD_"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    variables = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    others = {"vram_guard_accelerate.planning.worker": [name for name in libraries if name != "torch._dynamo"]}
+    return {**preloaded.environment(variables, *libraries, others=others if libraries else {}), **more}
 
 
 def launch(
-    *arguments: object, cache: Path, guarded: bool = True, timeout: float = 240, **more: str
+    *arguments: object,
+    cache: Path,
+    guarded: bool = True,
+    timeout: float = 240,
+    libraries: Sequence[str] = LIBRARIES,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """`vram-guard launch arguments`, or `accelerate launch arguments`."""
     command = [sys.executable, "-m", "vram_guard.cli", "launch"]
@@ -44,7 +62,7 @@ def launch(
         command = [sys.executable, "-m", "accelerate.commands.launch"]
     return subprocess.run(
         [*command, *map(str, arguments)],
-        env=environment(VRAM_GUARD_CACHE=str(cache), **more),
+        env=environment(libraries=libraries, VRAM_GUARD_CACHE=str(cache), **more),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -77,7 +95,7 @@ def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
     silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
     done = subprocess.run(
         [sys.executable, str(HERE / "accelerate_dry_runs.py"), str(folder)],
-        env=environment(**silent, **more),
+        env=environment(libraries=TRAINER_LIBRARIES, **silent, **more),
         capture_output=True,
         text=True,
         timeout=500,

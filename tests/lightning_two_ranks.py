@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import torch
 
 
-def run(script: Path, out: Path, cases: list[str], *, limit: float) -> dict[str, list[dict[str, Any]]]:
+def run(
+    script: Path, out: Path, cases: list[str], *, limit: float, libraries: tuple[str, ...] = ("lightning.pytorch",)
+) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results and weights of every training, in the same two processes; ranks that hang fail the test.
 
     Args:
@@ -21,15 +24,17 @@ def run(script: Path, out: Path, cases: list[str], *, limit: float) -> dict[str,
         out: its folder.
         cases: of the script.
         limit: seconds for all of them.
+        libraries: that both processes begin with.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
     address |= {"WORLD_SIZE": "2", "NODE_RANK": "0"}
+    variables = preloaded.environment({**os.environ, **address}, *libraries)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(out), *cases],
-            env={**os.environ, **address, "LOCAL_RANK": str(rank), "RANK": str(rank)},
+            env={**variables, "LOCAL_RANK": str(rank), "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -25,7 +25,17 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
-from accelerate_cases import EDITED, ONE, PICTURES, TRAINER, TRAINING, TWO, difference, launch  # noqa: E402
+from accelerate_cases import (  # noqa: E402
+    EDITED,
+    ONE,
+    PICTURES,
+    TRAINER,
+    TRAINER_LIBRARIES,
+    TRAINING,
+    TWO,
+    difference,
+    launch,
+)
 from json_answers import held_against  # noqa: E402
 
 from vram_guard.codec import from_json, to_json  # noqa: E402
@@ -219,9 +229,9 @@ def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> No
         *("--num_train_epochs", 1, "--per_device_train_batch_size", 16, "--optim", "sgd", "--learning_rate", 0.1),
     )
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
-    plain = launch(*ONE, TRAINER, *arguments, "--out", one, cache=cache, guarded=False)
+    plain = launch(*ONE, TRAINER, *arguments, "--out", one, cache=cache, guarded=False, libraries=TRAINER_LIBRARIES)
     options = ("--budget", "80MiB", "--margin", "0", "--allow", "accumulate")
-    guarded = launch(*ONE, *options, TRAINER, *arguments, "--out", two, cache=cache)
+    guarded = launch(*ONE, *options, TRAINER, *arguments, "--out", two, cache=cache, libraries=TRAINER_LIBRARIES)
     assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
     as_written, sliced = torch.load(one), torch.load(two)
     assert 0 < difference(as_written, sliced) < 1e-6

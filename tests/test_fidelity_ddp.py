@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 pytest.importorskip("lightning")
@@ -28,9 +29,8 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     command = [sys.executable, ddp.__file__, str(folder)]
-    done = subprocess.run(
-        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False
-    )
+    environment = preloaded.environment({**environment, "OMP_NUM_THREADS": "1"}, "lightning.pytorch")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     files = [Path(folder) / f"rank{rank}.pickle" for rank in (0, 1)]
     assert all(path.exists() for path in files), done.stderr[-3000:]
     return [pickle.loads(path.read_bytes()) for path in files]

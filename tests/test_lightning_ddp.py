@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 pytest.importorskip("lightning")
@@ -27,6 +28,7 @@ def run(case: str, out: Path, tight: int = 0) -> tuple[list[dict[str, Any]], str
     for name in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     command = [sys.executable, str(SCRIPT), case, str(out)]
+    environment = preloaded.environment(environment, "lightning.pytorch")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     results = [out / f"result-{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in results), done.stderr[-3000:]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 pytest.importorskip("mmengine")
@@ -359,6 +360,7 @@ def test_two_processes_hold_one_plan(tmp_path: Path) -> None:
     for rank in range(2):
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}  # fmt: skip
+        env = preloaded.environment(env, "mmengine.runner")
         runs.append(subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=env,
                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
     outputs = [run.communicate(timeout=150)[0] for run in runs]

@@ -31,7 +31,7 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results of every case, in the same two processes; ranks that hang fail the tests."""
-    return run(SCRIPT, tmp_path_factory.mktemp("ranks"), list(CHANGES), limit=500)
+    return run(SCRIPT, tmp_path_factory.mktemp("ranks"), list(CHANGES), limit=500, libraries=("mmengine.runner",))
 
 
 @pytest.mark.parametrize("case", CHANGES)

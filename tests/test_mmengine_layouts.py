@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import preloaded
 import pytest
 
 pytest.importorskip("mmengine")
@@ -34,6 +35,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for rank in range(2):
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}  # fmt: skip
+        env = preloaded.environment(env, "mmengine.runner")
         runs.append(subprocess.Popen([sys.executable, str(script), str(folder)], env=env,
                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
     try:
