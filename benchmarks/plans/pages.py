@@ -51,7 +51,6 @@ def _line(row: Row, words: Texts) -> tuple[str, ...]:
         f"{facts['host_peak'] / GIB:.2f} GiB" if row.fits and facts["host_peak"] else "-",
         batch,
         time,
-        words["seconds"].format(seconds=row.seconds),
         words["seconds"].format(seconds=facts["processor"]),
         str(facts["traces"]),
     )
