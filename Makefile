@@ -73,7 +73,7 @@ gpu-compare: $(STAMP) ## predict without a GPU what was recorded on one; replay 
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.compare
 
 bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/*/peers.md and the chart
-	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0 torch-preflight==0.5.0
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.peers.bench
 
 # The published runs had other releases: transformers 4.51.3 lies beside the installed one; torchvision and timm come with

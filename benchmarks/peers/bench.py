@@ -23,8 +23,8 @@ from benchmarks.peers.pages import by_workload, write_pages
 from benchmarks.peers.tools import TOOLS, answer, row_of
 from benchmarks.peers.workloads import workloads
 
-#: Seconds for one question.
-LIMIT = 120.0
+#: Seconds for one question, of the wall clock: many times what they take on a machine without other work.
+LIMIT = 900.0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -35,7 +35,7 @@ def draw(results: Results, path: Path) -> None:
     ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
     left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     left.minorticks_off()
-    right.set(xscale="log", xlabel="seconds for an answer")
+    right.set(xscale="log", xlabel="processor seconds for an answer")
     for axis in (left, right):
         axis.grid(axis="x", alpha=0.3)
     figure.tight_layout()

@@ -45,7 +45,7 @@ class Tool:
 
 
 def answer(tool: str, workload: str) -> dict[str, Any]:
-    """In a worker: one tool's row about one workload. Seconds contain building the model, and exclude imports."""
+    """In a worker: one tool's row about one workload. Processor seconds, with building the model, without imports."""
     asked, step = TOOLS[tool], workloads()[workload]
     try:
         if asked.requires:
@@ -54,9 +54,9 @@ def answer(tool: str, workload: str) -> dict[str, Any]:
         return asdict(row_of(tool, step, reason=f"not installed: {asked.install}"))
     with torch.device("meta"):
         step.build()  # for what models import on first use
-    started = time.perf_counter()
+    started = time.process_time()
     try:
-        row = row_of(tool, step, predicted=asked.predict(step), seconds=time.perf_counter() - started)
+        row = row_of(tool, step, predicted=asked.predict(step), seconds=time.process_time() - started)
     except NoAnswerError as reason:
         row = row_of(tool, step, reason=str(reason))
     except Exception as error:  # noqa: BLE001 - another's code: the table continues
@@ -136,6 +136,38 @@ def _kitsune(workload: Asked) -> int:
     return int(found.total_bytes)
 
 
+def built(workload: str) -> Any:
+    """The model of this workload, for tools that ask for a function by its name."""
+    return workloads()[workload].build()
+
+
+def _preflight(workload: Asked) -> int:
+    """``estimate --model NAME`` where its table has the model, else ``--model module:factory``.
+
+    The latter runs the model on the meta device, with token ids or a square picture.
+    """
+    from torch_preflight.vram.archdb import lookup, profile_from_entry
+    from torch_preflight.vram.costmodel import estimate
+    from torch_preflight.vram.providers.meta import profile
+    from torch_preflight.vram.types import OptimizerKind, RunConfig
+
+    shape = workload.sample_shape()
+    config = RunConfig(
+        batch_size=workload.batch_size,
+        seq_len=shape[0] if len(shape) == 1 else None,
+        image_size=shape[-1] if len(shape) == 3 else None,
+        optimizer=OptimizerKind(workload.optimizer.lower()),
+    )
+    name = next(name for name, one in workloads().items() if one.title == workload.title)
+    entry = lookup({"llama7b": "llama-2-7b"}.get(name, name))
+    if entry is not None:
+        return int(estimate(profile_from_entry(entry), config).breakdown.total)
+    found = profile(f"{__name__}:{built.__name__}", config, {"workload": name})
+    if found.activation_bytes_per_sample is None:
+        raise NoAnswerError("it could not run the model's forward")
+    return int(estimate(found, config).breakdown.total)
+
+
 TOOLS: dict[str, Tool] = {
     tool.name: tool
     for tool in (
@@ -147,5 +179,6 @@ TOOLS: dict[str, Tool] = {
         Tool("guide: grid", _grid_guide),
         Tool("guide: twin", _twin_guide),
         Tool("torch-kitsune", _kitsune, "kitsune.predict", "pip install torch-kitsune"),
+        Tool("torch-preflight", _preflight, "torch_preflight.vram", "pip install torch-preflight"),
     )
 }
