@@ -21,7 +21,7 @@ from vram_guard.plan import plan
 from vram_guard.private_names import missing_names
 from vram_guard.report import text
 from vram_guard.report.as_json import as_dict
-from vram_guard.simulate.compiled import Compiler, NotCompiledError, allowed_seconds
+from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, allowed_seconds
 from vram_guard.simulate.private_api import COMPILER_NAMES
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
@@ -294,6 +294,28 @@ def test_checkpointed_blocks_are_compiled_too() -> None:
     assert made.compiled is not None
     assert made.compiled.graphs
     assert not made.compiled.breaks
+
+
+def compiled_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    squares: torch.Tensor = torch.compile(lambda values: values.sin().tanh().exp().square().mean())(model(batch))
+    return squares
+
+
+def test_a_compiled_loss_is_followed_though_the_model_is_not_compiled() -> None:
+    made = plan(step_of(blocks(1), compiled_loss), SAMPLES, "1GiB")
+    assert made.compiled is not None
+    assert made.compiled.graphs == 2
+    assert made.compiled.eager.peak_allocated - made.estimate.peak_allocated >= ONE
+    assert made.estimate.tier == "symbolic"
+    plain = plan(step_of(blocks(1)), SAMPLES, "1GiB")
+    assert plain.compiled is None
+    assert plain.estimate.tier == "symbolic"
+
+
+def test_a_compiled_loss_that_is_not_followed_is_said() -> None:
+    made = run_step(step_of(blocks(1), compiled_loss), 4, CAPABILITY)
+    assert made.tier == "partly symbolic"
+    assert [note.said for note in made.notes] == [EAGER]
 
 
 class Random(Block):

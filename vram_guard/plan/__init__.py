@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -155,7 +156,7 @@ def plan(
         dataset_size = checked_count("dataset_size", dataset_size)
     correction = _checked_correction(correction)
     from vram_guard.budget.host import host_share
-    from vram_guard.simulate.compiled import Compiler, allowed_seconds
+    from vram_guard.simulate.compiled import EAGER, Compiler, allowed_seconds
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 
     choice, seconds = checked_choice(cudnn), allowed_seconds()
@@ -237,7 +238,7 @@ def plan(
         job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
         whole = replace(source, trace=under(choice, job))
     # Before the first backward pass, after which autograd may not be copied any more.
-    compiler = Compiler(whole.trace, seconds, copies=not source.copies) if source.compiles else None
+    compiler = Compiler(whole.trace, seconds, copies=not source.copies) if _may_compile(source) else None
     earlier = None if source.explored is None else source.explored.get(batch_size)
     known = earlier if isinstance(earlier, _Explored) else None
     traces = Traces(source, batch_size, report, resolved.multiprocessors) if known is None else known.traces
@@ -300,11 +301,16 @@ def plan(
         return with_whole_job(made, asked, followed, cost_model, smaller, why_not, report)
 
     made = searched(request)
-    if compiler is None:
+    if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
         return made
     from vram_guard.plan._compiled import with_compiled
 
     return with_compiled(made, request, whole, searched, compiler, report)
+
+
+def _may_compile(source: Source) -> bool:
+    """True if a step may run compiled code: its model's, or a loss's or optimizer's where the compiler is imported."""
+    return source.compiles or source.copies or "torch._dynamo" in sys.modules
 
 
 def _spread_over(

@@ -26,7 +26,8 @@ from vram_guard.simulate.private_api import FLEX_NAMES
 #: The module of the two higher-order operators, which the function of the same name calls.
 OPERATORS = "torch._higher_order_ops.flex_attention"
 
-_FUNCTION = ("flex_attention", "torch.nn.attention.flex_attention")
+#: Name and module of the function that users call.
+FLEX_ATTENTION = ("flex_attention", "torch.nn.attention.flex_attention")
 _COMPILED = ("compile_wrapper", "torch._dynamo.eval_frame")
 
 
@@ -112,7 +113,7 @@ def _check_compiled(frame: FrameType | None) -> None:
     inside = True
     while frame is not None:
         place = frame.f_code.co_name, frame.f_globals.get("__name__")
-        inside = inside and place != _FUNCTION
+        inside = inside and place != FLEX_ATTENTION
         if not inside and place == _COMPILED:
             return
         frame = frame.f_back

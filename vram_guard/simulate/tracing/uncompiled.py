@@ -21,8 +21,9 @@ import torch
 import torch._compile
 
 from vram_guard.patching import replaced
+from vram_guard.simulate.compiled import EAGER
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
-from vram_guard.simulate.operators.flex_attention import flex_attention_followed
+from vram_guard.simulate.operators.flex_attention import FLEX_ATTENTION, flex_attention_followed
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 
 P = ParamSpec("P")
@@ -57,10 +58,36 @@ def uncompiled(device: FakeCudaState) -> Iterator[None]:
             if not told and set_stance is not None and _imported():
                 told = True
                 stack.enter_context(set_stance("force_eager"))
+                stack.enter_context(_calls_noted(device))
 
         device.imported.append(look)
         stack.callback(device.imported.remove, look)
         look()
+        yield
+
+
+@contextlib.contextmanager
+def _calls_noted(device: FakeCudaState) -> Iterator[None]:
+    """Inside the block, calls of compiled functions that run uncompiled are noted.
+
+    A loss, or an optimizer that compiles its own step (torchao's), is no part of a model in which it could be found.
+    """
+    frames = sys.modules[f"{_COMPILER}.eval_frame"]
+    answer = getattr(frames, "_callback_from_stance", None)
+    if answer is None:
+        yield
+        return
+
+    def noted(callback: Any) -> Any:
+        answered = answer(callback)
+        if callback and answered is None:
+            function = sys._getframe(1).f_locals.get("fn")
+            # flex_attention is counted as its compiled kernels take it.
+            if getattr(function, "__module__", None) != FLEX_ATTENTION[1]:
+                device.recorder.note(EAGER, tier="partly symbolic")
+        return answered
+
+    with replaced(frames, {"_callback_from_stance": noted}):
         yield
 
 
