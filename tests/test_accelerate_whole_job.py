@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +21,10 @@ if sys.platform == "win32":
 
 import accelerate_cases as cases
 from accelerate.checkpointing import save_accelerator_state
+
+from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.time_limit import limit
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
 MIB = 2**20
@@ -224,6 +232,26 @@ def test_a_smaller_batch_of_an_evaluation_is_proposed(answers: dict[str, Any]) -
 def test_arguments_of_a_trainer_find_a_gpu_with_bfloat16(answers: dict[str, Any]) -> None:
     """They look for it before anything of Accelerate's is made."""
     assert answers["bf16"]["plan"]["precision"]["before"] == "bf16-mixed", answers["bf16"]
+
+
+def test_a_limit_that_runs_out_while_an_answer_is_sent_takes_nothing_from_it() -> None:
+    """The alarm's own answer would end in the middle of the other one."""
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            time.sleep(0.5)
+            return (int, (7,))
+
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        limit(0.1, lambda _frame: os._exit(3))
+        phase = SimpleNamespace(_parent=ParentPipe(writing), _result=Slow)
+        ForkedPhase.answer(cast("ForkedPhase", phase))
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pickle.loads(pipe.read()) == 7
+    assert os.waitpid(process, 0)[1] == 0
 
 
 def test_nothing_is_written(answers: dict[str, Any], output: Path) -> None:

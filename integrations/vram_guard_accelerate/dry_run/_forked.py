@@ -31,7 +31,7 @@ from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
-from vram_guard_accelerate.dry_run.time_limit import limit
+from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -246,7 +246,8 @@ class ForkedPhase(LoopPhase):
     # --- the answer -------------------------------------------------------------------------------------------
 
     def answer(self) -> NoReturn:
-        """Send what was seen, and end."""
+        """Send what was seen, and end; a limit that runs out meanwhile would leave nothing that could be sent."""
+        no_limit()
         self._parent.send(self._result())
 
     def timeline(self) -> Timeline:
