@@ -186,6 +186,21 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.cuda:_DeviceGuard", "generated code runs on a device", _COMPILED),
 )
 
+#: Of the compiler too, where they are there: without the first, what runs uncompiled outside the model is not said;
+#: without the second, checkpointed blocks that draw are counted as eager.
+COMPILER_EXTRAS: tuple[PrivateName, ...] = (
+    PrivateName(
+        "torch._dynamo.eval_frame:_callback_from_stance",
+        "calls of compiled functions that run uncompiled are noted",
+        "test_a_compiled_loss_that_is_not_followed_is_said",
+    ),
+    PrivateName(
+        "torch._prims.rng_prims:graphsafe_run_with_rng_state",
+        "what a checkpointed block draws again",
+        "test_checkpointed_blocks_that_draw_are_compiled_too",
+    ),
+)
+
 _OWN_GROUP = "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace"
 _DIMENSIONS = "test_collectives_are_written_down_with_bytes_ranks_and_dimension"
 _GENERATORS = "test_draws_of_dtensors_are_traced_and_their_generators_are_as_before"
