@@ -24,7 +24,7 @@ from accelerate.checkpointing import save_accelerator_state
 
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run.forks import ParentPipe
-from vram_guard_accelerate.dry_run.time_limit import limit
+from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
 MIB = 2**20
@@ -252,6 +252,18 @@ def test_a_limit_that_runs_out_while_an_answer_is_sent_takes_nothing_from_it() -
     with os.fdopen(reading, "rb") as pipe:
         assert pickle.loads(pipe.read()) == 7
     assert os.waitpid(process, 0)[1] == 0
+
+
+@pytest.mark.parametrize(("works", "code"), [(True, 3), (False, 0)], ids=["works", "waits"])
+def test_a_limit_of_processor_time_counts_no_waiting(works: bool, code: int) -> None:
+    process = os.fork()
+    if process == 0:
+        processor_limit(0.2, lambda _frame: os._exit(3))
+        while works:
+            pass
+        time.sleep(0.5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == code
 
 
 def test_nothing_is_written(answers: dict[str, Any], output: Path) -> None:

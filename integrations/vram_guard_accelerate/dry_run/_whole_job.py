@@ -27,10 +27,12 @@ from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
-from vram_guard_accelerate.dry_run.time_limit import limit
+from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 
-#: Seconds that what follows the first steps may take; what was seen until then is the answer.
+#: Seconds of processor time that what follows the first steps may take; what was seen until then is the answer.
 SECONDS = 60
+#: Seconds that it may take on a machine that others use too, or if it waits. A copy is given up after 310.
+MOST_SECONDS = 100
 
 #: Methods of Accelerate and Transformers that save; all of them write nothing here.
 _SAVING = {
@@ -177,7 +179,8 @@ class WholeJobPhase(ForkedPhase):
         steps = self.loop.tracer.steps
         self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:
-            limit(SECONDS, lambda _frame: self._late())
+            processor_limit(SECONDS, self._late(_("not within {seconds} s of processor time", seconds=SECONDS)))
+            limit(MOST_SECONDS, self._late(_("not within {seconds} s", seconds=MOST_SECONDS)))
         if self._alive is not None and steps >= FOLLOWED_STEPS:
             self._growth = self._recorder.grown(self._first_block, self._alive)
         self._alive, self._first_block = self._recorder.alive(), self._recorder.blocks_so_far
@@ -221,9 +224,12 @@ class WholeJobPhase(ForkedPhase):
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def _late(self) -> NoReturn:
-        self._missing(_("not within {seconds} s", seconds=SECONDS))
-        self.answer()
+    def _late(self, why: str) -> Callable[[object], NoReturn]:
+        def answer(_frame: object) -> NoReturn:
+            self._missing(why)
+            self.answer()
+
+        return answer
 
     def failed(self, error: BaseException, script: str) -> None:
         """What was followed until then is the answer, if it trained."""
