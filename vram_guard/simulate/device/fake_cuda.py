@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack, handle_torch_funct
 from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replace_attributes, replaced
+from vram_guard.simulate.device.compiled_kernels import CompiledKernels
 from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOLS, cuda_answers, while_active
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
@@ -486,7 +487,8 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
             on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
             stack.enter_context(replaced(torch.accelerator, on_accelerator))
         stack.enter_context(streams_noted(lambda: state.recorder.streams))
-        taken_over = TritonLaunches(state, capability, stack), ManagedMemory(state, stack)
+        compiled = CompiledKernels(state, stack)
+        taken_over = TritonLaunches(state, capability, stack), ManagedMemory(state, stack), compiled
 
         def look() -> None:
             for library in taken_over:
