@@ -17,9 +17,9 @@ HEADS = {
 
 [中文](../zh_cn/operators.md)
 
-What CUDA's kernels take from the allocator that no tensor shows: copies, buffers, workspaces. Results count too,
-and are not listed. The list follows the folders of PyTorch's `ATen`; it is made by `python tools/operators_page.py`
-from the table that lies beside the code, and that the tests hold against it. Operators that are not named take
+Memory that CUDA's kernels take from the allocator besides their results: copies, buffers, workspaces. Results are counted too,
+but not listed. The list follows the folders of PyTorch's `ATen`; it is made by `python tools/operators_page.py`
+from a table next to the code, which the tests compare with the code. Operators that are not named take
 nothing besides their results, as far as their sources were read: the headers of torch 2.4, 2.13 and 2.15, and most
 kernels as they are in 2.4. Where releases are known to differ, the one that is installed decides.
 
