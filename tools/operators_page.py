@@ -17,11 +17,11 @@ HEADS = {
 
 [中文](../zh_cn/operators.md)
 
-Memory that CUDA's kernels take from the allocator besides their results: copies, buffers, workspaces. Results are counted too,
-but not listed. The list follows the folders of PyTorch's `ATen`; it is made by `python tools/operators_page.py`
-from a table next to the code, which the tests compare with the code. Operators that are not named take
-nothing besides their results, as far as their sources were read: the headers of torch 2.4, 2.13 and 2.15, and most
-kernels as they are in 2.4. Where releases are known to differ, the one that is installed decides.
+Memory that CUDA's kernels take from the allocator besides their results: copies, buffers, workspaces. Results are
+counted too, but not listed. The list follows the folders of PyTorch's `ATen`; it is made by `python
+tools/operators_page.py` from a table next to the code, which the tests compare with the code. Operators that are
+not named take nothing besides their results, as far as their sources were read: the headers of torch 2.4, 2.13 and
+2.15, and most kernels as they are in 2.4. Where releases are known to differ, the one that is installed decides.
 
 Buffers of large reductions depend on the card: on its multiprocessors, and on how many threads each of them holds.
 Name the card to be exact. Where only a compute capability is known, the largest card that has it is assumed (8.0:
