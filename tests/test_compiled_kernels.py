@@ -60,9 +60,9 @@ def count(timeline, size):
     return list(timeline.sizes(BATCH)).count(size) // 2
 
 
-def flash_attention(compiled, varlen=False, key_heads=HEADS, deterministic=False):
+def flash_attention(compiled, varlen=False, key_heads=HEADS, deterministic=False, namespace="flash_attn"):
     """The operators and the function of flash_attn_interface.py, with the fake kernels that the library has."""
-    name = "flash_attn::_flash_attn_varlen" if varlen else "flash_attn::_flash_attn"
+    name = f"{namespace}::_flash_attn_varlen" if varlen else f"{namespace}::_flash_attn"
 
     @torch.library.custom_op(f"{name}_forward", mutates_args=(), device_types="cuda")
     def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -155,6 +155,16 @@ def test_a_deterministic_backward_sums_in_as_many_parts_as_fill_the_card(library
 def test_an_unknown_release_of_flash_attention_is_followed_by_its_fake_kernels_alone(library):
     timeline = traced(*flash_attention(library("flash_attn", "2.6.3", *FLASH[2:])))
     assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == 0
+
+
+@pytest.mark.parametrize(("release", "known"), [("0.0.32.post2", True), ("0.0.28", False)])
+def test_xformers_with_its_own_build_of_flash_attention(library, monkeypatch, release, known):
+    compiled = library("xformers", release, "xformers._C_flashattention", *FLASH[3:])
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.flash", ModuleType("xformers.ops.fmha.flash"))
+    sys.modules["xformers.ops.fmha.flash"]._C_flashattention = compiled
+    timeline = traced(*flash_attention(compiled, namespace="xformers_flash"))
+    assert timeline.tier == "symbolic"
+    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == int(known)
 
 
 def scan(compiled, states=16):

@@ -9,6 +9,7 @@ Sources:
 - FlashAttention 2.7.0 to 2.8.3, github.com/Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp: ``mha_fwd``,
   ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``. Before 2.7 the functions returned other tensors. Not counted: the
   partial results of forwards that are split over the keys (``set_params_splitkv``), which small batches take.
+- xformers 0.0.30 to 0.0.33, github.com/facebookresearch/xformers, third_party/flash-attention: 2.7.4 to 2.8.3 of these.
 - causal-conv1d 1.4 to 1.6, github.com/Dao-AILab/causal-conv1d, csrc/causal_conv1d.cpp.
 - mamba 1.0 to 2.3, github.com/state-spaces/mamba, csrc/selective_scan/selective_scan.cpp.
 """
@@ -188,24 +189,23 @@ def scanned_backward(
     return [*made, *cast, *weights, *gated, *recomputed]
 
 
+_FLASH: dict[str, Callable[..., Any]] = {
+    "fwd": flash_forward,
+    "varlen_fwd": flash_varlen_forward,
+    "bwd": flash_backward,
+    "varlen_bwd": flash_varlen_backward,
+}
+
 #: Module -> (package, its first release that is known, functions). The package says its release as ``__version__``.
-MODULES: dict[str, tuple[str, tuple[int, int], dict[str, Callable[..., Any]]]] = {
-    "flash_attn_2_cuda": (
-        "flash_attn",
-        (2, 7),
-        {
-            "fwd": flash_forward,
-            "varlen_fwd": flash_varlen_forward,
-            "bwd": flash_backward,
-            "varlen_bwd": flash_varlen_backward,
-        },
-    ),
+MODULES: dict[str, tuple[str, tuple[int, int, int], dict[str, Callable[..., Any]]]] = {
+    "flash_attn_2_cuda": ("flash_attn", (2, 7, 0), _FLASH),
+    "xformers._C_flashattention": ("xformers", (0, 0, 30), _FLASH),
     "causal_conv1d_cuda": (
         "causal_conv1d",
-        (1, 4),
+        (1, 4, 0),
         {"causal_conv1d_fwd": convolved, "causal_conv1d_bwd": convolved_backward},
     ),
-    "selective_scan_cuda": ("mamba_ssm", (1, 0), {"fwd": scanned, "bwd": scanned_backward}),
+    "selective_scan_cuda": ("mamba_ssm", (1, 0, 0), {"fwd": scanned, "bwd": scanned_backward}),
 }
 
 
@@ -213,7 +213,20 @@ def is_known(module: str) -> bool:
     """True if this module is imported, in a release whose sources are known."""
     package, first, _functions = MODULES[module]
     version = str(getattr(sys.modules.get(package), "__version__", "0")).split(".")
-    return module in sys.modules and tuple(int(part) if part.isdigit() else 0 for part in version[:2]) >= first
+    return module in sys.modules and tuple(int(part) if part.isdigit() else 0 for part in version[:3]) >= first
+
+
+def calls_known(namespace: str) -> bool:
+    """True if the Python of the operators in this namespace calls a module that is known.
+
+    These operators of FlashAttention have fake kernels, which tell their results alone.
+    """
+    if namespace == "xformers_flash":  # its own build, or flash_attn's; none where it takes PyTorch's
+        names = vars(sys.modules.get("xformers.ops.fmha.flash", object))
+        module = names.get("_C_flashattention") or names.get("_flash_attn_cuda")
+        name = getattr(module, "__name__", "")
+        return name in MODULES and is_known(name)
+    return namespace == "flash_attn" and is_known("flash_attn_2_cuda")
 
 
 class CompiledKernels:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.compiled_kernels import is_known
+from vram_guard.simulate.device.compiled_kernels import calls_known
 
 _BITSANDBYTES = "bitsandbytes"
 
@@ -55,13 +55,12 @@ def kernel_of(func: Any) -> Callable[..., Any] | None:
 def _of_custom_op(func: Any) -> Callable[..., Any] | None:
     """The function of a ``torch.library.custom_op`` for CUDA that has no fake kernel.
 
-    flash_attn's is run although it has one: only the compiled function beneath is known to take more than its results.
+    FlashAttention's are run although they have one, which says nothing of what they take beside their results.
     """
     definition = torch._library.custom_ops.OPDEFS.get(func._schema.name)
     if definition is None:
         return None
-    beneath = func.namespace == "flash_attn" and is_known("flash_attn_2_cuda")
-    if definition._abstract_fn is not None and not beneath:
+    if definition._abstract_fn is not None and not calls_known(func.namespace):
         return None
     functions: dict[str | None, Callable[..., Any]] = definition._backend_fns
     return functions.get("cuda", functions.get(None))
