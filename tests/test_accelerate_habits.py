@@ -167,7 +167,8 @@ def test_what_a_script_leaves_behind_ends_with_its_dry_run(
 ) -> None:
     out = tmp_path / "left"
     monkeypatch.chdir("/")  # programs may write temporary files unless the user works among them
-    done = launch(*ONE, "--dry-run", "--budget", "1GiB", HABITS, "leaves_one_behind", "--out", out, cache=cache)
+    given = ("--dry-run", "--budget", "1GiB", HABITS, "leaves_one_behind", "--out", out)
+    done = launch(*ONE, *given, cache=cache, libraries=())  # its own group of processes is what ends
     assert done.returncode == 0, done.stderr
     process, deadline = int(Path(f"{out}.pid").read_text()), time.monotonic() + 100
     while _alive(process):

@@ -542,9 +542,6 @@ def test_sharded_launches_are_refused_by_name(capsys: Any) -> None:
 
     assert main(["launch", "--budget", "1GiB", "--use_megatron_lm", *QUIET_FSDP, str(TRAINING)]) == 3
     assert "--use_megatron_lm: Megatron-LM builds the model itself" in capsys.readouterr().err
-    hybrid = ("--use_fsdp", "--fsdp_version", "1", "--fsdp_sharding_strategy", "HYBRID_SHARD")
-    assert main(["launch", "--budget", "1GiB", *hybrid, *QUIET_FSDP, str(TRAINING), "plain"]) == 3
-    assert "FullyShardedDataParallel with HYBRID_SHARD" in capsys.readouterr().err
 
 
 QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)

@@ -203,7 +203,8 @@ def test_an_evaluation_that_is_only_known_by_a_lower_bound_is_said():
     def joined(model, batch):
         kept[:] = [torch.cat([*kept, model(batch)])]
 
-    made = plan(step_of(Evaluation(ROWS, joined, batch_size=100, batches=10)), 1000, "200MiB", margin=0)
+    evaluation = Evaluation(ROWS, joined, batch_size=100, batches=10, keeps="all", finish=lambda _none: kept[0].exp())
+    made = plan(step_of(evaluation), 1000, "200MiB", margin=0)
     assert not made.fits
     assert made.reasons[0].startswith("validation needs at least ")
     assert "not known to fit" in made.reasons[0]

@@ -246,7 +246,8 @@ def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any, capsys: Any) ->
             return nn.functional.cross_entropy(logits, labels)
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+            # By itself, AdamW divides what rounding leaves of a gradient of zero by its own size.
+            return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
 
     def fitted(guard: Any, *, reads: bool = False) -> Any:
         module = Classes(reads=reads)

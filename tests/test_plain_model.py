@@ -202,8 +202,8 @@ def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "resnett is unknown" in said
     absent = [name for name in ("torchvision", "timm", "transformers") if not find_spec(name)]
-    assert ("not installed" in said) == bool(absent)
-    assert all(name in said.partition("not installed")[2] for name in absent)
+    assert ("Not installed here" in said) == bool(absent)
+    assert all(name in said.partition("Not installed here")[2] for name in absent)
 
 
 LIBRARIES = {
