@@ -50,10 +50,9 @@ def _attended(
     ]
 
 
-def flash_forward(
-    query: Tensor, key: Tensor, _value: Tensor, out: Tensor | None, *settings: Any
-) -> list[Tensor]:  # alibi, dropout, scale, causal, two windows, softcap, with scores, generator
+def flash_forward(query: Tensor, key: Tensor, _value: Tensor, out: Tensor | None, *settings: Any) -> list[Tensor]:
     """``mha_fwd``: query (batch, length, heads, head size)."""
+    # Settings: alibi, dropout, scale, causal, two windows, softcap, with scores, generator.
     batch, length, heads, _head = query.shape
     scores = (batch, heads, _up(length, 128), _up(key.shape[1], 128)) if settings[7] else None
     return _attended(query, out, (batch, heads, length), scores)
@@ -61,10 +60,10 @@ def flash_forward(
 
 def flash_varlen_forward(
     query: Tensor, _key: Tensor, _value: Tensor, out: Tensor | None, starts: Tensor, _key_starts: Tensor, *settings: Any
-) -> list[
-    Tensor
-]:  # used keys, left padding, pages, alibi, two longest, dropout, scale, zeros, causal, two windows, ...
+) -> list[Tensor]:
     """``mha_varlen_fwd``: query (total, heads, head size), and where each sequence starts."""
+    # Settings: used keys, left padding, pages, alibi, two longest, dropout, scale, zeros, causal, two windows, softcap,
+    # with scores, generator.
     total, heads, _head = query.shape
     longest, longest_key = settings[4:6]
     scores = (starts.numel() - 1, heads, _up(longest, 128), _up(longest_key, 128)) if settings[13] else None
@@ -99,8 +98,9 @@ def _splits(query: Tensor, pairs: int, deterministic: bool) -> int:
 
 def flash_backward(
     _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _log_sums: Tensor, *settings: Any
-) -> list[Tensor]:  # dq, dk, dv, alibi, dropout, scale, causal, two windows, softcap, deterministic, generator, state
+) -> list[Tensor]:
     """``mha_bwd``."""
+    # Settings: dq, dk, dv, alibi, dropout, scale, causal, two windows, softcap, deterministic, generator, state.
     batch, length, heads, _head = query.shape
     rounded = _up(length, 128)
     splits = _splits(query, batch * heads, settings[10])
@@ -109,10 +109,10 @@ def flash_backward(
 
 def flash_varlen_backward(
     _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _log_sums: Tensor, *settings: Any
-) -> list[
-    Tensor
-]:  # dq, dk, dv, two starts, alibi, two longest, dropout, scale, zeros, causal, two windows, softcap, ...
+) -> list[Tensor]:
     """``mha_varlen_bwd``."""
+    # Settings: dq, dk, dv, two starts, alibi, two longest, dropout, scale, zeros, causal, two windows, softcap,
+    # deterministic, generator, state.
     total, heads, _head = query.shape
     batch = settings[3].numel() - 1
     rows = total + 128 * batch
@@ -252,8 +252,8 @@ class CompiledKernels:
                 self._stack.enter_context(replaced(module, ours))
 
     def _or(self, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             symbolic = any(isinstance(one, Tensor) and is_symbolic(one) for one in args)
-            return (ours if self._state.active and symbolic else original)(*args)
+            return (ours if self._state.active and symbolic else original)(*args, **named)
 
         return run
