@@ -115,6 +115,18 @@ def test_the_text_quotes_the_example_above_it(language):
     assert re.search(rf"{allocated} MiB.{{,25}}{reserved} MiB", page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_pages_that_show_the_same_published_rows_show_the_same_differences(language):
+    folder = ROOT / "docs" / language
+    row = r"\| (\d+\.\d GiB) \| (\d+\.\d)\d?(?: GiB)? \| ([+-]\d+\.\d%) \|"
+    compiled, techniques = (
+        {published: difference for published, _, difference in re.findall(row, (folder / name).read_text("utf-8"))}
+        for name in ("compiled.md", "techniques.md")
+    )
+    assert len(compiled) == 4
+    assert compiled.items() <= techniques.items()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
