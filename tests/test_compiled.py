@@ -25,7 +25,7 @@ from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, allo
 from vram_guard.simulate.private_api import COMPILER_NAMES
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
-from vram_guard.timeline import CompiledCode, Timeline
+from vram_guard.timeline import CompiledCode, Timeline, merge_affine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of imports
@@ -98,6 +98,17 @@ def test_compiled_blocks_take_what_inductors_code_allocates() -> None:
     assert bytes_of(as_written, "activations") - bytes_of(made, "activations") >= 2 * 3 * 2 * ONE
     assert bytes_of(made, "gradients") == bytes_of(as_written, "gradients") > 0
     assert {block.module for block in made.blocks if block.category == "activations"} >= {"0", "1", "2"}
+
+
+def test_two_compiled_sizes_predict_a_third_where_the_code_is_the_same() -> None:
+    step = step_of(compiled_blocks())
+    small, large, direct = (followed(step, size) for size in (2048, 3072, SAMPLES))
+    merged = merge_affine(small, large)
+    assert merged is not None
+    assert merged.events == direct.events
+    assert merged.sizes(SAMPLES) == direct.sizes(SAMPLES)
+    assert merged.at(SAMPLES).peak_reserved == direct.at(SAMPLES).peak_reserved
+    assert merged.compiled == direct.compiled == CompiledCode(graphs=2)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vram_guard import TrainingStep, trace
+from vram_guard.simulate.device.compiled_kernels import newer_than_read
 
 BATCH, LENGTH, HEADS, HEAD = 2, 200, 4, 40
 WIDTH = HEADS * HEAD
@@ -155,6 +156,30 @@ def test_a_deterministic_backward_sums_in_as_many_parts_as_fill_the_card(library
 def test_an_unknown_release_of_flash_attention_is_followed_by_its_fake_kernels_alone(library):
     timeline = traced(*flash_attention(library("flash_attn", "2.6.3", *FLASH[2:])))
     assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("release", "tier"), [("2.8.3", "symbolic"), ("2.8.4", "partly symbolic"), ("3.0", "partly symbolic")]
+)
+def test_a_release_newer_than_the_sources_read_is_said(library, release, tier):
+    timeline = traced(*flash_attention(library("flash_attn", release, *FLASH[2:])))
+    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == 1  # counted as in the last one that was read
+    assert timeline.tier == tier
+    said = [note.message for note in timeline.notes]
+    assert said == ([] if tier == "symbolic" else [newer_than_read_of("flash_attn", release, "2.8.3")])
+
+
+def newer_than_read_of(package, release, read):
+    return (
+        f"{package} {release} is newer than the sources that were read (up to {read}): its compiled kernels are "
+        "counted as they were there"
+    )
+
+
+@pytest.mark.parametrize(("release", "newer"), [("1.6.9", False), ("1.7.0", True), ("2.0", True)])
+def test_the_last_release_read_has_as_many_numbers_as_are_meant(library, release, newer):
+    library("causal_conv1d", release, "causal_conv1d_cuda")
+    assert (newer_than_read("causal_conv1d_cuda") is not None) == newer
 
 
 @pytest.mark.parametrize(("release", "known"), [("0.0.32.post2", True), ("0.0.28", False)])

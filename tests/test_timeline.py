@@ -12,7 +12,17 @@ from torch import nn
 
 from vram_guard.simulate import CHECKED_SIZE, estimate, trace
 from vram_guard.step import TrainingStep
-from vram_guard.timeline import Affine, Block, Phase, Scratch, Timeline, Work, largest_that_fits, merge_affine
+from vram_guard.timeline import (
+    Affine,
+    Block,
+    CompiledCode,
+    Phase,
+    Scratch,
+    Timeline,
+    Work,
+    largest_that_fits,
+    merge_affine,
+)
 
 MIB = 2**20
 
@@ -156,6 +166,12 @@ def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:
     assert merge_affine(low, timeline(block(13), traced=(4,))) is None  # a byte and a half for each sample
     other = block(13)._replace(operator="aten.bmm.default")
     assert merge_affine(low, timeline(other, traced=(3,))) is None
+
+
+def test_a_timeline_of_two_sizes_keeps_what_was_compiled() -> None:
+    code = CompiledCode(graphs=2, breaks=("print",))
+    low, high = (timeline(block(4 + 3 * size), traced=(size,), compiled=code) for size in (2, 3))
+    assert merge_affine(low, high).compiled == code
 
 
 def test_work_that_grows_faster_than_the_batch_is_never_less_than_what_was_seen() -> None:

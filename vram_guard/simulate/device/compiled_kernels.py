@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from vram_guard.language import Message
 from vram_guard.patching import replaced
-from vram_guard.simulate.device.import_guard import Activity
 from vram_guard.simulate.device.symbolic import is_symbolic
 
 Tensor = torch.Tensor
@@ -196,24 +196,48 @@ _FLASH: dict[str, Callable[..., Any]] = {
     "varlen_bwd": flash_varlen_backward,
 }
 
-#: Module -> (package, its first release that is known, functions). The package says its release as ``__version__``.
-MODULES: dict[str, tuple[str, tuple[int, int, int], dict[str, Callable[..., Any]]]] = {
-    "flash_attn_2_cuda": ("flash_attn", (2, 7, 0), _FLASH),
-    "xformers._C_flashattention": ("xformers", (0, 0, 30), _FLASH),
+Release = tuple[int, ...]
+
+#: Module -> (package, the first and the last release whose sources were read, functions). The last one has as many
+#: numbers as are meant: (1, 6) is any 1.6. The package says its release as ``__version__``.
+MODULES: dict[str, tuple[str, Release, Release, dict[str, Callable[..., Any]]]] = {
+    "flash_attn_2_cuda": ("flash_attn", (2, 7, 0), (2, 8, 3), _FLASH),
+    "xformers._C_flashattention": ("xformers", (0, 0, 30), (0, 0, 33), _FLASH),
     "causal_conv1d_cuda": (
         "causal_conv1d",
         (1, 4, 0),
+        (1, 6),
         {"causal_conv1d_fwd": convolved, "causal_conv1d_bwd": convolved_backward},
     ),
-    "selective_scan_cuda": ("mamba_ssm", (1, 0, 0), {"fwd": scanned, "bwd": scanned_backward}),
+    "selective_scan_cuda": ("mamba_ssm", (1, 0, 0), (2, 3), {"fwd": scanned, "bwd": scanned_backward}),
 }
 
 
 def is_known(module: str) -> bool:
     """True if this module is imported, in a release whose sources are known."""
-    package, first, _functions = MODULES[module]
+    package, first, _last, _functions = MODULES[module]
+    return module in sys.modules and _release(package) >= first
+
+
+def newer_than_read(module: str) -> Message | None:
+    """What is said where the module is of a release that is newer than the sources that were read."""
+    package, _first, last, _functions = MODULES[module]
+    if _release(package)[: len(last)] <= last:
+        return None
+    version = getattr(sys.modules[package], "__version__", "")
+    read = ".".join(map(str, last))
+    return Message(
+        "{package} {version} is newer than the sources that were read (up to {read}): its compiled kernels are counted "
+        "as they were there",
+        package=package,
+        version=version,
+        read=read,
+    )
+
+
+def _release(package: str) -> Release:
     version = str(getattr(sys.modules.get(package), "__version__", "0")).split(".")
-    return module in sys.modules and tuple(int(part) if part.isdigit() else 0 for part in version[:3]) >= first
+    return tuple(int(part) if part.isdigit() else 0 for part in version[:3])
 
 
 def calls_known(namespace: str) -> bool:
@@ -233,27 +257,33 @@ class CompiledKernels:
     """Puts the functions above in the place of the compiled ones, once their module is imported.
 
     Args:
-        state: calls are as always while it is not active, and where no tensor is symbolic.
+        state: of the trace; calls are as always while it is not active, and where no tensor is symbolic.
         stack: gives the modules back.
     """
 
-    def __init__(self, state: Activity, stack: contextlib.ExitStack) -> None:
+    def __init__(self, state: Any, stack: contextlib.ExitStack) -> None:
         self._state = state
         self._stack = stack
         self._done: set[str] = set()
+        self._called: set[str] = set()
 
     def look(self) -> None:
         """Take over the modules that are there."""
-        for name, (_package, _first, functions) in MODULES.items():
+        for name, (*_of, functions) in MODULES.items():
             if name not in self._done and is_known(name):
                 self._done.add(name)
                 module = sys.modules[name]
-                ours = {key: self._or(made, getattr(module, key)) for key, made in functions.items()}
+                ours = {key: self._or(name, made, getattr(module, key)) for key, made in functions.items()}
                 self._stack.enter_context(replaced(module, ours))
 
-    def _or(self, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def _or(self, module: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **named: Any) -> Any:
-            symbolic = any(isinstance(one, Tensor) and is_symbolic(one) for one in args)
-            return (ours if self._state.active and symbolic else original)(*args, **named)
+            if not self._state.active or not any(isinstance(one, Tensor) and is_symbolic(one) for one in args):
+                return original(*args, **named)
+            if module not in self._called:
+                self._called.add(module)
+                if (said := newer_than_read(module)) is not None:
+                    self._state.recorder.note(said, tier="partly symbolic")
+            return ours(*args, **named)
 
         return run
