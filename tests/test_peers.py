@@ -198,9 +198,22 @@ def test_the_page_that_is_committed_has_the_words_of_today(language):
     page, words = (ROOT / "docs" / language / "peers.md").read_text(encoding="utf-8"), pages.TEXTS[language]
     for part in ("title", "intro", "answers", "seconds", "cannot", "published", "published_intro"):
         assert f"{words[part]}\n" in page, part
+    assert "\n\n".join(pages.language_models(read(pages.LANGUAGE_MODELS), words)) in page
     for line in (*words["limits"].items(), *words["published_rows"]):
         assert f"| {' | '.join(line)} |" in page
     assert f"| {words['error']} |" in page
+
+
+def test_formulas_for_language_models_are_shown_beside_the_same_answer_of_ours():
+    """The rows that both tables have, and the peaks that the page of sharded training predicts."""
+    found = [row for row in read(pages.LANGUAGE_MODELS).rows if row.source == "vram_guard"]
+    page = (ROOT / "docs" / "en" / "peers.md").read_text(encoding="utf-8")
+    shared = [row for row in found if row.name.endswith(", AdamW")]
+    assert len(shared) == 5
+    for row in shared:
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {row.name} |")][:1]
+        assert line.split(" | ")[2].split()[0] == f"{row.predicted / 2**30:.2f}"
+    assert [row.reason != "" for row in found] == [False] * 9 + [True] * 6  # Megatron's steps are not here
 
 
 def test_both_languages_say_what_every_tool_cannot_answer():

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from benchmarks.harness import pages
 from benchmarks.harness.pages import GIB, Texts
-from benchmarks.harness.records import Results, Row
+from benchmarks.harness.records import Results, Row, read
 from benchmarks.harness.statistics import Errors
 
 TEXTS = pages.texts(Path(__file__).parent)
+
+#: What ``python -m benchmarks.peers.language_models`` wrote.
+LANGUAGE_MODELS = Path(__file__).parent / "data" / "language_models.json"
 
 
 def write_pages(results: Results, docs: Path) -> list[Path]:
@@ -42,9 +45,28 @@ def page(results: Results, words: Texts) -> str:
     reasons = _reasons(results)
     if reasons:
         parts += [words["reasons"], "\n".join(f"- {line}" for line in reasons)]
+    parts += language_models(read(LANGUAGE_MODELS), words)
     parts += [words["published"], words["published_intro"]]
     parts.append(pages.table(words["published_columns"], words["published_rows"]))
     return "\n\n".join(parts) + "\n"
+
+
+def language_models(results: Results, words: Texts) -> list[str]:
+    """The section of the estimators that are formulas of a language model's sizes."""
+    tools = dict(results.by_source())
+    made_with = [f"{tool} ({', '.join(facts.values())})" for tool, facts in results.made_with.items()]
+    rows = [
+        (title, f"{rows[0].measured / GIB:.2f}" if rows[0].measured else "-", *(_answer(row, words) for row in rows))
+        for title, rows in by_workload(results).items()
+    ]
+    return [
+        words["formulas"],
+        words["formulas_intro"].format(date=results.environment["date"], sources=", ".join(made_with)),
+        pages.table((*words["columns"], *tools), rows),
+        words["formulas_limits"],
+        words["reasons"],
+        "\n".join(f"- {line}" for line in _reasons(results)),
+    ]
 
 
 def _answers(results: Results, words: Texts) -> str:
