@@ -16,6 +16,7 @@ from vram_guard import cli, settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*/*.md"), *ROOT.glob("README*.md")])
+START_PAGES = ("pytorch", "lightning", "mmengine", "accelerate")
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
 
 
@@ -125,6 +126,17 @@ def test_pages_that_show_the_same_published_rows_show_the_same_differences(langu
     )
     assert len(compiled) == 4
     assert compiled.items() <= techniques.items()
+
+
+@pytest.mark.parametrize("language", ["en", "zh_cn"])
+def test_the_first_hour_is_what_the_start_pages_show(language):
+    folder = ROOT / "docs" / language
+    commands = [one for name in START_PAGES for one in commands_of(folder / f"{name}.md")]
+    _, *runs = re.split(r"^\$ ", (folder / "first-hour.md").read_text("utf-8"), flags=re.MULTILINE)
+    assert [run.splitlines()[0] for run in runs] == [one.text for one in commands]
+    if language == "en":  # a Chinese page may show what a command says in English
+        for one, run in zip(commands, runs, strict=True):
+            assert missing(one.expected, run) is None, one.text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

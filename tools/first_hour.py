@@ -1,0 +1,88 @@
+"""``python tools/first_hour.py``: ``docs/*/first-hour.md``, what the commands of the start pages print, all of it.
+
+The commands run for real, each page's in a folder of its own with that page's files, in both languages at once.
+``tests/test_docs.py`` holds the result against the start pages, whose commands it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from docs_blocks import commands_of, files_of  # type: ignore[import-not-found]  # noqa: E402
+
+PAGES = {"pytorch": "PyTorch", "lightning": "Lightning", "mmengine": "MMEngine", "accelerate": "Accelerate"}
+_WORDS = {
+    "en": (
+        (
+            "# A first hour, with all that is printed\n\n[中文](../zh_cn/first-hour.md)\n\n"
+            "The commands of the start pages, run on a machine without a GPU, and everything that they print. "
+            "`python tools/first_hour.py` makes this page.\n"
+        ),
+        "The files stand on [its page]({}.md).",
+    ),
+    "zh_cn": (
+        (
+            "# 第一个小时：命令打印的全部内容\n\n[English](../en/first-hour.md)\n\n"
+            "这里是各入门页的命令在一台没有 GPU 的机器上运行时打印的全部内容。"
+            "本页由 `python tools/first_hour.py` 生成。\n"
+        ),
+        "所用的文件见[入门页]({}.md)。",
+    ),
+}
+_PROGRAMS = {"python": [sys.executable], "vram-guard": [sys.executable, "-m", "vram_guard.cli"]}
+
+
+def transcript(language: str) -> str:
+    """The page in one language. Raises `RuntimeError` where a command ends otherwise than its page says."""
+    title, files = _WORDS[language]
+    text = title
+    for name, heading in PAGES.items():
+        page = ROOT / "docs" / language / f"{name}.md"
+        text += f"\n## {heading}\n\n{files.format(name)}\n\n```text\n"
+        with tempfile.TemporaryDirectory() as above:
+            folder = Path(above, "first-hour")
+            for file, content in files_of(page).items():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_text(content, encoding="utf-8")
+            for command in commands_of(page):
+                own = {"VRAM_GUARD_LANG": language[:2], "VRAM_GUARD_CACHE": str(folder / "cache"), "COLUMNS": "80"}
+                run = subprocess.run(  # noqa: S603
+                    [*_PROGRAMS.get(command.words[0], command.words[:1]), *command.words[1:]],
+                    cwd=folder,
+                    env={**os.environ, **command.environment, **own},
+                    capture_output=True,
+                    check=False,
+                )
+                if run.returncode != command.code:
+                    raise RuntimeError(f"{command.text}: {run.returncode}\n{(run.stdout + run.stderr).decode()}")
+                text += f"$ {command.text}\n{_readable((run.stdout + run.stderr).decode(), above)}"
+        text += "```\n"
+    return text
+
+
+def _readable(printed: str, above: str) -> str:
+    """Without the places of this machine, the earlier states of a progress bar, and colours."""
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed)
+    printed = re.sub(r"[^\n]*\r(?!\n)", "", printed)
+    for place, short in (
+        (f"{above}/first-hour", "."),
+        (sys.prefix, ".venv"),
+        (str(Path(sys.prefix).resolve()), ".venv"),
+    ):
+        printed = printed.replace(place, short)
+    return "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor(len(_WORDS)) as pool:
+        for language, text in zip(_WORDS, pool.map(transcript, _WORDS), strict=True):
+            (ROOT / "docs" / language / "first-hour.md").write_text(text, encoding="utf-8")
