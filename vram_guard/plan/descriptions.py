@@ -122,8 +122,9 @@ class Why(Enum):
     )
     FOUND_FOR_ADAM = marked(
         "Published for Adam-like optimizers: rates grow with the square root of the batch, and 1 - beta1 and 1 - beta2 "
-        "with the batch itself (Malladi et al. 2022, arXiv:2205.10287); in very large batches the best rate falls "
-        "again (Li et al. 2024, arXiv:2405.14578). Betas and weight decay are left as they are."
+        "with the batch itself, while epsilon falls with its square root (Malladi et al. 2022, arXiv:2205.10287); in "
+        "very large batches the best rate falls again (Li et al. 2024, arXiv:2405.14578). Betas, epsilon and weight "
+        "decay are left as they are."
     )
     LARGE_BATCH = marked("Beyond {count} samples per step or so, scaled rates have lost accuracy.")
 
