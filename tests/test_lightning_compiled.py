@@ -1,0 +1,101 @@
+"""Lightning's compiled models: the step is followed as the compiler makes it, and the training compiles as before."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.private_names import missing_names
+from vram_guard.simulate.private_api import COMPILER_NAMES
+from vram_guard_lightning import VramGuard, _namespaces
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of imports
+    MISSING = missing_names(COMPILER_NAMES)
+
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed"),
+    pytest.mark.filterwarnings("ignore"),
+]
+NAMESPACE = _namespaces.installed()[0].__name__
+pl = importlib.import_module(NAMESPACE)
+WIDTH = 64
+
+
+class Pointwise(nn.Module):
+    """A chain of which uncompiled code keeps every result, and compiled code the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).sin().tanh().exp()
+
+
+class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, hook: str = "") -> None:
+        super().__init__()
+        self.net = nn.Sequential(Pointwise(), Pointwise())
+        self.hook = hook
+
+    def compile_in(self, hook: str) -> None:
+        if hook == self.hook:
+            for number, block in enumerate(self.net):
+                # As people write both: in place, and wrapped.
+                block.compile(backend="inductor") if number else self.net.__setitem__(0, torch.compile(block))
+
+    def configure_model(self) -> None:
+        self.compile_in("configure_model")
+
+    def setup(self, stage: str) -> None:
+        self.compile_in("setup")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stop(pl.Callback):  # type: ignore[misc, name-defined]
+    """Ends the training before its first step, which would need a C++ compiler."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = True
+        trainer.fit_loop.epoch_loop.max_steps = 0
+
+
+def planned(root: Any, module: Any) -> Any:
+    guard = VramGuard(budget="1GiB", mode="report")
+    data = cases.loader(dataset=cases.Vectors(4096, WIDTH), batch_size=4096)
+    trainer = cases.make_trainer(NAMESPACE, root, [guard, Stop()], max_steps=1)
+    trainer.fit(module, train_dataloaders=data)
+    assert trainer.global_step == 0
+    assert guard.plan is not None
+    return guard.plan
+
+
+@pytest.mark.parametrize("hook", ["configure_model", "setup"])
+def test_modules_compiled_in_a_hook_are_followed(tmp_path: Any, hook: str) -> None:
+    check(planned(tmp_path, Module(hook)))
+
+
+def test_a_module_compiled_as_a_whole_is_followed(tmp_path: Any) -> None:
+    check(planned(tmp_path, torch.compile(Module())))
+
+
+def check(plan: Any) -> None:
+    assert plan.compiled is not None
+    assert plan.compiled.why == ""
+    assert plan.compiled.graphs >= 2
+    assert plan.estimate.peak_allocated < plan.compiled.eager.peak_allocated
