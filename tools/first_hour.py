@@ -24,7 +24,10 @@ _WORDS = {
     "en": (
         (
             "# A first hour, with all that is printed\n\n[中文](../zh_cn/first-hour.md)\n\n"
-            "The commands of the start pages, run on a machine without a GPU, and everything that they print. "
+            "The commands of the start pages, run on a machine without a GPU, and everything that they print, "
+            "also what other libraries print. Dates, speeds and random numbers are replaced, and MMEngine's "
+            "description of the machine is left out (`[...]`). MMEngine imports transformers where it is installed, "
+            "and with it torchao, whose warnings are the first lines of that run. "
             "`python tools/first_hour.py` makes this page.\n"
         ),
         "The files stand on [its page]({}.md).",
@@ -32,7 +35,9 @@ _WORDS = {
     "zh_cn": (
         (
             "# 第一个小时：命令打印的全部内容\n\n[English](../en/first-hour.md)\n\n"
-            "这里是各入门页的命令在一台没有 GPU 的机器上运行时打印的全部内容。"
+            "这里是各入门页的命令在一台没有 GPU 的机器上运行时打印的全部内容，包括其他库打印的内容；"
+            "日期、速度和随机数已替换，MMEngine 对机器的描述已略去（`[...]`）。"
+            "装有 transformers 时，MMEngine 会导入它，并随之导入 torchao；那次运行的头几行就是 torchao 的警告。"
             "本页由 `python tools/first_hour.py` 生成。\n"
         ),
         "所用的文件见[入门页]({}.md)。",
@@ -55,22 +60,37 @@ def transcript(language: str) -> str:
                 (folder / file).write_text(content, encoding="utf-8")
             for command in commands_of(page):
                 own = {"VRAM_GUARD_LANG": language[:2], "VRAM_GUARD_CACHE": str(folder / "cache"), "COLUMNS": "80"}
+                own["PYTHONUNBUFFERED"] = "1"
                 run = subprocess.run(  # noqa: S603
                     [*_PROGRAMS.get(command.words[0], command.words[:1]), *command.words[1:]],
                     cwd=folder,
                     env={**os.environ, **command.environment, **own},
-                    capture_output=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,  # as on a terminal: each line where it is printed
                     check=False,
                 )
                 if run.returncode != command.code:
-                    raise RuntimeError(f"{command.text}: {run.returncode}\n{(run.stdout + run.stderr).decode()}")
-                text += f"$ {command.text}\n{_readable((run.stdout + run.stderr).decode(), above)}"
+                    raise RuntimeError(f"{command.text}: {run.returncode}\n{run.stdout.decode()}")
+                text += f"$ {command.text}\n{_readable(run.stdout.decode(), above)}"
         text += "```\n"
     return text
 
 
+#: What differs from run to run, or describes this machine, and what stands in its place.
+_PASSING = (
+    (r"\d\d/\d\d \d\d:\d\d:\d\d - mmengine", "MM/DD hh:mm:ss - mmengine"),
+    (r"\bW\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ", "WMMDD hh:mm:ss PID "),
+    (r"\d{8}[-_]\d{6}(-\d+)?", "DATE-TIME"),
+    (r"\b(seed: )\d+", r"\1N"),
+    (r"(\b(?:data_)?time: )[\d.]+", r"\1S"),
+    (r"(  loss: )[\d.]+", r"\1L"),
+    (r"\d:\d\d:\d\d • \d:\d\d:\d\d +[\d.]+it/s", "h:mm:ss • h:mm:ss N it/s"),
+    (r"(System environment:\n).*?(\n *MMEngine: )", r"\1    [...]\2"),
+)
+
+
 def _readable(printed: str, above: str) -> str:
-    """Without the places of this machine, the earlier states of a progress bar, and colours."""
+    """Without the places, dates and speed of this machine, the earlier states of a progress bar, and colours."""
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed)
     printed = re.sub(r"[^\n]*\r(?!\n)", "", printed)
     for place, short in (
@@ -79,6 +99,8 @@ def _readable(printed: str, above: str) -> str:
         (str(Path(sys.prefix).resolve()), ".venv"),
     ):
         printed = printed.replace(place, short)
+    for passing, lasting in _PASSING:
+        printed = re.sub(passing, lasting, printed, flags=re.DOTALL)
     return "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
 
 
