@@ -122,6 +122,9 @@ MEMORY_BUSES = {
     "RTX 6000 Ada": (384, 20),
     "H100 SXM": (5120, 5.23),
     "RTX 5080": (256, 30),
+    "RTX 5050": (128, 20),
+    "RTX 5050 Laptop": (128, 24),
+    "RTX 5060 Laptop": (128, 24),
     "RTX 5080 Laptop": (256, 28),
     "RTX 5090 Laptop": (256, 28),
     "RTX 5090": (512, 28),
@@ -140,7 +143,7 @@ def test_bandwidth_is_the_width_of_the_bus_times_its_rate(name):
         ("GTX 1060 6GB", "GTX 1070", "GTX 1080", "GTX 1080 Ti"),
         ("RTX 3060 12GB", "RTX 3070", "RTX 3080 10GB", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"),
         ("RTX 4060", "RTX 4070", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090"),
-        ("RTX 5060", "RTX 5060 Ti 16GB", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090"),
+        ("RTX 5050", "RTX 5060", "RTX 5060 Ti 16GB", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090"),
         ("A30", "A100 PCIe 40GB", "H100 PCIe", "H100 SXM", "B200"),
         ("H100 SXM", "H200", "B200"),
     ],
@@ -228,7 +231,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("unknown", "never"),
     [
-        *(("RTX 5050", "RTX 5090"), ("RTX 3050 Laptop", "RTX 4090"), ("RTX 2070 Max-Q", "RTX 4070")),
+        *(("RTX 5040", "RTX 5090"), ("RTX 3050 Laptop", "RTX 4090"), ("RTX 2070 Max-Q", "RTX 4070")),
         *(("RTX PRO 4000", "RTX 8000"), ("T1000", "A10"), ("MX450", "A40"), ("RTX 4080 Tii", "4080 Ti")),
     ],
 )
@@ -254,7 +257,7 @@ def test_a_name_is_text(other):
         find_gpu(other)
 
 
-@pytest.mark.parametrize("name", ["4050", "4060", "4070", "4080", "4090"])
+@pytest.mark.parametrize("name", ["4050", "4060", "4070", "4080", "4090", "5050", "5060"])
 def test_a_laptop_card_is_not_the_desktop_card_of_its_number(name):
     laptop = find_gpu(f"NVIDIA GeForce RTX {name} Laptop GPU")
     assert laptop.name == f"RTX {name} Laptop"
