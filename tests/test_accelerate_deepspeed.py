@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_values_that_are_left_to_transformers_are_filled_in(answers: Any) -> Non
 )
 def test_what_cannot_be_predicted_is_refused_by_name(answers: Any, name: str, words: str) -> None:
     assert words in answers[name]["message"], answers[name]
+
+
+def test_the_rank_that_deepspeeds_engine_is_made_as_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's state is asked for again while the engine is made."""
+    from vram_guard_accelerate.dry_run import own_ranks
+
+    own_ranks.take_back.cache_clear()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    own_ranks.take_back()
+    assert "LOCAL_RANK" not in os.environ
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    own_ranks.take_back()
+    assert os.environ["LOCAL_RANK"] == "0"
+    own_ranks.take_back.cache_clear()
 
 
 def test_without_deepspeed_a_launch_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,8 +51,12 @@ def _imports_accelerate(script: Path) -> bool:
     return _ACCELERATED.search(text) is not None
 
 
+@cache
 def take_back() -> None:
-    """Without them: Accelerate, which the script turns out to use, would join the other processes."""
+    """Without them: Accelerate, which the script turns out to use, would join the other processes.
+
+    Once: those that are there later are of DeepSpeed's engine, which is made as one of several processes.
+    """
     for name in _variables(1, 1):
         os.environ.pop(name, None)
 
