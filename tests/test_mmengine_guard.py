@@ -367,6 +367,14 @@ def test_the_loss_of_a_model_that_was_placed_on_a_gpu_is_run_on_the_cpu(pretrain
     assert loss.requires_grad
 
 
+def test_mmengines_compiled_train_step_is_counted_as_eager_and_said(pretrain: Style) -> None:
+    runner = cases.build(pretrain.cfg("compiled"))
+    said = "torch.compile is not followed: counted as eager"
+    assert said not in RunnerTraining(runner).capture().notes
+    runner.cfg.compile = True
+    assert said in RunnerTraining(runner).capture().notes
+
+
 # --- what is written down ---------------------------------------------------------------------------------------
 
 
