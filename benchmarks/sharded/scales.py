@@ -58,7 +58,18 @@ def every() -> list[dict[str, Any]]:
 
 
 #: (model, GPUs) that ``plan`` spreads, one sequence on each GPU.
-PLANNED = (("8B", 8), ("8B", 64), ("70B", 64), ("70B", 512), ("405B", 512))
+PLANNED = (
+    ("8B", 8),
+    ("8B", 16),
+    ("8B", 64),
+    ("70B", 32),
+    ("70B", 64),
+    ("70B", 128),
+    ("70B", 512),
+    ("405B", 128),
+    ("405B", 256),
+    ("405B", 512),
+)
 
 
 def planned() -> list[dict[str, Any]]:
