@@ -26,11 +26,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt2", "resnet50", "unet"], choices=list(WORKLOADS))
     parser.add_argument("--law", action="store_true", help="also compile two smaller sizes")
     options = parser.parse_args()
-    print(f"{'model':<55}{'uncompiled GiB':>18}{'compiled GiB':>18}{'CPU s':>7}  law")
+    print(f"{'model, in bf16-mixed':<55}{'uncompiled GiB':>18}{'compiled GiB':>18}{'CPU s':>7}  law")
     for model in options.models:
         row: Any = ask(measured, model, options.law, limit=None).checked()
         peaks = "".join(f"{f'{a / 2**30:.2f} / {r / 2**30:.2f}':>18}" for a, r in (row["uncompiled"], row["compiled"]))
-        print(f"{WORKLOADS[model].title:<55}{peaks}{row['seconds']:>7.0f}  {row['law']}", flush=True)
+        title = WORKLOADS[model].title.removesuffix(f", {WORKLOADS[model].step.precision}")
+        print(f"{title:<55}{peaks}{row['seconds']:>7.0f}  {row['law']}", flush=True)
 
 
 def measured(model: str, law: bool) -> dict[str, Any]:

@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_blocks import commands_of, files_of, missing, pinned
+from docs_blocks import START_PAGES, commands_of, files_of, missing, pinned
 from folders import write_cogvideox
 
 from vram_guard import cli, settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*/*.md"), *ROOT.glob("README*.md")])
-START_PAGES = ("pytorch", "lightning", "mmengine", "accelerate")
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
 
 

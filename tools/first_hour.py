@@ -17,9 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from docs_blocks import commands_of, files_of  # type: ignore[import-not-found]  # noqa: E402
+from docs_blocks import START_PAGES, commands_of, files_of  # type: ignore[import-not-found]  # noqa: E402
 
-PAGES = {"pytorch": "PyTorch", "lightning": "Lightning", "mmengine": "MMEngine", "accelerate": "Accelerate"}
 _WORDS = {
     "en": (
         (
@@ -50,7 +49,7 @@ def transcript(language: str) -> str:
     """The page in one language. Raises `RuntimeError` where a command ends otherwise than its page says."""
     title, files = _WORDS[language]
     text = title
-    for name, heading in PAGES.items():
+    for name, heading in START_PAGES.items():
         page = ROOT / "docs" / language / f"{name}.md"
         text += f"\n## {heading}\n\n{files.format(name)}\n\n```text\n"
         with tempfile.TemporaryDirectory() as above:
@@ -59,8 +58,12 @@ def transcript(language: str) -> str:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_text(content, encoding="utf-8")
             for command in commands_of(page):
-                own = {"VRAM_GUARD_LANG": language[:2], "VRAM_GUARD_CACHE": str(folder / "cache"), "COLUMNS": "80"}
-                own["PYTHONUNBUFFERED"] = "1"
+                own = {
+                    "VRAM_GUARD_LANG": language[:2],
+                    "VRAM_GUARD_CACHE": str(folder / "cache"),
+                    "COLUMNS": "80",
+                    "PYTHONUNBUFFERED": "1",
+                }
                 run = subprocess.run(  # noqa: S603
                     [*_PROGRAMS.get(command.words[0], command.words[:1]), *command.words[1:]],
                     cwd=folder,

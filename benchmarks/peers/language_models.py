@@ -31,12 +31,11 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.pages import GIB
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.harness.statistics import OURS
+from benchmarks.peers.pages import LANGUAGE_MODELS
 from benchmarks.peers.tools import NoAnswerError, traced
 from benchmarks.peers.workloads import workloads
 from benchmarks.sharded import rows as sharded
 from benchmarks.sharded.llama import SIZES, Sizes
-
-DATA = Path(__file__).parent / "data" / "language_models.json"
 
 
 @dataclass(frozen=True)
@@ -202,6 +201,19 @@ def _no_megatron() -> int:
 # --- the estimators -------------------------------------------------------------------------------------------
 
 
+def _megatron_sizes(network: Network) -> dict[str, Any]:
+    """By Megatron-LM's names, which Primus' settings have too."""
+    return {
+        "num_layers": network.layers,
+        "hidden_size": network.width,
+        "ffn_hidden_size": network.hidden,
+        "num_attention_heads": network.heads,
+        "num_query_groups": network.key_heads,
+        "kv_channels": network.width // network.heads,
+        "share_embeddings_and_output_weights": network.tied,
+    }
+
+
 def megatron_bridge(folder: Path) -> Callable[[Training], int]:
     """``estimate_training_memory`` of training/utils/theoretical_memory_utils.py.
 
@@ -232,15 +244,9 @@ def megatron_bridge(folder: Path) -> Callable[[Training], int]:
             raise NoAnswerError("it knows no FSDP")
         network = training.network
         model = SimpleNamespace(
-            num_layers=network.layers,
-            hidden_size=network.width,
-            ffn_hidden_size=network.hidden,
-            num_attention_heads=network.heads,
-            num_query_groups=network.key_heads,
-            kv_channels=network.width // network.heads,
+            **_megatron_sizes(network),
             vocab_size=network.vocabulary,
             should_pad_vocab=False,
-            share_embeddings_and_output_weights=network.tied,
             gated_linear_unit=network.gated,
             activation_func=torch.nn.functional.silu if network.gated else torch.nn.functional.gelu,
             seq_length=training.length,
@@ -269,24 +275,17 @@ def primus(folder: Path) -> Callable[[Training], int]:
     def predict(training: Training) -> int:
         network = training.network
         model = settings.ModelConfig(
-            num_layers=network.layers,
-            hidden_size=network.width,
+            **_megatron_sizes(network),
             padded_vocab_size=network.vocabulary,
-            ffn_hidden_size=network.hidden,
-            num_attention_heads=network.heads,
-            kv_channels=network.width // network.heads,
             group_query_attention=network.key_heads < network.heads,
-            num_query_groups=network.key_heads,
             use_flash_attn=True,
             swiglu=network.gated,
-            share_embeddings_and_output_weights=network.tied,
             moe_pattern=[0] * network.layers,
             cross_entropy_loss_fusion=training.kernels,
         )
         spread = training.gpus // training.tensor
-        whole = (
-            training.batch * training.gpus
-        )  # it counts GPUs of tensor parallelism as replicas: with less, nothing is kept
+        # It counts GPUs of tensor parallelism as replicas: with fewer samples it keeps no activations.
+        whole = training.batch * training.gpus
         runtime = settings.RuntimeConfig(whole, training.batch, training.length, spread)
         recompute = {"none": None, "operators": "selective", "full": "full"}[training.recompute]
         parallel = settings.ModelParallelConfig(
@@ -376,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = arguments_of("benchmarks.peers.language_models", __doc__)
     for name in ("megatron-bridge", "primus", "simumax"):
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR", help="a checkout of its repository")
-    parser.add_argument("--json", type=Path, default=DATA, metavar="FILE")
+    parser.add_argument("--json", type=Path, default=LANGUAGE_MODELS, metavar="FILE")
     options = parser.parse_args(arguments)
     results = Results(environment=environment())
     trainings = [*of_the_table(), *of_torchtitan(), *of_megatron(options.simumax)]
