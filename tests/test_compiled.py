@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,45 +12,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_cases import MISSING, WIDTH, Block
 from docs_blocks import pinned
 from torch import nn
 
 from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.plan import plan
-from vram_guard.private_names import missing_names
 from vram_guard.report import text
 from vram_guard.report.as_json import as_dict
 from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, allowed_seconds
-from vram_guard.simulate.private_api import COMPILER_NAMES
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 from vram_guard.timeline import CompiledCode, Timeline, merge_affine
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own, of imports
-    MISSING = missing_names(COMPILER_NAMES)
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"this torch's compiler is not followed: {MISSING}"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
-WIDTH, SAMPLES = 64, 4096
+SAMPLES = 4096
 #: Bytes of one activation.
 ONE = 4 * WIDTH * SAMPLES
 CAPABILITY = (8, 0)
-
-
-class Block(nn.Module):
-    """A matrix product and a chain of pointwise operators, each of which keeps something in eager code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x).sin().tanh().exp()
 
 
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

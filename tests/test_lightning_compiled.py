@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ from torch import nn
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+from compiled_cases import MISSING, WIDTH, Block
 
-from vram_guard.private_names import missing_names
-from vram_guard.simulate.private_api import COMPILER_NAMES
 from vram_guard_lightning import VramGuard, _namespaces
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own, of imports
-    MISSING = missing_names(COMPILER_NAMES)
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed"),
@@ -28,24 +22,12 @@ pytestmark = [
 ]
 NAMESPACE = _namespaces.installed()[0].__name__
 pl = importlib.import_module(NAMESPACE)
-WIDTH = 64
-
-
-class Pointwise(nn.Module):
-    """A chain of which uncompiled code keeps every result, and compiled code the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x).sin().tanh().exp()
 
 
 class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self, hook: str = "") -> None:
         super().__init__()
-        self.net = nn.Sequential(Pointwise(), Pointwise())
+        self.net = nn.Sequential(Block(), Block())
         self.hook = hook
 
     def compile_in(self, hook: str) -> None:
