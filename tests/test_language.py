@@ -16,9 +16,9 @@ from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po
 
 from vram_guard import cli, language
-from vram_guard.cli.parsing import wrapped
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import CHINESE, ENGLISH, LOCALE, display_width, ljust, rjust, speaking
+from vram_guard.language import CHINESE, ENGLISH, LOCALE, speaking
+from vram_guard.terminal import display_width, ljust, rjust, wrapped
 
 ROOT = Path(__file__).parents[1]
 CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gettext
 import os
 import sys
-import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,28 +114,6 @@ def speaking(name: str | None) -> Iterator[None]:
         yield
     finally:
         use_language(before)
-
-
-def display_width(text: str) -> int:
-    """Columns that a terminal gives to ``text``.
-
-    Wide and full-width characters take two, combining ones none (Unicode Standard Annex 11, and what terminals do).
-    """
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text
-    )
-
-
-def ljust(text: str, width: int) -> str:
-    """``text`` with spaces after it, up to ``width`` columns of a terminal."""
-    return text + " " * (width - display_width(text))
-
-
-def rjust(text: str, width: int) -> str:
-    """``text`` with spaces before it, up to ``width`` columns of a terminal."""
-    return " " * (width - display_width(text)) + text
 
 
 def _of_environment(environment: Mapping[str, str], encoding: str | None) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.language import _
 from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.printable import beside_progress_bars, printable
+from vram_guard.terminal import fitting
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
 from vram_guard_lightning._capture import Captured, capture
 
@@ -128,7 +129,7 @@ def write(text: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         with beside_progress_bars():
-            sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding))
+            sys.stdout.write(fitting(printable(text), sys.stdout).encode(encoding, "replace").decode(encoding))
             sys.stdout.flush()
     except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
         return

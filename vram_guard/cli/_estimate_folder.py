@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,6 +15,7 @@ from vram_guard.cli.printing import Notes, print_json, print_now, tell
 from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
+from vram_guard.terminal import terminal_width
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -152,14 +154,15 @@ def _closed_form_lines(
     from vram_guard.report.calculator import LINE
     from vram_guard.report.folder import folder_lines, recommendation_lines, tuning_lines, verdict_lines
 
+    width = terminal_width(sys.stdout)
     yield from (LINE, _("🧮 GPU memory of a training"), LINE)
-    yield from (*folder_lines(folder), "", *tuning_lines(tuning), "")
+    yield from (*folder_lines(folder, width), "", *tuning_lines(tuning, width), "")
     if budget is None:
         yield _("no GPU here: give --gpu, --budget or --gpu-memory to check whether it fits")
         return
     yield from verdict_lines(tuning, budget)
     if savings is not None:
-        yield from ("", *recommendation_lines(tuning, *savings, budget.usable))
+        yield from ("", *recommendation_lines(tuning, *savings, budget.usable, width))
 
 
 def _as_dict(

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import gettext
 import os
-import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from vram_guard.cli.exits import EXIT_USAGE
-from vram_guard.language import ENGLISH, LOCALE, _, display_width, language
+from vram_guard.language import ENGLISH, LOCALE, _, language
 from vram_guard.printable import printable
+from vram_guard.terminal import fitting, wrapped
 
 #: The catalogue of argparse's own messages.
 DOMAIN = "argparse"
-#: Words and single wide signs; what may not begin a line stays with the sign before it.
-_PIECES = re.compile(r"\s+|[^\s\u2e80-\uffef]+|[\u2e80-\uffef][，。；：、！？）》”]*")
 
 
 class _Once(argparse.Action):
@@ -66,7 +65,8 @@ class Parser(argparse.ArgumentParser):
 
 def fail(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """End with one line; the message may quote what was typed, or read from a script."""
-    parser.exit(EXIT_USAGE, f"{parser.prog}: {printable(message, lines=False)} ({parser.prog} --help)\n")
+    line = f"{parser.prog}: {printable(message, lines=False)} ({parser.prog} --help)"
+    parser.exit(EXIT_USAGE, f"{fitting(line, sys.stderr)}\n")
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -89,22 +89,6 @@ class Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in wrapped(text, width - len(indent)))
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """``text`` in lines of at most ``width`` columns of a terminal, where it has a place to break."""
-    lines, used = [""], 0
-    for piece in _PIECES.findall(text):
-        if piece.isspace():
-            piece = " "  # noqa: PLW2901 - line breaks of the source are none of the text
-        size = display_width(piece)
-        if used and used + size > width:
-            lines, used = [*lines, ""], 0
-        if piece == " " and not used:
-            continue
-        lines[-1] += piece
-        used += size
-    return [line.rstrip() for line in lines]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from vram_guard.errors import VramGuardError
 from vram_guard.language import _
 from vram_guard.printable import printable
 from vram_guard.report.columns import columns
+from vram_guard.terminal import fitting, terminal_width
 
 #: The format of every ``--json`` answer; raised when a key changes its meaning or goes away.
 JSON_SCHEMA = 1
@@ -42,8 +43,11 @@ class Notes(list[str]):
 
 
 def say(text: str = "", file: TextIO | None = None) -> None:
-    """Text for people, on standard output where no other stream is given; nothing in it that a terminal would obey."""
-    print(printable(text), file=file)
+    """Text for people, on standard output where no other stream is given.
+
+    Nothing is in it that a terminal would obey, and on a terminal no line is longer than it is wide.
+    """
+    print(fitting(printable(text), file or sys.stdout), file=file)
 
 
 def tell(text: str) -> None:
@@ -70,4 +74,4 @@ def print_json(answer: dict[str, Any]) -> None:
 
 def print_columns(rows: Sequence[Sequence[str]], *, left: int) -> None:
     """Rows as aligned columns: the first ``left`` flush left, the others flush right."""
-    print_now(columns(rows, to_the_right=lambda index, _cell: index >= left))
+    print_now(columns(rows, to_the_right=lambda index, _cell: index >= left, width=terminal_width(sys.stdout)))

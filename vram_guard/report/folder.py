@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _, display_width, marked
+from vram_guard.language import _, marked
 from vram_guard.report.calculator import amount
 from vram_guard.report.columns import columns
+from vram_guard.terminal import display_width
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -26,15 +27,15 @@ _PARTS = {
 }
 
 
-def folder_lines(folder: ModelFolder) -> Iterator[str]:
-    """The components with parameters and dtypes."""
+def folder_lines(folder: ModelFolder, width: int | None = None) -> Iterator[str]:
+    """The components with parameters and dtypes; ``width``: of the terminal, in columns."""
     yield _("📂 model folder: {path}", path=folder.path)
     if folder.class_name:
         yield _("✓ pipeline: {name}", name=folder.class_name)
     yield ""
     yield _("📊 parameters, from the files' headers (no weights are loaded):")
     rows = [_component_row(one) for one in folder.components.values()]
-    yield from _aligned(rows)
+    yield from _aligned(rows, width)
     pickles = [f"{one.name}/{name}" for one in folder.components.values() for name in one.weights.pickles]
     if pickles:
         yield _("   ⚠ pickles, not opened (loading one runs what is in it): {names}", names=", ".join(pickles))
@@ -55,15 +56,15 @@ def _component_row(component: Component) -> tuple[str, ...]:
     )
 
 
-def tuning_lines(tuning: Tuning) -> Iterator[str]:
-    """The memory of the training, part by part."""
+def tuning_lines(tuning: Tuning, width: int | None = None) -> Iterator[str]:
+    """The memory of the training, part by part; ``width``: of the terminal, in columns."""
     trained = ", ".join(one.name for one in tuning.trained) or _("none")
     frozen = ", ".join(one.name for one in tuning.frozen) or _("none")
     yield _("🔢 training {trained}; frozen: {frozen}", trained=trained, frozen=frozen)
     yield _("   batch {batch}, {dtype}", batch=tuning.batch, dtype=tuning.dtype)
     rows = [(_(_PARTS[name]), _amount(held)) for name, held in tuning.parts().items() if held != 0]
     total = amount(tuning.total) if tuning.complete else _("at least {amount}", amount=amount(tuning.total))
-    lines = list(_aligned([*rows, (_("in all"), total)]))
+    lines = list(_aligned([*rows, (_("in all"), total)], width))
     yield from lines[:-1]
     yield "   " + "-" * (max(map(display_width, lines)) - 3)
     yield lines[-1]
@@ -88,18 +89,18 @@ def verdict_lines(tuning: Tuning, budget: Budget) -> Iterator[str]:
 
 
 def recommendation_lines(
-    tuning: Tuning, single: Sequence[Measure], taken: Sequence[Measure], usable: int
+    tuning: Tuning, single: Sequence[Measure], taken: Sequence[Measure], usable: int, width: int | None = None
 ) -> Iterator[str]:
-    """Every measure with its number, and those that make it fit together."""
+    """Every measure with its number, and those that make it fit together; ``width``: of the terminal, in columns."""
     if tuning.complete and tuning.total <= usable:
         yield _("💡 it fits as it is; the largest batch is {count}", count=tuning.largest_batch(usable))
         return
     yield _("💡 what would help, each by itself:")
     rows = [(_(one.name), amount(one.tuning.total), _("fits") if one.fits(usable) else "") for one in single]
-    yield from _aligned(rows)
+    yield from _aligned(rows, width)
     if taken:
         yield _("💡 together they make it fit:")
-        yield from _aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken])
+        yield from _aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken], width)
         yield _("   the largest micro-batch is then {count}", count=taken[-1].tuning.largest_batch(usable))
     else:
         yield _("💡 even together they do not make it fit: use a larger GPU, or several (FSDP)")
@@ -143,9 +144,9 @@ def measure_dict(measure: Measure, usable: int) -> dict[str, Any]:
     return {"measure": measure.key, "total_bytes": measure.tuning.total, "fits": measure.fits(usable)}
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:
     """Rows in columns: amounts flush right, names flush left."""
-    return columns(rows, to_the_right=lambda index, cell: index > 0 and cell[:1].isdigit(), indent=3)
+    return columns(rows, to_the_right=lambda index, cell: index > 0 and cell[:1].isdigit(), indent=3, width=width)
 
 
 def _amount(held: int | None) -> str:

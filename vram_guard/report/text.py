@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from vram_guard.budget import Budget
-from vram_guard.language import _, display_width
+from vram_guard.language import _
 from vram_guard.plan import Plan
 from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
 from vram_guard.report._content import Content, alternatives, compiled_facts, plan_facts
 from vram_guard.report._spread import count_rows, spread_rows
+from vram_guard.terminal import display_width
 from vram_guard.timeline import Estimate
 from vram_guard.units import format_bytes
 

@@ -1,0 +1,166 @@
+"""Lines that end where a terminal's do: real pseudo-terminals of 80 and 120 columns, in both languages."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from io import StringIO
+
+import pytest
+from folders import write_cogvideox
+
+from vram_guard import cli
+from vram_guard.cli import _doctor
+from vram_guard.language import CHINESE, ENGLISH
+from vram_guard.report.columns import columns
+from vram_guard.terminal import display_width, fitting, terminal_width, wrapped
+
+WIDTHS = (60, 80, 120)
+COMMANDS = (
+    "gpus",
+    "gpus --model fno --hidden-dim 64 --num-layers 4 --resolutions 64,128,256,512,1024,2048 --quick",
+    "gpus nothing-like-it",
+    "doctor",
+    "estimate --batch 16 --height 256 --width 256 --hidden-dim 512 --num-layers 10 --gpu-memory 24",
+    "estimate --model-path CogVideoX-5b --quick --train transformer --num-frames 17 --height 32 --gpu A100 --recommend",
+    "plan model.py:net --input 8 --batch 4 --gpu 4090 --html page.html",
+    "plan model.py:net --input 8 --batch 4 --gpu 4090 --margn 0.1",
+)
+MODEL = "from torch import nn\n\ndef net():\n    return nn.Linear(8, 8)\n"
+#: One process for all: what it prints is divided by the lines that name the width.
+SCRIPT = f"""
+import contextlib, fcntl, struct, sys, termios
+from vram_guard import cli
+from vram_guard.cli import _doctor
+_doctor._integrations = dict  # importing the frameworks takes seconds, and shows nothing wide
+for width in {WIDTHS}:
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    for command in {COMMANDS}:
+        print("$", width, command)
+        with contextlib.suppress(SystemExit):
+            cli.main(command.split())
+"""
+
+
+def in_terminal(script, language, folder):
+    """What a Python script shows on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    own = {"VRAM_GUARD_LANG": language, "VRAM_GUARD_CACHE": str(folder / "cache"), "PYTHONIOENCODING": "utf-8"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=folder, env={**environment, **own}, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            read = os.read(ours, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not read:
+            break
+        shown += read
+    process.wait()
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("language", [ENGLISH, CHINESE])
+def test_no_line_is_wider_than_the_terminal(language, tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    write_cogvideox(tmp_path / "CogVideoX-5b")
+    shown = in_terminal(SCRIPT, language, tmp_path)
+    _, *runs = re.split(r"^\$ ", shown, flags=re.MULTILINE)
+    assert len(runs) == len(WIDTHS) * len(COMMANDS), shown
+    for run in runs:
+        head, *lines = run.rstrip().split("\n")
+        width = int(head.split()[0])
+        assert lines, head
+        wide = [line for line in lines if display_width(line) > width and len(line.split()) > 1]
+        assert not wide, f"{head}\n" + "\n".join(wide)
+    assert "Traceback" not in shown
+
+
+def test_a_pipe_gets_every_row_in_one_line(monkeypatch, capsys):
+    """At any COLUMNS: what reads it is a program."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(_doctor, "_integrations", dict)
+    assert cli.main(["doctor"]) == 0
+    facts = capsys.readouterr().out.splitlines()
+    assert facts
+    assert not [line for line in facts if line.startswith(" ")]
+    assert cli.main(["gpus"]) == 0
+    cards = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert {len(re.split(r"  +", line)) for line in cards} == {9}
+
+
+class Terminal(StringIO):
+    """A terminal that was told no size, but what COLUMNS says."""
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        raise OSError
+
+
+@pytest.mark.parametrize(
+    ("line", "width", "expected"),
+    [
+        ("short", 20, "short"),
+        ("  - a note that goes on and on", 20, "  - a note that goes\n    on and on"),
+        ("3. 显存（GiB）不够，请减小批大小", 16, "3. 显存（GiB）不\n   够，请减小批\n   大小"),
+        ("a    b    cccccccccc", 12, "a    b\ncccccccccc"),
+        ("/a/path/that/is/longer here", 12, "/a/path/that/is/longer\nhere"),
+        ("one two\n\nthree four", 9, "one two\n\nthree\nfour"),
+        ("    " + "x" * 30, 10, "    " + "x" * 30),
+    ],
+)
+def test_lines_of_a_terminal(line, width, expected, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert fitting(line, Terminal()) == expected
+    assert fitting(line, StringIO()) == line
+
+
+@pytest.mark.parametrize(("told", "width"), [("", 80), ("0", 80), ("x", 80), ("132", 132)])
+def test_a_terminal_that_was_told_no_size(told, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", told)
+    assert terminal_width(Terminal()) == width
+    assert terminal_width(StringIO()) is None
+
+
+def test_the_size_is_that_of_the_stream_s_own_terminal(monkeypatch):
+    """Standard error may be a terminal where standard output is a file."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        assert terminal_width(stream) == 57
+    os.close(ours)
+
+
+def test_paragraphs_break_where_chinese_may():
+    assert wrapped("可用：“显存”，单位 GiB。", 8) == ["可用：", "“显存”，", "单位", "GiB。"]
+
+
+ROWS = [("name", "12", "what it is in words"), ("显卡", "3", "short"), ("x", "456", "")]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (None, ["name   12  what it is in words", "显卡    3  short", "x     456"]),
+        (30, ["name   12  what it is in words", "显卡    3  short", "x     456"]),
+        (28, ["name  12 what it is in words", "显卡   3 short", "x    456"]),
+        (24, ["name   12  what it is in", " " * 11 + "words", "显卡    3  short", "x     456"]),
+        (20, ["name   12", "显卡    3", "x     456", "", "name  what it is in words", "显卡  short", "x"]),
+    ],
+)
+def test_columns_of_a_terminal(width, expected):
+    assert list(columns(ROWS, to_the_right=lambda index, _cell: index == 1, width=width)) == expected

@@ -1,0 +1,87 @@
+"""Text as wide as a terminal shows it, in lines that end where the terminal's do."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from typing import TextIO
+
+#: Words and single wide signs; what may not end a line stays with what follows, what may not begin one with the sign
+#: before it.
+_PIECES = re.compile(r"\s+|[（《“]*(?:[^\s\u2e80-\uffef]+|[\u2e80-\uffef])[，。；：、！？）》”]*")
+#: What stands before the text of a line: spaces, and the sign or number of an item.
+_BEFORE = re.compile(r"\s*(?:(?:[-•+✓✅❌❓💡]|\d+\.)\s+)?")
+
+
+def display_width(text: str) -> int:
+    """Columns that a terminal gives to ``text``.
+
+    Wide and full-width characters take two, combining ones none (Unicode Standard Annex 11, and what terminals do).
+    """
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text
+    )
+
+
+def ljust(text: str, width: int) -> str:
+    """``text`` with spaces after it, up to ``width`` columns of a terminal."""
+    return text + " " * (width - display_width(text))
+
+
+def rjust(text: str, width: int) -> str:
+    """``text`` with spaces before it, up to ``width`` columns of a terminal."""
+    return " " * (width - display_width(text)) + text
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns of the terminal that a stream writes to; None: it writes to a file, a pipe or nowhere."""
+    if not stream.isatty():
+        return None
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told):
+        return int(told)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80  # 0: a terminal that was told no size
+    except (OSError, ValueError):
+        return 80
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` columns, broken at spaces and between wide signs, as one paragraph."""
+    return _broken(" ".join(text.split()), width)
+
+
+def fitting(text: str, stream: TextIO) -> str:
+    """``text`` with lines that the terminal behind ``stream`` can show, items indented; without a terminal, as it is.
+
+    A word that is wider than the terminal, such as a path, is left whole, so that it can be copied.
+    """
+    width = terminal_width(stream)
+    if width is None:
+        return text
+    return "\n".join(broken for line in text.split("\n") for broken in _fitting(line, width))
+
+
+def _fitting(line: str, width: int) -> list[str]:
+    if display_width(line) <= width:
+        return [line]
+    found = _BEFORE.match(line)
+    before = found[0] if found else ""
+    indent = display_width(before)
+    first, *rest = _broken(line.removeprefix(before), width - indent)
+    return [before + first, *(" " * indent + one for one in rest)]
+
+
+def _broken(text: str, width: int) -> list[str]:
+    lines, used = [""], 0
+    for piece in _PIECES.findall(text):
+        size = display_width(piece)
+        if used and used + size > width and not piece.isspace():
+            lines, used = [*lines, ""], 0
+        if used or not piece.isspace():
+            lines[-1] += piece
+            used += size
+    return [line.rstrip() for line in lines]
