@@ -90,7 +90,7 @@ def checked(
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Estimate, Timeline, Budget]:
     """The estimate that :func:`assert_fits` judges, its timeline, and the budget for its tier."""
-    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
 
     size = checked_count("batch_size", batch_size)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)

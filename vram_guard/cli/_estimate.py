@@ -157,7 +157,7 @@ def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> Tra
 
 
 def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None) -> SymbolicAnswer:
-    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
     from vram_guard.report.symbolic import SymbolicAnswer
     from vram_guard.simulate import trace
 

@@ -128,8 +128,8 @@ def _symbolic(
     """The symbolic answer for training one component, where its config can be built."""
     from vram_guard.capture.hugging_face import tuning_of
     from vram_guard.closed_form.tuning import PRECISION_OF
-    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
-    from vram_guard.plan.techniques import TECHNIQUES
+    from vram_guard.plan import plan
+    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, TECHNIQUES
     from vram_guard.report.symbolic import SymbolicAnswer
     from vram_guard.simulate import trace
 

@@ -172,8 +172,7 @@ def _batch(
 ) -> tuple[BatchChoice, list[Measured]]:
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
-    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY
-    from vram_guard.plan.techniques import mixed_precision
+    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, mixed_precision
     from vram_guard.simulate import trace
 
     batch_size: int = found["batch_size"][0].value

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
-from vram_guard.language import Message, _
-from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
-from vram_guard.plan._option import Option
-from vram_guard.plan._purity import check_pinned_blocks, watched_modules, why_not_again, why_not_checkpointed
-from vram_guard.plan._search import search
-from vram_guard.plan._whole_job import smaller_evaluation, whole_job, with_whole_job
+from vram_guard.plan._asked import (
+    Asked,
+    check_not_planned,
+    checked_correction,
+    compute_capability,
+)
 from vram_guard.plan.checks import check_growth
-from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.pins import Pins
-from vram_guard.plan.search_space import Request
 from vram_guard.plan.source import Source, source_of
-from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
+from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.state.collector import collector_paused
 from vram_guard.step import TrainingStep, checked_count
 
@@ -33,29 +28,9 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
-    from vram_guard.plan._cost_model import CostModel
     from vram_guard.plan.gpus_request import GpusRequest
-    from vram_guard.plan.over_gpus import PlanSource
-    from vram_guard.plan.search_space import Candidates
-    from vram_guard.plan.tracing import Traces
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
-
-#: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
-_NOT_SPREAD = frozenset(
-    {"offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward", "chunked_loss"}
-)
-
-#: What is assumed of an unnamed GPU: Ampere, the oldest generation with bfloat16.
-ASSUMED_COMPUTE_CAPABILITY = (8, 0)
-
-
-class _Explored(NamedTuple):
-    """What is known of a source at one batch size."""
-
-    traces: Traces
-    costs: CostModel
-    candidates: Candidates
 
 
 @collector_paused()  # the collector looks at millions of values of traces and timelines, of which none is in a cycle
@@ -139,265 +114,97 @@ def plan(
         micro-batches per optimizer step: 1 -> 2
     """
     from vram_guard.budget import Budget
+    from vram_guard.plan.gpus_request import check_step, requested_gpus
+    from vram_guard.simulate.compiled import allowed_seconds
+    from vram_guard.simulate.operators.cudnn_choice import checked_choice
 
     batch_size = checked_count("batch_size", batch_size)
     step = cast("TrainingStep | Source", as_step(step, input_shape))
-    allowed, refused = checked_techniques(allow), refused or {}
-    techniques = frozenset(allowed - refused.keys())
-    reasons = {name: refused_reason(name, why) for name, why in refused.items() if name in allowed}
+    allowed, refused, pins = checked_techniques(allow), refused or {}, Pins.of(pin)
     grow = grow and "grow" not in refused
-    pins = Pins.of(pin)
-    if isinstance(step, TrainingStep) and step.recipe:
-        raise InvalidInputError(
-            _("step.recipe is for traces; a plan makes its own: leave it out, and pin what is fixed")
-        )
+    check_not_planned(step)
     check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)
-    correction = _checked_correction(correction)
-    from vram_guard.budget.host import host_share
-    from vram_guard.simulate.compiled import EAGER, Compiler, allowed_seconds
-    from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
-
-    choice, seconds = checked_choice(cudnn), allowed_seconds()
-    over = None
-    if gpus is not None:
-        from vram_guard.plan.gpus_request import GpusRequest, check_step
-
-        over = GpusRequest.of(gpus, node, link, layouts, compare_gpus)
+    correction, cudnn = checked_correction(correction), checked_choice(cudnn)
+    compile_seconds = allowed_seconds()
+    over = requested_gpus(step, gpus, node, link, layouts, compare_gpus)
+    if over is not None:
         step = check_step(step, over, grow=grow)
-    elif layouts is not None or compare_gpus or (node is not None):
-        raise InvalidInputError(_("node, layouts and compare_gpus are for plans over several GPUs: give gpus as well"))
-    layout = step.parallel if isinstance(step, TrainingStep) else None
-    if link is not None and over is None and layout is None:
-        raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
-    from vram_guard.parallel.links import topology
-
     if over is not None:
-        topology(link, gpus=over.node, node=over.node, gpu=resolved.gpu)  # which the card may not have
-    capability = _compute_capability(resolved)
-    trains = step.trains if isinstance(step, Source) else step.optimizer is not None
-    pins.check(batch_size, capability, grow=grow, trains=trains)
-    precisions, why_precision = _precisions(step.precision, techniques, capability)
-    if pins.precision is not None:
-        why_precision = Reason(Why.PRECISION_PINNED)
-
-    from vram_guard.plan._cost_model import CostModel
-    from vram_guard.plan._space import parts_of, space_of
-    from vram_guard.plan.tracing import Traces
-
-    report = progress or _silent
-    named = None if blocks is None else tuple(blocks)
-    may_checkpoint = "checkpoint" in techniques or pins.checkpoint not in (None, "none", 0, ())
-    watched = watched_modules(named if may_checkpoint else (), pins)
-    assumed = capability or ASSUMED_COMPUTE_CAPABILITY
-    if over is not None:
-        return _spread_over(
-            over,
-            step,
-            batch_size,
-            resolved,
-            lambda one, wires: source_of(one, assumed, watched, wires),
-            lambda one, size, amount, techniques: plan(
-                one,
-                size,
-                amount,
-                allow=techniques,
-                refused=refused,
-                pin=pins,
-                blocks=named,
-                host_budget=host_budget,
-                settings=settings,
-                correction=correction,
-                cudnn=cudnn,
-                progress=progress,
-            ),
-            allowed,
-            report,
-        )
-    if isinstance(step, Source):
-        source = step
-    elif layout is not None:
-        from vram_guard.parallel.outside import outside_allocator
-        from vram_guard.plan.layout_facts import less_nccl
-
-        links = topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=resolved.gpu)
-        resolved = less_nccl(resolved, outside_allocator(layout, links))
-        source = source_of(step, assumed, watched, links)
-    else:
-        source = source_of(step, assumed, watched)
-    host_usable = host_share(host_budget, 1)
-    may_divide = techniques
-    if source.topology is not None:
-        techniques -= _NOT_SPREAD
-        # The memory of this machine says nothing of the nodes that are planned for.
-        host_usable = None if host_budget is None else host_share(host_budget, source.topology.node)
-    source = whole = replace(source, trace=under(choice, source.trace))
-    if source.job is not None and source.whole is not None:
-        job = whole_job(source.job, source.whole, batch_size * source.batch_slices)
-        whole = replace(source, trace=under(choice, job))
-    # Before the first backward pass, after which autograd may not be copied any more.
-    compiler = Compiler(whole.trace, seconds, copies=not source.copies) if _may_compile(source) else None
-    earlier = None if source.explored is None else source.explored.get(batch_size)
-    known = earlier if isinstance(earlier, _Explored) else None
-    traces = Traces(source, batch_size, report, resolved.multiprocessors) if known is None else known.traces
-    # Errors of the step as written come before all others.
-    changes = traces(Option(source.precision, 1)).changes
-    shardings = [] if source.shardings is None else [s for s in source.shardings() if s.techniques <= may_divide]
-    wires = None
-    if shardings and source.topology is None:
-        node = data_parallel(source.ranks).gpus_of_a_node
-        wires = topology(link, gpus=source.ranks, node=node, gpu=resolved.gpu)
-    cost_model = CostModel(source, traces, batch_size, resolved.gpu, wires) if known is None else known.costs
-    parts = parts_of(source.model, cost_model, named, frozenset(change.module for change in changes))
-    traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
-    check_pinned_blocks(pins, parts.blocks, changes)
-    if source.forward_again and (again := why_not_again(changes)) is not None:
-        techniques -= {"accumulate"}
-        reasons["accumulate"] = refused_reason("accumulate", again)
-    request = Request(
+        over.check_card(resolved.gpu)
+    capability = compute_capability(resolved)
+    asked = Asked(
         batch_size=batch_size,
-        precision=source.precision,
         budget=resolved,
-        space=space_of(
-            batch_size,
-            precisions,
-            techniques,
-            parts,
-            pins,
-            trains=trains,
-            shardings=shardings,
-            incompatible=_incompatible(source),
-        ),
-        why_precision=reasons.get("precision", why_precision),
-        why_not_split=reasons.get("accumulate", _why_not_split(pins, allowed=allowed, trains=trains)),
-        why_not_checkpointed=why_not_checkpointed(changes) if may_checkpoint else (),
-        accumulate=source.accumulate,
-        ranks=source.ranks,
+        capability=capability,
+        allowed=allowed,
+        refused=refused,
+        pins=pins,
+        blocks=None if blocks is None else tuple(blocks),
+        host_budget=host_budget,
+        link=link,
         grow=grow,
         target_utilization=target_utilization,
         lr_rule=lr_rule,
         dataset_size=dataset_size,
-        settings=_environment_settings() if settings is None else settings,
-        dearest=None if source.most_seconds is None else source.most_seconds / cost_model.written.seconds,
-        host_usable=host_usable,
+        settings=settings,
         correction=correction,
-        thorough=source.thorough,
+        cudnn=cudnn,
+        compile_seconds=compile_seconds,
+        progress=progress or _silent,
     )
-    explored = known or _Explored(traces, cost_model, {})
-    if source.explored is not None:
-        source.explored[batch_size] = explored
-
-    def searched(asked: Request) -> Plan:
-        made = search(asked, traces, cost_model, report, explored.candidates)
-        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-        made = replace(made, uneven=uneven)
-        if whole is source:
-            return made
-        followed = Traces(whole, batch_size, report, resolved.multiprocessors)
-        smaller = smaller_evaluation(whole, asked, lambda run: under(choice, run))
-        why_not = None if "evaluation" in techniques else refused.get("evaluation") or Message("it is not allowed")
-        return with_whole_job(made, asked, followed, cost_model, smaller, why_not, report)
-
-    made = searched(request)
-    if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
-        return made
-    from vram_guard.plan._compiled import with_compiled
-
-    return with_compiled(made, request, whole, searched, compiler, report)
+    _check_pins(asked, step)
+    if over is not None:
+        return _spread_over(over, cast("TrainingStep", step), asked)
+    return _planned(asked, step)
 
 
-def _may_compile(source: Source) -> bool:
-    """True if a step may run compiled code: its model's, or a loss's or optimizer's where the compiler is imported."""
-    return source.compiles or source.copies or "torch._dynamo" in sys.modules
+def _check_pins(asked: Asked, step: TrainingStep | Source) -> None:
+    trains = step.trains if isinstance(step, Source) else step.optimizer is not None
+    asked.pins.check(asked.batch_size, asked.capability, grow=asked.grow, trains=trains)
 
 
-def _spread_over(
-    over: GpusRequest,
-    step: TrainingStep | Source,
-    batch_size: int,
-    budget: Budget,
-    source_for: Callable[[TrainingStep, Topology | None], Source],
-    plan_source: PlanSource,
-    allowed: frozenset[str],
-    report: Callable[[str], None],
-) -> Plan:
+def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
+    """The plan on the GPUs that the step has."""
+    from vram_guard.plan._of_source import plan_of_source
+
+    if isinstance(step, Source):
+        return plan_of_source(asked, step)
+    layout = step.parallel
+    if layout is None:
+        return plan_of_source(asked, source_of(step, asked.assumed_capability, asked.watched))
+    from vram_guard.parallel.links import topology
+    from vram_guard.parallel.outside import outside_allocator
+    from vram_guard.plan.layout_facts import less_nccl
+
+    links = topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
+    source = source_of(step, asked.assumed_capability, asked.watched, links)
+    return plan_of_source(replace(asked, budget=less_nccl(asked.budget, outside_allocator(layout, links))), source)
+
+
+def _spread_over(over: GpusRequest, step: TrainingStep, asked: Asked) -> Plan:
     """The plan over several GPUs; its model is built once for all layouts."""
+    from vram_guard.plan._of_source import plan_of_source
     from vram_guard.plan.layouts import ModelSize
     from vram_guard.plan.over_gpus import SpreadSearch
     from vram_guard.simulate.tracing.run import with_built_model
 
-    assert isinstance(step, TrainingStep)
-    built = with_built_model(step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
-    size = ModelSize.of(built.model)  # type: ignore[arg-type]
-    return SpreadSearch(over, built, budget, source_for, plan_source, allowed, size, report).planned(batch_size)
+    def source_for(one: TrainingStep, links: Topology | None) -> Source:
+        return source_of(one, asked.assumed_capability, asked.watched, links)
 
-
-def _environment_settings() -> AllocatorSettings | None:
-    """The allocator settings that the planned training will run under, as far as they can be replayed."""
-    from vram_guard.allocator import AllocatorSettings
-
-    try:
-        return AllocatorSettings.from_environment()
-    except InvalidInputError:
-        return None
-
-
-def _incompatible(source: Source) -> Callable[[Option], str]:
-    from vram_guard.techniques.compatibility import incompatible
-
-    def why(option: Option) -> str:
-        if source.sliced_by == "model" and option.splits > 1 and option.recipe.parameters_on_host:
-            # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
-            return _("FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it")
-        return incompatible(
-            option.recipe,
-            clip=source.clips,
-            precision=option.precision,
-            ranks=source.ranks,
-            sharded=source.sharded,
-            accumulate=source.accumulate * option.splits,
+    def plan_source(one: Source, size: int, budget: Budget, techniques: frozenset[str]) -> Plan:
+        inner = replace(
+            asked, batch_size=size, budget=budget, allowed=techniques, capability=compute_capability(budget)
         )
+        _check_pins(inner, one)
+        return plan_of_source(inner, one)
 
-    return why
-
-
-def _precisions(
-    precision: str, techniques: frozenset[str], capability: tuple[int, int] | None
-) -> tuple[tuple[str, ...], Reason]:
-    """The precisions to choose from, the step's own first, and why they are those."""
-    mixed, why = None, Reason(Why.NOT_ALLOWED)
-    if "precision" in techniques:
-        mixed, why = mixed_precision(precision, capability)
-    half = half_precision(precision, capability) if "half" in techniques else None
-    return tuple(name for name in (precision, mixed, half) if name is not None), why
-
-
-def _why_not_split(pins: Pins, *, allowed: frozenset[str], trains: bool) -> Reason:
-    """The reason why there are no smaller micro-batches, where there are none and nothing was refused."""
-    if pins.micro_batch_size is not None:
-        return Reason(Why.SIZE_PINNED)
-    return Reason(Why.NO_GRADIENTS if "accumulate" in allowed and not trains else Why.NO_ACCUMULATION)
-
-
-def _compute_capability(budget: Budget) -> tuple[int, int] | None:
-    """The budget's GPU's; for a bare amount, that of this machine's device; None: no GPU is known."""
-    from vram_guard.budget import Budget
-
-    if budget.compute_capability is not None:
-        return budget.compute_capability
-    try:
-        return Budget.resolve().compute_capability
-    except (NoDeviceError, DeviceQueryError):
-        return None
-
-
-def _checked_correction(correction: object) -> float:
-    if isinstance(correction, bool) or not isinstance(correction, int | float) or not 1 <= correction < 100:
-        value = repr(correction)
-        raise InvalidInputError(_("correction must be a factor of at least 1, such as 1.04, not {value}", value=value))
-    return float(correction)
+    built = with_built_model(step, asked.assumed_capability)
+    size = ModelSize.of(built.model)  # type: ignore[arg-type]
+    search = SpreadSearch(over, built, asked.budget, source_for, plan_source, asked.allowed, size, asked.progress)
+    return search.planned(asked.batch_size)
 
 
 def _silent(_line: str) -> None:

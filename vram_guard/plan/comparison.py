@@ -224,7 +224,8 @@ def _found(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Fields of a row that have to be worked for."""
-    from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
+    from vram_guard.plan import plan
+    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
     from vram_guard.simulate import trace
     from vram_guard.simulate.tracing.run import with_built_model
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from vram_guard.budget import GPU
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -59,6 +60,36 @@ class GpusRequest:
             Parallel(gpus=one, node=per_node)  # says so where nodes are not full
         topology(link, gpus=per_node, node=per_node)
         return cls(number, per_node, link, checked_layouts(layouts), counts)  # type: ignore[arg-type]
+
+    def check_card(self, gpu: GPU | None) -> None:
+        """Check that a card has the links that are asked for.
+
+        Raises:
+            InvalidInputError: it has not.
+        """
+        topology(self.link, gpus=self.node, node=self.node, gpu=gpu)
+
+
+def requested_gpus(
+    step: TrainingStep | Source,
+    gpus: object,
+    node: int | None,
+    link: str | Topology | None,
+    layouts: Iterable[str] | None,
+    compare: Iterable[int],
+) -> GpusRequest | None:
+    """The GPUs that a step is to be spread over; None: those that it has.
+
+    Raises:
+        InvalidInputError: as :meth:`GpusRequest.of`; or something is said of several GPUs and their number is not.
+    """
+    if gpus is not None:
+        return GpusRequest.of(gpus, node, link, layouts, compare)
+    if layouts is not None or compare or node is not None:
+        raise InvalidInputError(_("node, layouts and compare_gpus are for plans over several GPUs: give gpus as well"))
+    if link is not None and not (isinstance(step, TrainingStep) and step.parallel is not None):
+        raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
+    return None
 
 
 def _checked_gpus(name: str, value: object) -> int:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from vram_guard.budget import GPU, Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.plan import ASSUMED_COMPUTE_CAPABILITY, plan
+from vram_guard.plan import plan
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import watched_modules
 from vram_guard.plan.model import Plan
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.source import Source, source_of
-from vram_guard.plan.techniques import DEFAULT_ALLOW
+from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, DEFAULT_ALLOW
 from vram_guard.step import TrainingStep
 
 

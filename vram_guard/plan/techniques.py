@@ -39,6 +39,9 @@ DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach", 
 BFLOAT16_SINCE = (8, 0)
 FLOAT16_FAST_SINCE = (7, 0)
 
+#: What is assumed of an unnamed GPU: Ampere, the oldest generation with bfloat16.
+ASSUMED_COMPUTE_CAPABILITY = (8, 0)
+
 
 def checked_techniques(allow: Iterable[str]) -> frozenset[str]:
     """The allowed techniques, "offload" spelt out; a string is read as a comma-separated list.

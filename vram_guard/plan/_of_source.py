@@ -1,0 +1,221 @@
+"""The plan for one source of timelines: what may be chosen, the search, and what is followed afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from vram_guard.allocator import AllocatorSettings
+from vram_guard.budget.host import host_share
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import Message, _
+from vram_guard.parallel.links import Topology, topology
+from vram_guard.parallel.spec import data_parallel
+from vram_guard.plan._asked import Asked
+from vram_guard.plan._compiled import with_compiled
+from vram_guard.plan._cost_model import CostModel
+from vram_guard.plan._option import Option
+from vram_guard.plan._purity import check_pinned_blocks, why_not_again, why_not_checkpointed
+from vram_guard.plan._search import search
+from vram_guard.plan._space import parts_of, space_of
+from vram_guard.plan._whole_job import smaller_evaluation, whole_job, with_whole_job
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.descriptions import refused as refused_reason
+from vram_guard.plan.model import Plan
+from vram_guard.plan.search_space import Candidates, Request
+from vram_guard.plan.source import Source
+from vram_guard.plan.techniques import half_precision, mixed_precision
+from vram_guard.plan.tracing import Traces
+from vram_guard.simulate.compiled import EAGER, Compiler
+from vram_guard.simulate.operators.cudnn_choice import under
+from vram_guard.techniques.compatibility import incompatible
+from vram_guard.techniques.recipe import Sharding
+
+#: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
+_NOT_SPREAD = frozenset(
+    {"offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward", "chunked_loss"}
+)
+
+
+class _Explored(NamedTuple):
+    """What is known of a source at one batch size."""
+
+    traces: Traces
+    costs: CostModel
+    candidates: Candidates
+
+
+def plan_of_source(asked: Asked, source: Source) -> Plan:
+    """The plan for a training on the GPUs that it has.
+
+    Args:
+        asked: what was asked, checked.
+        source: of the step as written.
+
+    Raises:
+        InvalidInputError: what is pinned does not go with the step.
+        UnsupportedStepError: the step cannot be run symbolically.
+    """
+    source, whole = _with_job(asked, source)
+    # Before the first backward pass, after which autograd may not be copied any more.
+    compiler = Compiler(whole.trace, asked.compile_seconds, copies=not source.copies) if _may_compile(source) else None
+    explored, shardings = _explored(asked, source)
+    request = _request(asked, source, explored, shardings)
+
+    def searched(wanted: Request) -> Plan:
+        made = search(wanted, explored.traces, explored.costs, asked.progress, explored.candidates)
+        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
+        made = replace(made, uneven=uneven)
+        return made if whole is source else _followed_to_its_end(asked, made, wanted, whole, explored.costs)
+
+    made = searched(request)
+    if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
+        return made
+    return with_compiled(made, request, whole, searched, compiler, asked.progress)
+
+
+def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:
+    """The source of the first steps, and that of the whole job; both the same where there is no job."""
+    first = replace(source, trace=under(asked.cudnn, source.trace))
+    if source.job is None or source.whole is None:
+        return first, first
+    job = whole_job(source.job, source.whole, asked.batch_size * source.batch_slices)
+    return first, replace(first, trace=under(asked.cudnn, job))
+
+
+def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:
+    """The plan with its whole job, whose evaluation may get smaller batches."""
+    followed = Traces(whole, asked.batch_size, asked.progress, asked.budget.multiprocessors)
+    smaller = smaller_evaluation(whole, request, lambda run: under(asked.cudnn, run))
+    why_not = None
+    if "evaluation" not in _techniques(asked, whole):
+        why_not = asked.refused.get("evaluation") or Message("it is not allowed")
+    return with_whole_job(made, request, followed, costs, smaller, why_not, asked.progress)
+
+
+def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, ...]]:
+    """What is known of the source, and the other ways to divide it that may be taken."""
+    earlier = None if source.explored is None else source.explored.get(asked.batch_size)
+    known = earlier if isinstance(earlier, _Explored) else None
+    traces = known.traces if known else Traces(source, asked.batch_size, asked.progress, asked.budget.multiprocessors)
+    traces(Option(source.precision, 1))  # errors of the step as written come before all others
+    shardings: tuple[Sharding, ...] = ()
+    if source.shardings is not None:
+        shardings = tuple(way for way in source.shardings() if way.techniques <= asked.techniques)
+    if known is None:
+        links = _links(asked, source) if shardings and source.topology is None else None
+        known = _Explored(traces, CostModel(source, traces, asked.batch_size, asked.budget.gpu, links), {})
+        if source.explored is not None:
+            source.explored[asked.batch_size] = known
+    return known, shardings
+
+
+def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple[Sharding, ...]) -> Request:
+    """The question to the search."""
+    techniques, reasons = _techniques(asked, source), asked.reasons
+    changes = explored.traces(Option(source.precision, 1)).changes
+    parts = parts_of(source.model, explored.costs, asked.blocks, frozenset(change.module for change in changes))
+    explored.traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
+    check_pinned_blocks(asked.pins, parts.blocks, changes)
+    if source.forward_again and (again := why_not_again(changes)) is not None:
+        techniques -= {"accumulate"}
+        reasons["accumulate"] = refused_reason("accumulate", again)
+    precisions, why_precision = _precisions(asked, source.precision)
+    return Request(
+        batch_size=asked.batch_size,
+        precision=source.precision,
+        budget=asked.budget,
+        space=space_of(
+            asked.batch_size,
+            precisions,
+            techniques,
+            parts,
+            asked.pins,
+            trains=source.trains,
+            shardings=shardings,
+            incompatible=_incompatible(source),
+        ),
+        why_precision=reasons.get("precision", why_precision),
+        why_not_split=reasons.get("accumulate", _why_not_split(asked, trains=source.trains)),
+        why_not_checkpointed=why_not_checkpointed(changes) if asked.may_checkpoint else (),
+        accumulate=source.accumulate,
+        ranks=source.ranks,
+        grow=asked.grow,
+        target_utilization=asked.target_utilization,
+        lr_rule=asked.lr_rule,
+        dataset_size=asked.dataset_size,
+        settings=_environment_settings() if asked.settings is None else asked.settings,
+        dearest=None if source.most_seconds is None else source.most_seconds / explored.costs.written.seconds,
+        host_usable=_host_usable(asked, source),
+        correction=asked.correction,
+        thorough=source.thorough,
+    )
+
+
+def _techniques(asked: Asked, source: Source) -> frozenset[str]:
+    """The techniques that this source's plan may take."""
+    return asked.techniques - _NOT_SPREAD if source.topology is not None else asked.techniques
+
+
+def _host_usable(asked: Asked, source: Source) -> int | None:
+    """Bytes of host memory for this process; None: not known, not limited."""
+    if source.topology is None:
+        return host_share(asked.host_budget, 1)
+    # The memory of this machine says nothing of the nodes that are planned for.
+    return None if asked.host_budget is None else host_share(asked.host_budget, source.topology.node)
+
+
+def _links(asked: Asked, source: Source) -> Topology:
+    """What connects the GPUs of a training that is not divided as written."""
+    node = data_parallel(source.ranks).gpus_of_a_node
+    return topology(asked.link, gpus=source.ranks, node=node, gpu=asked.budget.gpu)
+
+
+def _may_compile(source: Source) -> bool:
+    """True if a step may run compiled code: its model's, or a loss's or optimizer's where the compiler is imported."""
+    return source.compiles or source.copies or "torch._dynamo" in sys.modules
+
+
+def _environment_settings() -> AllocatorSettings | None:
+    """The allocator settings that the planned training will run under, as far as they can be replayed."""
+    try:
+        return AllocatorSettings.from_environment()
+    except InvalidInputError:
+        return None
+
+
+def _incompatible(source: Source) -> Callable[[Option], str]:
+    def why(option: Option) -> str:
+        if source.sliced_by == "model" and option.splits > 1 and option.recipe.parameters_on_host:
+            # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
+            return _("FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it")
+        return incompatible(
+            option.recipe,
+            clip=source.clips,
+            precision=option.precision,
+            ranks=source.ranks,
+            sharded=source.sharded,
+            accumulate=source.accumulate * option.splits,
+        )
+
+    return why
+
+
+def _precisions(asked: Asked, precision: str) -> tuple[tuple[str, ...], Reason]:
+    """The precisions to choose from, the step's own first, and why they are those."""
+    mixed, why = None, Reason(Why.NOT_ALLOWED)
+    if "precision" in asked.techniques:
+        mixed, why = mixed_precision(precision, asked.capability)
+    half = half_precision(precision, asked.capability) if "half" in asked.techniques else None
+    if asked.pins.precision is not None:
+        why = Reason(Why.PRECISION_PINNED)
+    return tuple(name for name in (precision, mixed, half) if name is not None), why
+
+
+def _why_not_split(asked: Asked, *, trains: bool) -> Reason:
+    """The reason why there are no smaller micro-batches, where there are none and nothing was refused."""
+    if asked.pins.micro_batch_size is not None:
+        return Reason(Why.SIZE_PINNED)
+    return Reason(Why.NO_GRADIENTS if "accumulate" in asked.allowed and not trains else Why.NO_ACCUMULATION)
