@@ -80,3 +80,20 @@ def test_ending_all_ends_what_waits_too(server: ForkServer) -> None:
     forks.end_all()
     with pytest.raises(UnsupportedStepError, match="died"):
         slow.answer(WATCHDOG)
+
+
+def test_a_copy_does_not_end_the_other_copies_of_its_original() -> None:
+    def begin(task: str) -> forks.Fork:
+        try:
+            return forks.fork(task)
+        except ForkEntered as copy:
+            if copy.task == "ends all":
+                forks.end_all()
+            else:
+                threading.Event().wait(0.5)  # the other one is made, and ends what it may, meanwhile
+            copy.parent.send(copy.task)
+
+    waits, ends = begin("waits"), begin("ends all")
+    assert ends.answer(WATCHDOG) == "ends all"
+    assert waits.answer(WATCHDOG) == "waits"
+    assert not forks.running

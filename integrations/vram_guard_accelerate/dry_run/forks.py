@@ -92,7 +92,7 @@ class Fork:
                 with contextlib.suppress(OSError):
                     os.kill(self._process, signal.SIGKILL)
             os.close(self._pipe)
-            del running[self._process]
+            running.pop(self._process, None)
             code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) if self._is_child else None
         if data:
             return pickle.loads(data)  # noqa: S301 - from our own copy
@@ -126,7 +126,10 @@ def flushed_fork() -> int:
     """A copy of this process, with nothing in the buffers of the output that it would write once more."""
     sys.stdout.flush()
     sys.stderr.flush()
-    return fork_with_generators()
+    process = fork_with_generators()
+    if process == 0:
+        running.clear()  # copies of the original's: they are not this one's to end
+    return process
 
 
 def check_forks() -> None:
