@@ -18,6 +18,7 @@ from babel.messages.pofile import read_po
 from vram_guard import cli, language
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import CHINESE, ENGLISH, LOCALE, speaking
+from vram_guard.report._charts import timeline_charts
 from vram_guard.terminal import display_width, ljust, rjust, wrapped
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,7 @@ CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"
 #: One Chinese word for one thing; the others are not written.
 GLOSSARY = {
     "微批": "微批次|微批量|小批量|小批次",
-    "批大小": "批量大小|批次大小|批尺寸|批数据大小|batch 大小|batch size",
+    "批大小": "(最大|更大的|增大|等效|减小) batch|批量大小|批次大小|批尺寸|批数据大小|batch 大小|batch size",
     "激活检查点": "梯度检查点|激活重计算|重计算",
     "方案": "计划",
     "预留": "保留显存|保留峰值|保留的显存|总共保留",
@@ -284,3 +285,16 @@ def test_columns_of_a_chinese_report_line_up(made_plan):
         ends = {display_width("iB".join(line.split("iB")[:column])) for line in rows}
         assert len(ends) == 1, rows
     assert max(map(display_width, lines)) <= 80
+
+
+def test_no_ascii_commas_and_colons_between_chinese_words(made_plan, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.py").write_text("from torch import nn\n\ndef net():\n    return nn.Conv2d(3, 8, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    for command in ("plan", "estimate"):
+        words = [command, "--model", "model.py:net", "--input", "3x8x8", "--batch", "4", "--gpu", "4090", "-v"]
+        assert cli.main(["--lang", "zh", *words]) == 0
+    with speaking("zh"):
+        captions = [chart.caption for chart in timeline_charts(made_plan[0], None, None, None, 400)]
+    assert len(captions) == 2
+    shown = "\n".join([capsys.readouterr().out, *captions, *made_plan[1:]])
+    assert not re.findall("[\u4e00-\u9fff\uff09][,:;] .*|.*[,:;] [\u4e00-\u9fff]", shown)

@@ -432,6 +432,19 @@ def test_a_pin_on_a_step_that_fits_does_not_say_that_it_does_not() -> None:
     assert not plan(STEP, 64, "60MiB", margin=0).fits_as_written
 
 
+def test_two_usable_amounts_are_explained_by_their_margins() -> None:
+    """float32 convolutions and bf16 have margins of their own, so the step as written may use less than the plan."""
+    made = plan(STEP, 64, "110MiB")
+    before = made.budget.for_tier(made.before.tier, made.before.network)
+    assert made.precision == "bf16-mixed"
+    assert before.usable != made.budget.usable
+    (said,) = (str(one) for one in made.reason_values if one.kind is Why.MARGINS)
+    assert f"{before.margin:.1%} as written, {made.budget.margin:.1%} as planned" in said
+    for one in (plan(STEP, 64, "110MiB", margin=0.1), plan(STEP, 64, "110MiB", allow=["accumulate"])):
+        assert one.changed
+        assert Why.MARGINS not in {reason.kind for reason in one.reason_values}
+
+
 def test_a_pin_that_does_not_fit_is_not_called_applied() -> None:
     """It contradicted itself: "the pinned settings are applied nevertheless ... Nothing was changed."."""
     made = plan(STEP, 8, "1GiB", pin={"offload_activations": ("first",)}, host_budget="1KiB")

@@ -197,6 +197,10 @@ seen.wide = document.documentElement.scrollWidth - document.documentElement.clie
 seen.page = getComputedStyle(document.body).backgroundColor;
 seen.ink = getComputedStyle(document.body).color;
 seen.area = getComputedStyle(svg.querySelector("path")).fill;
+document.body.style.width = "390px";
+const tables = [...document.querySelectorAll(".scroll > table")].map(table => table.parentElement);
+seen.tables = tables.length;
+seen.cut = tables.filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText.slice(0, 30));
 document.title = JSON.stringify(seen);
 </script>"""
 
@@ -276,6 +280,8 @@ def test_dark_and_narrow_are_readable(made: Plan, tmp_path: Path) -> None:
         tmp_path / "report.html", tmp_path, "--blink-settings=preferredColorScheme=0", size="500,900"
     )
     assert seen["wide"] == 0  # wide charts and tables scroll by themselves
+    assert seen["tables"] > 3
+    assert seen["cut"] == []  # on a telephone, tables are whole
     assert contrast(seen["page"], seen["ink"]) > 7
     assert contrast(seen["page"], "rgb(255, 255, 255)") > 10  # it is dark
     assert contrast(seen["page"], seen["area"]) > 3

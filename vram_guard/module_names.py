@@ -72,6 +72,6 @@ def joined(names: tuple[str, ...]) -> str:
                 runs[-1].append(name)
                 continue
         runs.append([name])
-    return ", ".join(
+    return _(", ").join(
         with_class(run[0], run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}") for run in runs
     )

@@ -89,7 +89,7 @@ def changed(
         rejected: what was not.
         slowdown: step time over the step time as written.
     """
-    why = [shortage(request, before.estimate)]
+    why = [shortage(request, before.estimate), *_margins(request, before.estimate, after.estimate)]
     if option.precision != request.precision:
         why.append(request.why_precision)
     if option.splits > 1:
@@ -135,3 +135,9 @@ def shortage(request: Request, estimate: Estimate) -> Reason:
     if peak <= usable:
         return Reason(Why.ONLY_BOUNDED)
     return Reason(Why.SHORTAGE, peak=Amount(peak), missing=Amount(peak - usable), usable=Amount(usable))
+
+
+def _margins(request: Request, before: Estimate, after: Estimate) -> tuple[Reason, ...]:
+    """Why the usable amount as written is not that of the plan."""
+    shares = [f"{request.budget.for_tier(one.tier, one.network).margin:.1%}" for one in (before, after)]
+    return () if shares[0] == shares[1] else (Reason(Why.MARGINS, before=shares[0], after=shares[1]),)

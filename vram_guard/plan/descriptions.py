@@ -25,6 +25,7 @@ class Why(Enum):
     PINS_DO_NOT_FIT = marked("The step fits as written; with the pinned settings it does not.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
+    MARGINS = marked("The safety margin is measured on runs of the same kind: {before} as written, {after} as planned.")
     FITS_SPREAD = marked("Spread so, nothing else has to change.")
     SHORTAGE_SPREAD = marked(
         "Spread so, and otherwise as written, each GPU needs {peak}, {missing} more than the {usable} that may be used."
@@ -153,7 +154,7 @@ class Why(Enum):
 #: Reasons that only explain the figures and the change that a short report shows beside them.
 EXPLANATIONS = frozenset(
     {
-        *(Why.FITS, Why.SHORTAGE, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
+        *(Why.FITS, Why.SHORTAGE, Why.MARGINS, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
         *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
         *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
     }

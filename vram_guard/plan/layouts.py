@@ -80,7 +80,7 @@ def layout_words(layout: Parallel | None) -> str:
         words.append(_("weights kept divided over {count} GPUs for the backward pass", count=layout.reshard))
     if layout.offload:
         words.append(_("weights and optimizer in host memory"))
-    return ", ".join(words)
+    return _(", ").join(words)
 
 
 def checked_layouts(names: Iterable[str] | None) -> tuple[str, ...]:

@@ -235,8 +235,8 @@ class Plan(ShownInNotebooks):
             words = option.words(self.batch_size, self.precision_before)
             if self.evaluation is None:
                 return words
-            cut = f"{self.evaluation.name}: {self.evaluation.batch_size}"
-            return f"{words}, {cut}" if len(self.changes()) > 1 else cut
+            cut = _("{name}: {words}", name=self.evaluation.name, words=self.evaluation.batch_size)
+            return _(", ").join([words, cut]) if len(self.changes()) > 1 else cut
         missing = self.peak - self.budget.usable
         if missing > 0:
             return _("{amount} over budget", amount=format_bytes(missing))

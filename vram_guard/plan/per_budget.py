@@ -33,7 +33,7 @@ class PlanOfBudget(NamedTuple):
         if not made.fits or not made.changed:
             return _("as written") if made.fits else _("nothing fits")
         option = Option(made.precision, made.splits, made.recipe).words(made.batch_size, made.precision_before)
-        return option if made.slowdown is None else f"x {made.slowdown:.2f}: {option}"
+        return option if made.slowdown is None else _("{name}: {words}", name=f"x {made.slowdown:.2f}", words=option)
 
 
 def plans_per_budget(

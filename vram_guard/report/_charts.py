@@ -131,10 +131,12 @@ def timeline_charts(
     else:
         timeline, budget = answer.timeline, answer.budget
         size = _("batch {count}", count=answer.batch_size_before)
-        before = f"{_('as written')}: {answer.precision_before}, {size}"
+        words = _(", ").join([answer.precision_before, size])
+        before = _("{name}: {words}", name=_("as written"), words=words)
         drawn = [(before, answer.timeline_before if answer.changed else timeline, answer.batch_size_before)]
         if answer.changed:
-            after = f"{_('planned')}: {answer.precision}, {_planned_size(answer)}"
+            words = _(", ").join([answer.precision, _planned_size(answer)])
+            after = _("{name}: {words}", name=_("planned"), words=words)
             drawn.append((after, timeline, answer.micro_batch_size))
     if timeline is None:
         raise InvalidInputError(_("this plan carries no timelines to draw; plans made by vram_guard.plan() do"))
@@ -185,10 +187,10 @@ def _timeline_chart(
     )
     first = (_("peak {amount}", amount=peak), str(phase_words(estimate.peak_phase)), with_class(estimate.peak_module))
     second = (estimate.peak_source, estimate.peak_operator)
-    lines = [printable(", ".join(filter(None, parts)), lines=False) for parts in (first, second)]
+    lines = [printable(_(", ").join(filter(None, parts)), lines=False) for parts in (first, second)]
     around = [size for at, size in zip(drawn.events, drawn.reserved, strict=True) if at <= event]
     return Chart(
-        caption=caption or f"{timeline.precision}, {_('batch {count}', count=batch_size)}",
+        caption=caption or _(", ").join([timeline.precision, _("batch {count}", count=batch_size)]),
         remark=remark,
         description=description,
         x_label=_("allocations and frees, in order"),
@@ -256,7 +258,7 @@ def batch_chart(curve: BatchCurve, precision: str, *, at: int) -> Chart:
 def _limits_label(group: Sequence[Limit], last: int) -> Label:
     """A label where the curve is not: small budgets meet it at the left, large ones at the right."""
     to_the_right = group[-1].largest < 0.6 * last
-    words = " | ".join(f"{limit.name}: {_largest(limit)}" for limit in group)
+    words = " | ".join(_("{name}: {words}", name=limit.name, words=_largest(limit)) for limit in group)
     return Label([words], last if to_the_right else 0, group[-1].usable, ends_there=to_the_right)
 
 

@@ -192,7 +192,7 @@ class Content:
                 format_bytes(phase.peak_allocated),
                 format_bytes(phase.peak_reserved),
                 *([_(TIER_NAMES[phase.tier])] if self._tiers_differ else []),
-                printable(", ".join(filter(None, (with_class(phase.module), phase.source))), lines=False),
+                _place(phase.module, phase.source),
             ]
             for phase in self.estimate.phases
         ]
@@ -207,7 +207,8 @@ class Content:
         for leak in self.estimate.leaks:
             amount = format_bytes(leak.bytes_per_step)
             place = (
-                printable(", ".join(filter(None, (with_class(leak.module), leak.source))), lines=False) or leak.operator
+                printable(_(", ").join(filter(None, (with_class(leak.module), leak.source))), lines=False)
+                or leak.operator
             )
             line = _("{amount} more with every step: {place}", amount=amount, place=place)
             name = printable(leak.kept_in, lines=False)
@@ -275,11 +276,15 @@ def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
     return facts
 
 
+def _place(module: str, source: str) -> str:
+    return printable(_(", ").join(filter(None, (with_class(module), source))), lines=False)
+
+
 def streams_in_words(sizes: Sequence[int]) -> str:
     """Bytes on each CUDA stream; "" where all are on the default one."""
     if not any(sizes[1:]):
         return ""
-    return ", ".join(
+    return _(", ").join(
         f"{_('stream {number}', number=number) if number else _('default stream')} {format_bytes(size)}"
         for number, size in enumerate(sizes)
         if size

@@ -9,7 +9,7 @@ from typing import Any
 from vram_guard.budget import Budget
 from vram_guard.language import _
 from vram_guard.plan import Plan
-from vram_guard.report._content import range_facts
+from vram_guard.report._content import TIER_NAMES, range_facts
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.calculator import amount
 from vram_guard.report.categories import category_name
@@ -37,20 +37,19 @@ class SymbolicAnswer:
 def symbolic_lines(answer: SymbolicAnswer, *, verbose: bool = True) -> Iterator[str]:
     """The answer, line by line; verbose: with the parts of the peak and the releases."""
     estimate, peak = answer.estimate, answer.estimate.peak_reserved
-    yield _(
-        "🔬 symbolic: the step of this very model, replayed through PyTorch's allocator ({tier})", tier=estimate.tier
-    )
+    head = _("🔬 symbolic: the step of this very model, replayed through PyTorch's allocator")
+    yield head if estimate.tier == "symbolic" else f"{head} ({_(TIER_NAMES[estimate.tier])})"
     yield _("   - peak reserved: {peak}", peak=amount(peak))
     for name in ("parameters", "gradients", "optimizer_states", "activations", "batch", "temporaries", "workspace"):
         held = estimate.breakdown.get(name, 0)
         if held and verbose:
-            yield f"     {category_name(name)}: {amount(held)}"
+            yield "     " + _("{name}: {words}", name=category_name(name), words=amount(held))
     if estimate.releases is not None and verbose:
         yield _("   - releases: {releases}", releases=estimate.releases)
     for phase in estimate.phases:
-        yield f"   - {phase_and_step(phase)}: {amount(phase.peak_reserved)}"
+        yield "   - " + _("{name}: {words}", name=phase_and_step(phase), words=amount(phase.peak_reserved))
     for name, words in range_facts(estimate):
-        yield f"   - {name}: {words}"
+        yield "   - " + _("{name}: {words}", name=name, words=words)
     if answer.budget is None:
         return
     usable = answer.budget.for_tier(estimate.tier, estimate.network).usable
