@@ -15,6 +15,7 @@ import preloaded
 
 from vram_guard.budget import Budget
 from vram_guard.codec import to_json
+from vram_guard_accelerate._launch_plan import VARIABLE
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunRequest
@@ -69,6 +70,20 @@ def launch(
         check=False,
         stdin=subprocess.DEVNULL,
     )
+
+
+def trained(folder: Path, *arguments: object, plan: str = "", **variables: str) -> dict[str, Any]:
+    """What two processes of ``sharded.py`` over gloo have come to, under a launch plan or as written."""
+    import torch
+
+    how = {VARIABLE: plan} if plan else {}
+    under = ("-m", "vram_guard_accelerate") if plan else ()
+    words = (*arguments, "--samples", 16, "--out", folder / "out.pt")
+    done = launch(*TWO, *under, SHARDED, *words, cache=folder, guarded=False, **how, **variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = torch.load(folder / "out.pt")
+    assert found["processes"] == 2
+    return found
 
 
 def request(

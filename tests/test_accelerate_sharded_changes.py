@@ -19,7 +19,7 @@ import accelerate_cases as cases
 
 from vram_guard.codec import to_json
 from vram_guard.techniques import Recipe
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._sharding_change import ShardingChange
 
 DEPTH = 8
@@ -184,24 +184,12 @@ def test_the_hybrid_first_version_divides_a_model_over_the_processes_of_a_machin
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The training as written, with DistributedDataParallel. Each process begins with weights of its own."""
-    return trained(tmp_path_factory.mktemp("written"), "clipping", "--own_seed", ACCELERATE_USE_CPU="true")
-
-
-def trained(folder: Any, *arguments: object, plan: str = "", **environment: str) -> dict[str, Any]:
-    """Two processes over gloo, under a launch plan or as written."""
-    how = {VARIABLE: plan} if plan else {}
-    under = ("-m", "vram_guard_accelerate") if plan else ()
-    words = (*arguments, "--samples", 16, "--out", folder / "out.pt")
-    done = cases.launch(*cases.TWO, *under, cases.SHARDED, *words, cache=folder, guarded=False, **how, **environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = torch.load(folder / "out.pt")
-    assert found["processes"] == 2
-    return found
+    return cases.trained(tmp_path_factory.mktemp("written"), "clipping", "--own_seed", ACCELERATE_USE_CPU="true")
 
 
 def test_fsdp2_in_place_of_ddp_trains_to_equal_weights(answers: Any, written: Any, tmp_path: Any) -> None:
     """From the weights of the first process, as DistributedDataParallel has it."""
-    found = trained(tmp_path, "clipping", "--own_seed", plan=json.dumps(changed(answers["shard"])))
+    found = cases.trained(tmp_path, "clipping", "--own_seed", plan=json.dumps(changed(answers["shard"])))
     assert (written["fsdp"], found["fsdp"]) == (False, True)
     assert found["groups"] == [(True, False)] * 3
     assert found["held"] * 2 == pytest.approx(written["held"], rel=0.001)
@@ -224,7 +212,7 @@ def test_all_changes_of_a_launch_that_shards_itself_train_to_equal_weights(writt
         accumulation_option="--gradient_accumulation_steps",
     )
     own = ("configured", "--strategy", "NO_SHARD")
-    found = trained(tmp_path, *own, plan=to_json(plan), ACCELERATE_USE_FSDP="true")
+    found = cases.trained(tmp_path, *own, plan=to_json(plan), ACCELERATE_USE_FSDP="true")
     assert found["groups"] == [(True, True)] * 3
     assert [name == "method" for name in found["forwards"]] == [False, False, True]
     assert len(found["losses"]) == 2 * len(written["losses"])
@@ -247,7 +235,7 @@ def test_changes_of_a_launch_with_the_first_version_of_fsdp_train_to_equal_weigh
         accumulation_option="--gradient_accumulation_steps",
     )
     own = ("configured", *FIRST, "--strategy", "SHARD_GRAD_OP")
-    found = trained(tmp_path, *own, plan=to_json(plan), ACCELERATE_USE_FSDP="true")
+    found = cases.trained(tmp_path, *own, plan=to_json(plan), ACCELERATE_USE_FSDP="true")
     assert found["groups"] == ["FULL_SHARD"] * 3
     assert found["forwards"] == ["Checkpointed", "Checkpointed", "method"]
     assert [norm for norm in found["norms"] if norm] == pytest.approx(written["norms"], rel=1e-5)

@@ -1,9 +1,10 @@
-"""What no GPU needs: Accelerate takes processes of the CPU, with gloo, for processes of GPUs, so that it uses FSDP2.
+"""What no GPU needs: Accelerate takes processes of the CPU, with gloo, for processes of GPUs, so that it divides models.
 
 Accelerate shards on GPUs only (``accelerate/state.py``). Everything beyond that is real here: its variables, its
-``prepare``, torch's ``fully_shard``, the processes and what they send each other.
+``prepare``, torch's ``fully_shard`` or DeepSpeed's engine, the processes and what they send each other.
 """
 
+import importlib
 import os
 
 import torch
@@ -12,9 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def take_for_gpus() -> None:
-    """Where Accelerate was told to use FSDP2; a dry run is no rank, and has its own pretence."""
-    if os.environ.get("ACCELERATE_USE_FSDP") != "true" or "LOCAL_RANK" not in os.environ:
+    """Where Accelerate was told to use FSDP or DeepSpeed; a dry run is no rank, and has its own pretence."""
+    by_engine = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if not (by_engine or os.environ.get("ACCELERATE_USE_FSDP") == "true") or "LOCAL_RANK" not in os.environ:
         return
+    if by_engine:  # it would be compiled; where it is not there, torch's collectives are used
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     PartialState._prepare_backend = lambda *_args, **_kwargs: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
     unpinned = CPUOffloadPolicy(pin_memory=False)  # nothing can be pinned without a GPU

@@ -91,7 +91,12 @@ class EngineProcess:
             stopped(str(error))
 
     def take_off(self) -> None:
-        """Nothing: copies that train for real are not made."""
+        """The Accelerator takes itself for a process that is alone."""
+        from accelerate import DistributedType
+        from accelerate.state import AcceleratorState, PartialState
+
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.NO  # noqa: SLF001 - see private_api.py
 
     @contextlib.contextmanager
     def making(self, tracer: ExternalLoopTracer) -> Iterator[None]:

@@ -106,7 +106,7 @@ class FollowingPhase(LoopPhase):
             self.run.proof_server,
             self._probe.requests,
             fsdp_plugin=configured.plugin if isinstance(configured, ShardedProcess) else None,
-            by_engine=isinstance(configured, EngineProcess),
+            engine=configured.layout if isinstance(configured, EngineProcess) else None,
         )
         try:
             with loop.tracer.paused():

@@ -61,7 +61,7 @@ class Sharding:
     @property
     def may_be_proven(self) -> bool:
         """True if a copy of the process can train for real, alone and on the CPU."""
-        return self.copy is None and not isinstance(self.configured, EngineProcess)
+        return self.copy is None
 
     def take_off(self) -> None:
         """In a copy that trains for real, alone and on the CPU: the model stays whole, and computes the same."""

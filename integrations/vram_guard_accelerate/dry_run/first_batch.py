@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from vram_guard.capture.loader import Sample
+from vram_guard.parallel.spec import Parallel
 from vram_guard.simulate.compiled import compiles
 from vram_guard_accelerate._launch_plan import LoaderPlace
 from vram_guard_accelerate._precision import precision_of
@@ -71,8 +72,8 @@ class FirstBatch:
     """The number of the batch that it asks for, among all since ``prepare``."""
     fsdp_plugin: Any = None
     """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
-    by_engine: bool = False
-    """True if DeepSpeed's engine trains the model."""
+    engine: Parallel | None = None
+    """The layout of DeepSpeed's engine, where it trains the model; None: it does not."""
     fails_at_others: str = ""
     """The reason why the loop fails at other batch sizes than its own; "" where none was seen to."""
 
@@ -84,7 +85,7 @@ class FirstBatch:
     @property
     def sharded(self) -> bool:
         """True if the launch, or the script, shards the model."""
-        return self.by_engine or self.fsdp_plugin is not None
+        return self.engine is not None or self.fsdp_plugin is not None
 
     @property
     def by_itself(self) -> bool:

@@ -349,15 +349,19 @@ def _refused(
         reasons["offload_parameters"] = reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.sharded:
         reasons |= _beside_shards(first)
-        reasons["accumulate"] = _("the model is divided over the processes, and gathered again for every slice")
+        reasons["accumulate"] = (
+            _("the model is divided over the processes, and gathered again for every slice")
+            if first.engine is None
+            else _("DeepSpeed's engine reduces each gradient once in a backward pass, and slices make it several times")
+        )
     return ((name, reason) for name, reason in reasons.items() if reason)
 
 
 def _beside_shards(first: FirstBatch) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
-    if first.by_engine:
-        divides = _("DeepSpeed's engine trains the model, and stays as it is launched")
-        return {name: divides for name in TECHNIQUES if name != "grow"}
+    if first.engine is not None:
+        divides = _("DeepSpeed's engine trains the model, and divides it as it is launched")
+        return {name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint")}
     if first.fsdp_plugin.fsdp_version == 2:
         return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
     # A name that leads through a wrapper is not there in a model that is not divided yet.

@@ -91,7 +91,7 @@ class RelaunchCandidates:
     def _divided(self, present: ShardingChange) -> list[ShardingChange]:
         """Other ways in which Accelerate divides the model."""
         allowed, plugin = self._settings.techniques, self._first.fsdp_plugin
-        if self._first.by_engine:
+        if self._first.engine is not None:
             return []
         if plugin is None:
             if "shard" not in allowed or self._first.shape.ranks == 1:

@@ -28,7 +28,7 @@ def launch_seconds(made: Plan, first: FirstBatch) -> float:
         return computing
     kind: Kind = "ddp" if first.fsdp_plugin is None else "fsdp2" if first.fsdp_plugin.fsdp_version == 2 else "fsdp1"
     node = shape.ranks if shape.ranks % shape.local_ranks else shape.local_ranks
-    layout = Parallel(gpus=shape.ranks, node=node, kind=kind)
+    layout = first.engine or Parallel(gpus=shape.ranks, node=node, kind=kind)
     links = topology(None, gpus=shape.ranks, node=node, gpu=card)
     card = card_of(card, timeline.compute_capability)
     size, rounds = made.batch_size_before, made.accumulate_before
