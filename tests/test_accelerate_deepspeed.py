@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate")
 if sys.platform == "win32":
@@ -28,7 +29,7 @@ SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
 ON_HOST = {"device": "cpu"}
 SMALL = 20_000
 #: Less than the activations of a batch of 1024 take.
-LITTLE = "200MiB"
+LITTLE = "175MiB"
 AUTO = {
     "zero_optimization": {"stage": 3, "offload_optimizer": ON_HOST, "reduce_bucket_size": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
@@ -48,7 +49,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for ranks in (2, 8):
         cases.request(asked / f"stage2_{ranks}", SHARDED, "clipping", "--out", "never.pt", ranks=ranks, allow=())
     cases.request(asked / "two_models", SHARDED, "two_models", "--out", "never.pt", ranks=2)
-    small = ("accumulate", "checkpoint", "shard")
+    small = ("accumulate", "checkpoint", "shard", "offload_optimizer")
     cases.request(asked / "tight", SHARDED, "clipping", "--out", "never.pt", ranks=2, budget="20MiB", allow=small)
     trainer = (cases.TRAINER, "--output_dir", asked.parent / "trainer", "--out", "never.pt", "--report_to", "none")
     configs = {
@@ -84,7 +85,8 @@ def test_what_the_engine_leaves_no_room_for_is_refused_with_the_reason(answers: 
     """And nothing else helps here: the engine's own buckets alone take more than that."""
     answer = answers["tight"]
     assert (answer["fits"], answer["changed"]) == (False, False)
-    for words in ("and divides it as it is launched", "reduces each gradient once in a backward pass"):
+    divides, once = "and divides it as it is launched", "reduces each gradient once in a backward pass"
+    for words in (divides, once, "DeepSpeed, which can separate them, is set up by the launch itself"):
         assert any(words in note for note in answer["notes"]), answer["notes"]
 
 
@@ -121,6 +123,20 @@ def test_blocks_are_checkpointed_and_batches_made_smaller_where_it_does_not_fit(
     plan = changed["accumulate"]["launch_plan"]
     assert (plan["batch_size"], plan["accumulation"]) == (512, 2)
     assert (plan["batch_option"], plan["accumulation_option"]) == ("--batch_size", "--gradient_accumulation_steps")
+
+
+@engine
+def test_a_real_launch_with_deepspeed_is_predicted_changed_and_trains(tmp_path: Path) -> None:
+    """Two processes over gloo, by accelerate's own launcher."""
+    config = by_engine(tmp_path, 2)["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+    options = ("--budget", LITTLE, "--margin", "0", "--use_deepspeed", "--deepspeed_config_file", config)
+    large = ("in_batches", "--out", tmp_path / "out.pt", "--batch_size", 1024, "--samples", 4096)
+    done = cases.launch(*options, "--num_processes", "2", *cases.QUIET, SHARDED, *large, cache=tmp_path,
+                        DS_ACCELERATOR="cpu")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(tmp_path / "out.pt")
+    assert found["processes"] == 2
+    assert "Checkpointed" in found["forwards"]
 
 
 @engine

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.patching import replaced
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.device.fake_cuda import TENSOR_ATTRIBUTES
 from vram_guard.step import TrainingStep
@@ -379,6 +380,29 @@ def test_a_module_that_is_imported_during_a_trace_is_a_real_one(where, tmp_path,
     finally:
         for name in ("lazily_imported", "lazily_imported_helper"):
             sys.modules.pop(name, None)
+
+
+def test_what_was_put_over_our_replacements_is_there_again_after_an_import(tmp_path, monkeypatch) -> None:
+    """DeepSpeed is followed by a second layer of them, and imports parts of itself late."""
+    (tmp_path / "lazily_imported_part.py").write_text("import torch\nKNOWN = torch.zeros\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        over = lambda *args, **kwargs: None  # noqa: E731 - nobody calls it
+        with replaced(torch, {"zeros": over}):
+            import lazily_imported_part  # type: ignore[import-not-found]
+
+            found.append((torch.zeros is over, lazily_imported_part.KNOWN))
+        return model(x).sum()
+
+    own = torch.zeros
+    try:
+        estimate(TrainingStep(lambda: nn.Linear(4, 4), lambda size: torch.zeros(size, 4), loss, adamw), 2)
+        assert set(found) == {(True, own)}
+        assert torch.zeros is own
+    finally:
+        sys.modules.pop("lazily_imported_part", None)
 
 
 def test_factories_follow_the_default_device_after_a_trace_as_before() -> None:

@@ -27,7 +27,8 @@ ELEMENTS = 6 * 128 + 128 + 3 * (2 * 128 * 512 + 512 + 128) + 128 * 2 + 2
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
-    cases = [*PLAIN, *SPLIT, *OTHERS]
+    # Stage 3 leaves its own torch.nn.functional.linear in the process, whose graph says nothing of the loss.
+    cases = sorted([*PLAIN, *SPLIT, *OTHERS], key="3+plain".__eq__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         return run(SCRIPT, tmp_path_factory.mktemp("ranks"), cases, limit=280)

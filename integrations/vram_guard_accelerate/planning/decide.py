@@ -361,7 +361,7 @@ def _beside_shards(first: FirstBatch) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
     if first.engine is not None:
         divides = _("DeepSpeed's engine trains the model, and divides it as it is launched")
-        return {name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint")}
+        return {name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint", "offload_optimizer")}
     if first.fsdp_plugin.fsdp_version == 2:
         return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
     # A name that leads through a wrapper is not there in a model that is not divided yet.

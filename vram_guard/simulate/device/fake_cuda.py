@@ -475,12 +475,16 @@ def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterato
         @contextlib.contextmanager
         def as_it_was() -> Iterator[None]:
             """Libraries keep tables by torch's own functions (torchao's NF4), which stay when the trace is over."""
+            # Other replacements may lie over these: DeepSpeed's own tensors of host memory.
+            replaced_since = [
+                (target, {name: vars(target)[name] for name in values}) for target, values in replacements
+            ]
             for undo in reversed(undone):
                 undo()
             try:
                 yield
             finally:
-                for target, values in replacements:
+                for target, values in replaced_since:
                     replace_attributes(target, values)
 
         if hasattr(torch, "accelerator"):
