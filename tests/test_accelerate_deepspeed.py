@@ -104,7 +104,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def by_engine(folder: Path, stage: int) -> dict[str, str]:
     """Variables of a launch by a config whose buckets are smaller than the model, as those of large models are."""
-    sizes = {name: SMALL for name in ("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size")}
+    sizes = dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"), SMALL)
     more = {"stage": stage, "overlap_comm": False, "stage3_gather_16bit_weights_on_model_save": True}
     counted = dict.fromkeys((name for name in AUTO if "batch" in name or "steps" in name), "auto")
     path = folder / f"small{stage}.json"

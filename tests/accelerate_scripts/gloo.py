@@ -1,4 +1,4 @@
-"""What no GPU needs: Accelerate takes processes of the CPU, with gloo, for processes of GPUs, so that it divides models.
+"""What no GPU needs: Accelerate takes processes of the CPU, with gloo, for processes of GPUs, which divide models.
 
 Accelerate shards on GPUs only (``accelerate/state.py``). Everything beyond that is real here: its variables, its
 ``prepare``, torch's ``fully_shard`` or DeepSpeed's engine, the processes and what they send each other.
