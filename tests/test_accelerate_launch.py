@@ -154,6 +154,24 @@ def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypa
     assert "the plan of an equal launch before" in said
 
 
+def test_a_plan_is_remembered_with_its_language(launched: Any, monkeypatch: Any) -> None:
+    """Its words are part of what is remembered, and a Chinese reader got those of an English launch."""
+    from vram_guard.cli import main
+
+    _, out, options = launched
+    key_of, keys = prediction.key_of, []
+
+    def seen(request: Any) -> str:
+        keys.append(key_of(request))
+        raise InvalidInputError("enough is known")
+
+    monkeypatch.setattr(prediction, "key_of", seen)
+    for language in ("en", "zh", "en"):
+        command = ["launch", *options, "--dry-run", str(TRAINING), "plain", "--out", str(out)]
+        assert main(["--lang", language, *command]) == 2
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_the_releases_of_a_launch_are_compared(
     launched: Any, cache: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:

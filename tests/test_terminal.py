@@ -11,8 +11,11 @@ import subprocess
 import sys
 import termios
 from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from docs_blocks import files_of
 from folders import write_cogvideox
 
 from vram_guard import cli
@@ -21,6 +24,7 @@ from vram_guard.language import CHINESE, ENGLISH
 from vram_guard.report.columns import columns
 from vram_guard.terminal import display_width, fitting, terminal_width, wrapped
 
+ROOT = Path(__file__).parents[1]
 WIDTHS = (60, 80, 120)
 COMMANDS = (
     "gpus",
@@ -48,9 +52,10 @@ for width in {WIDTHS}:
 """
 
 
-def in_terminal(script, language, folder):
+def in_terminal(script, language, folder, width=80):
     """What a Python script shows on a terminal of its own."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     own = {"VRAM_GUARD_LANG": language, "VRAM_GUARD_CACHE": str(folder / "cache"), "PYTHONIOENCODING": "utf-8"}
     process = subprocess.Popen(
@@ -85,6 +90,18 @@ def test_no_line_is_wider_than_the_terminal(language, tmp_path):
         wide = [line for line in lines if display_width(line) > width and len(line.split()) > 1]
         assert not wide, f"{head}\n" + "\n".join(wide)
     assert "Traceback" not in shown
+
+
+def test_the_table_of_mmengine_s_configs(tmp_path):
+    for name, content in files_of(ROOT / "docs" / "en" / "mmengine.md").items():
+        (tmp_path / name).write_text(content)
+    command = ["mmengine", "compare", "config.py", "--gpu", "RTX 4070"]
+    script = f"import sys; sys.path.insert(0, ''); from vram_guard import cli; cli.main({command})"
+    lines = in_terminal(script, CHINESE, tmp_path, width=80).split("\n")
+    rows = [line.split() for line in lines if line.startswith(" 批大小")]
+    assert [row[1] for row in rows] == ["32，32-true", "64，32-true"]
+    assert [row[-3:-1] for row in rows] == [["0.001", "x"], ["0.002", "x"]]
+    assert max(map(display_width, lines)) <= 80, "\n".join(lines)
 
 
 def test_a_pipe_gets_every_row_in_one_line(monkeypatch, capsys):
@@ -133,6 +150,7 @@ def test_a_terminal_that_was_told_no_size(told, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", told)
     assert terminal_width(Terminal()) == width
     assert terminal_width(StringIO()) is None
+    assert terminal_width(SimpleNamespace(write=print)) is None  # what a script may have put in the place of its stream
 
 
 def test_the_size_is_that_of_the_stream_s_own_terminal(monkeypatch):

@@ -38,7 +38,10 @@ def rjust(text: str, width: int) -> str:
 
 def terminal_width(stream: TextIO) -> int | None:
     """Columns of the terminal that a stream writes to; None: it writes to a file, a pipe or nowhere."""
-    if not stream.isatty():
+    try:
+        if not stream.isatty():
+            return None
+    except (AttributeError, ValueError):  # a stand-in of a script's own, or a closed stream
         return None
     told = os.environ.get("COLUMNS", "")
     if told.isdecimal() and int(told):

@@ -63,7 +63,7 @@ def compare(
         written = found.sample.batch_size
         rows = [
             Configuration(
-                f"batch {size}, {precision}",
+                _(", ").join([_("batch {count}", count=size), precision]),
                 found.step.with_(precision=precision),
                 size,
                 _learning_rate(runner, lr_rule, written, size),

@@ -70,7 +70,7 @@ def _add_compare(own: Any) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     """Print the table, or JSON."""
-    from vram_guard.report.comparison import comparison_dict, render
+    from vram_guard.report.comparison import comparison_dict, show
     from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
     from vram_guard_mmengine._compare import compare
 
@@ -88,7 +88,7 @@ def _compare(options: argparse.Namespace) -> int:
     if options.json:
         print_json(comparison_dict(found))
     else:
-        print_now([render(found).rstrip("\n")])
+        show(found)
     tell_differences(required, found.releases)
     return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
 

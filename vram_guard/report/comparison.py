@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
 from vram_guard.plan.variants import Variants
+from vram_guard.printable import printable
 from vram_guard.report import _console
 from vram_guard.report._console import words
 from vram_guard.report.as_json import as_dict
+from vram_guard.report.columns import columns
+from vram_guard.terminal import display_width, terminal_width
 from vram_guard.units import format_bytes
 
 DEFAULT_WIDTH = 120
+#: A column of words is not folded into lines shorter than this.
+LEAST_WORDS = 16
 
 #: A column: its title, its cell for a row, and whether it holds numbers.
 _Column = tuple[str, Callable[[Compared], str], bool]
@@ -28,11 +34,12 @@ def render(answer: Comparison, *, width: int | None = None, unicode: bool | None
 
     Args:
         answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` returned.
-        width: columns; None: 118.
+        width: columns; None: 120.
         unicode: whether to draw with more than ASCII; None: where standard output is UTF.
     """
     drawn = _console.is_unicode() if unicode is None else unicode
-    return _console.as_text(_report(answer, unicode=drawn), width or DEFAULT_WIDTH)
+    width = width or DEFAULT_WIDTH
+    return _console.as_text(_report(answer, width, unicode=drawn), width)
 
 
 def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
@@ -41,7 +48,8 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
     Returns:
         False where the stream is no longer read.
     """
-    return _console.show(lambda unicode: _report(answer, unicode=unicode), DEFAULT_WIDTH, file)
+    width = terminal_width(file or sys.stdout) or DEFAULT_WIDTH
+    return _console.show(lambda unicode: _report(answer, width, unicode=unicode), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:
@@ -87,17 +95,30 @@ def _plan_dict(row: Compared) -> dict[str, Any]:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def _report(answer: Comparison, *, unicode: bool) -> Group:
+def _report(answer: Comparison, width: int, *, unicode: bool) -> Group:
     chosen = answer.chosen if isinstance(answer, Variants) else None
-    table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
-    columns = list(_variant_columns(answer) if isinstance(answer, Variants) else _configuration_columns(answer))
-    for title, _cell, number in columns:
-        table.add_column(title, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    drawn = list(_variant_columns(answer) if isinstance(answer, Variants) else _configuration_columns(answer))
+    titles = [title for title, _cell, _number in drawn]
+    rows = [[printable(cell(row), lines=False) for _title, cell, _number in drawn] for row in answer.rows]
     # A name is what a row is found by: narrow terminals fold other columns first.
-    table.columns[0].min_width = min(24, max(len(row.name) + 2 for row in answer.rows))
-    for row in answer.rows:
-        style = "bold" if row is chosen else "" if row.fits else "dim"
-        table.add_row(*(words(cell(row)) for _title, cell, _number in columns), style=style)
+    shortest = min(24, max(len(row.name) + 2 for row in answer.rows))
+    sizes = [max(map(display_width, column)) for column in zip(titles, *rows, strict=True)]
+    needed = [
+        size if number else min(size, LEAST_WORDS) for size, (_title, _cell, number) in zip(sizes, drawn, strict=True)
+    ]
+    needed[0] = shortest
+    table: RenderableType
+    if sum(needed) + 3 * len(needed) - 1 > width:
+        # Rich would leave the last columns out.
+        lines = columns([titles, *rows], to_the_right=lambda index, _cell: drawn[index][2], indent=1, width=width)
+        table = words("\n".join(["", *lines, ""]))
+    else:
+        table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
+        for title, _cell, number in drawn:
+            table.add_column(title, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        table.columns[0].min_width = shortest
+        for row, cells in zip(answer.rows, rows, strict=True):
+            table.add_row(*map(words, cells), style="bold" if row is chosen else "" if row.fits else "dim")
     above = []
     if isinstance(answer, Variants):
         above = [words(answer.choice(), "bold red" if chosen is None else "bold green")]

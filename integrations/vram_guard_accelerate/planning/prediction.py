@@ -18,7 +18,7 @@ from typing import Any
 
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
-from vram_guard.language import _
+from vram_guard.language import _, language
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
@@ -109,7 +109,7 @@ def key_of(request: DryRunRequest) -> str:
     kept = sorted((name, value) for name, value in variables.items() if name.startswith("ACCELERATE_"))
     # Releases are compared with the answer afterwards, and how much of it is shown is no part of it.
     settings = replace(request.settings, releases=None, ignore_releases=False, verbose=False)
-    launch = (request.command, request.module, settings, kept, str(Path.cwd()))
+    launch = (request.command, request.module, settings, kept, str(Path.cwd()), language())
     budget = (request.budget.usable, request.budget.compute_capability)
     digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())
     for name in LIBRARIES:
