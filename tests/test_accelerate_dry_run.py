@@ -56,6 +56,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "by_inductor", TRAINING, "by_inductor", whole_job=False)
+    cases.request(asked / "less_saved", TRAINING, "by_inductor", "--batch_size", 1024, "--samples", 2048,
+                  budget="1000MiB", allow=("activation_memory_budget",), whole_job=False)  # fmt: skip
     cases.request(asked / "reduce_overhead", TRAINING, "reduce_overhead", whole_job=False)
     cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
     for name in ("summed", "masked", "beside"):
@@ -202,6 +204,15 @@ def test_accelerates_compiled_step_is_shown_beside_the_eager_one(answers: Any) -
     assert answer["plan"]["estimate"]["tier"] == "symbolic"
     assert answer["plan"]["estimate"]["peak_allocated"] < compiled["eager"]["peak_allocated"]
     assert "uncompiled" in answer["text"]
+
+
+def test_accelerates_compiled_step_saves_less_where_that_is_allowed_and_needed(answers: Any) -> None:
+    answer = answers["less_saved"]
+    assert "error" not in answer, answer
+    assert answer["fits"]
+    assert answer["launch_plan"]["recipe"]["activation_memory_budget"] == 0.9
+    assert answer["plan"]["compiled"]["followed"]
+    assert answer["plan"]["estimate"]["peak_reserved"] < answer["plan"]["before"]["peak_reserved"]
 
 
 def test_accelerates_step_that_cannot_be_followed_compiled_is_counted_as_eager_and_said(answers: Any) -> None:

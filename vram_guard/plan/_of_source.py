@@ -73,7 +73,8 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
     made = searched(request)
     if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
         return made
-    return with_compiled(made, request, whole, searched, compiler, asked.progress)
+    budgeted = "activation_memory_budget" in asked.techniques
+    return with_compiled(made, request, whole, searched, compiler, asked.progress, budgeted=budgeted)
 
 
 def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:

@@ -129,6 +129,7 @@ class _Prover:
             parameters_on_host=(),
             sharding=sharding if shown else None,
             expandable_segments=False,
+            activation_memory_budget=None,
         )
         self._unseen = None if shown else sharding
 

@@ -187,7 +187,7 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
 )
 
 #: Of the compiler too, where they are there: without the first, what runs uncompiled outside the model is not said;
-#: without the second, checkpointed blocks that draw are counted as eager.
+#: without the second, checkpointed blocks that draw are counted as eager; without the third, no such budget is tried.
 COMPILER_EXTRAS: tuple[PrivateName, ...] = (
     PrivateName(
         "torch._dynamo.eval_frame:_callback_from_stance",
@@ -198,6 +198,11 @@ COMPILER_EXTRAS: tuple[PrivateName, ...] = (
         "torch._prims.rng_prims:graphsafe_run_with_rng_state",
         "what a checkpointed block draws again",
         "test_checkpointed_blocks_that_draw_are_compiled_too",
+    ),
+    PrivateName(
+        "torch._functorch.config:activation_memory_budget",
+        "compiled code saves less",
+        "test_the_largest_budget_that_fits_is_taken_and_traced_as_it_will_run",
     ),
 )
 

@@ -40,6 +40,7 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
 
     Raises:
         InvalidInputError: the recipe names a module that the model does not have.
+        UnsupportedTechniqueError: this torch has no budget for what compiled code saves.
     """
     undo: list[Callable[[], None]] = []
 
@@ -60,6 +61,10 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
             from vram_guard.techniques._chunked_loss import chunk_loss
 
             undo.append(chunk_loss(model, recipe.chunked_head))
+        if recipe.activation_memory_budget is not None:
+            from vram_guard.techniques._activation_budget import limit_saved
+
+            undo.append(limit_saved(recipe.activation_memory_budget))
     except BaseException:
         take_off()
         raise

@@ -65,6 +65,8 @@ class Recipe:
         chunked_head: the layer that makes the logits of a cross-entropy: logits and loss are computed in chunks; "":
             as written.
         expandable_segments: the allocator grows segments, in place of reserving ones of a fixed size.
+        activation_memory_budget: the share of its activations that compiled code may save; it computes the rest again.
+            None: as torch's own setting says.
     """
 
     checkpoint: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ class Recipe:
     optimizer_in_backward: bool = False
     chunked_head: str = ""
     expandable_segments: bool = False
+    activation_memory_budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_FORMS:

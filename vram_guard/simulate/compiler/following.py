@@ -55,6 +55,8 @@ class Followed:
 
     def __init__(self, breaks: Iterable[str]) -> None:
         self.graphs = 0
+        self.redrawn: dict[str, None] = {}
+        self.reads_changed = False
         self.uncompiled: dict[str, None] = {}
         """Functions of which Dynamo compiles no more variants, in words."""
         self._breaks = breaks
@@ -63,7 +65,7 @@ class Followed:
     def code(self) -> CompiledCode:
         """What a timeline says of it."""
         breaks = (str(reason).strip().partition("\n")[0] for reason in self._breaks)
-        return CompiledCode(self.graphs, (*breaks, *self.uncompiled))
+        return CompiledCode(self.graphs, (*breaks, *self.uncompiled), tuple(self.redrawn), self.reads_changed)
 
 
 class _LimitsReached(logging.Handler):
@@ -98,6 +100,33 @@ def _limits_noted(followed: Followed) -> Iterator[None]:
 def _looked_at_in(guard: Any, folders: tuple[str, ...]) -> bool:
     stack = guard.user_stack
     return bool(stack) and stack[-1].filename.startswith(folders)
+
+
+def _drawn_in(graph: torch.fx.GraphModule) -> Iterator[str]:
+    """Operators of a graph that draw random numbers."""
+    for node in graph.graph.nodes:
+        operator = node.target
+        if not isinstance(operator, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in operator.tags:
+            continue
+        given = _by_name(operator, node.args, node.kwargs)
+        # Attention is marked where it drops nothing too, and its backward, which is given what the forward has drawn.
+        if given.get("dropout_p") != 0 and "philox_seed" not in given:
+            yield str(operator)
+
+
+def _by_name(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that are left out included."""
+    names = [one.name for one in operator._schema.arguments]
+    defaults = {one.name: one.default_value for one in operator._schema.arguments if one.has_default_value()}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _saves_what_it_changes(graph: torch.fx.GraphModule) -> bool:
+    """True if a graph hands on one of its inputs into which it copies something else: it holds that by then."""
+    nodes = graph.graph.nodes
+    changed = {node.args[0] for node in nodes if node.target is torch.ops.aten.copy_.default}
+    returned = {one for node in nodes if node.op == "output" for one in node.all_input_nodes}
+    return any(node.op == "placeholder" for node in changed & returned)
 
 
 def _skipped(beneath: FrameAction) -> ConvertFrameReturn:
@@ -164,6 +193,10 @@ def compiler_followed(
                 )
             )
         followed.graphs += 1
+        if kwargs.get("is_backward"):
+            followed.redrawn.update(dict.fromkeys(_drawn_in(graph)))
+        else:
+            followed.reads_changed |= _saves_what_it_changes(graph)
         with outside_the_trace():
             inputs_on_cuda(graph, inputs)
             return compiled_graph(graph, inputs, *args, **kwargs)
