@@ -411,7 +411,7 @@ def code_of(step: TrainingStep) -> CompiledCode:
 
 
 def test_a_torch_without_the_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram_guard.techniques._activation_budget._NAME", "no_such_setting")
+    monkeypatch.setattr("vram_guard.techniques.activation_budget._NAME", "no_such_setting")
     made = budgeted(step_of(as_a_whole(Block())), 2**20)
     assert not made.fits
     assert any("has no torch._functorch.config.no_such_setting" in one.why for one in made.rejected)

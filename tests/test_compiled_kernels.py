@@ -192,6 +192,47 @@ def test_xformers_with_its_own_build_of_flash_attention(library, monkeypatch, re
     assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == int(known)
 
 
+def memory_efficient(packed):
+    """The autograd function of xformers around PyTorch's kernel, as cutlass.py of 0.0.29 to 0.0.34 calls it."""
+    forward, backward = torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, starts):
+            longest = -1 if starts is None else LENGTH
+            lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            shared = {"dropout_p": 0.0, "custom_mask_type": 1, "scale": None, "window_size": None, "bias": None}
+            ctx.named = {**lengths, **shared}
+            out, sums, *_others = forward(query=q, key=k, value=v, compute_log_sumexp=True, seqlen_k=None, **ctx.named)
+            ctx.save_for_backward(q, k, v, out, sums)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            q, k, v, out, sums = ctx.saved_tensors
+            drawn = {"philox_seed": torch.Tensor(), "philox_offset": torch.Tensor(), "num_splits_key": None}
+            made = backward(grad, q, k, v, bias_requires_grad=False, logsumexp=sums, out=out, **drawn, **ctx.named)
+            return (*made[:3], None)
+
+    def apply(x):
+        heads = x.reshape(1 if packed else x.shape[0], -1, HEADS, 3 * HEAD).chunk(3, dim=-1)
+        places = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * LENGTH
+        return Attention.apply(*heads, places if packed else None)
+
+    return apply, 3 * WIDTH
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pytorchs_memory_efficient_kernel_as_xformers_calls_it(packed, dtype):
+    timeline = traced(*memory_efficient(packed), dtype=dtype)
+    assert timeline.tier == "symbolic"
+    assert count(timeline, BATCH * HEADS * 224 * 4) == 1  # log-sum-exps: rows rounded up to 32
+    assert count(timeline, BATCH * HEADS * LENGTH * 4) == 1  # row sums of the backward pass
+    half = dtype == torch.bfloat16
+    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == int(half)  # the query's gradient in float32, tiles of 64
+
+
 def scan(compiled, states=16):
     """The function of mamba's selective_scan_interface.py; B and C vary, there is a z."""
 

@@ -118,7 +118,7 @@ def _largest_budget(request: Request, compiled: _Compiled) -> tuple[Option | Non
     Peaks do not fall with the budget: the partitioner counts what is saved, not what is computed again beside it. So
     each is compiled.
     """
-    from vram_guard.techniques._activation_budget import present_budget, why_not_budgeted
+    from vram_guard.techniques.activation_budget import present_budget, why_not_budgeted
 
     rejected: list[Rejected] = []
 

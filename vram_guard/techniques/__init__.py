@@ -62,7 +62,7 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
 
             undo.append(chunk_loss(model, recipe.chunked_head))
         if recipe.activation_memory_budget is not None:
-            from vram_guard.techniques._activation_budget import limit_saved
+            from vram_guard.techniques.activation_budget import limit_saved
 
             undo.append(limit_saved(recipe.activation_memory_budget))
     except BaseException:

@@ -224,23 +224,83 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kw
     """
     query, key, value, bias = args[1:5]
     wanted = args[10] if len(args) > 10 else (True, True, True, False)
-    batch, heads, length, head = query.shape
+    batch, heads, length = query.shape[:3]
     made = [_like_query(t, t.shape[-1]) for t in (query, key, value)]
     if bias is not None and bias.numel() and wanted[3]:
         made.append(torch.empty(bias.shape, dtype=bias.dtype, device="meta"))
     name = str(func)
     for tensor in made:
         recorder.track(tensor, name)
-    delta = batch * heads * length * 4
-    if query.element_size() == 2:
-        gathered = (query,) if head <= 128 else (query, key, value)
-        rows = sum((-(-t.shape[2] // 64) * 64) * (-(-t.shape[3] // 64) * 64) for t in gathered)
-        recorder.together([delta, batch * heads * rows * 4], name)
-    else:
-        recorder.together([batch * heads * length * value.shape[-1] * 4, delta], name)
+    gathered = [(t.shape[2], t.shape[3]) for t in (query, key, value)]
+    _row_sums(recorder, name, batch * heads * length, batch * heads, gathered, half=query.element_size() == 2)
     while len(made) < 4:
         made.append(None)  # type: ignore[arg-type]
     return tuple(made)
+
+
+def _row_sums(
+    recorder: Recorder, name: str, rows: int, parts: int, gathered: list[tuple[int, int]], *, half: bool
+) -> None:
+    """What the memory-efficient backward holds beside its gradients: sums of so many rows, in float32.
+
+    Args:
+        recorder: of the trace.
+        name: of the operator.
+        rows: of the query, over all heads.
+        parts: sequences times heads.
+        gathered: (length, head size) of query, key and value.
+        half: whether they are in half precision, whose gradients are summed in float32, in tiles of 64.
+    """
+    if half:
+        tiles = [(-(-length // 64) * 64) * (-(-head // 64) * 64) for length, head in gathered]
+        recorder.together([rows * 4, parts * sum(tiles[:1] if gathered[0][1] <= 128 else tiles) * 4], name)
+    else:
+        recorder.together([rows * gathered[2][1] * 4, rows * 4], name)
+
+
+def direct_efficient_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """``_efficient_attention_forward``, which libraries call too (xformers): (batch, length, heads, head size).
+
+    Packed sequences are one sample, with the places where they start; log-sum-exps are those of the longest, for each.
+    """
+    query, key, value, _bias, starts, _key_starts, longest, longest_key = args[:8]
+    batch, length, heads = query.shape[:3]
+    if starts is None:
+        parts, longest, longest_key = batch, length, key.shape[1]
+    else:
+        parts = starts.numel() - 1
+    rows = -(-longest // 32) * 32 if len(args) > 10 and args[10] else 0
+    out = torch.empty((batch, length, heads, value.shape[-1]), dtype=query.dtype, device="meta")
+    return out, _float(parts, heads, rows), _seed(), _seed(), longest, longest_key
+
+
+def direct_efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_efficient_attention_backward``, by the same rules as :func:`efficient_backward`.
+
+    A gradient that is not contiguous is copied. The two words of the random state lie in host memory.
+    """
+    grad, query, key, value, bias, _out, starts, _key_starts, longest, longest_key = args[:10]
+    batch, length, heads, head = query.shape
+    name = str(func)
+    copies = [] if grad.is_contiguous() else [recorder.hold(grad.numel() * grad.element_size(), name)]
+    if kwargs.get("shared_storage_dqdkdv"):
+        chunk = torch.empty((batch, length, 3, heads, head), dtype=query.dtype, device="meta")
+        made: list[Any] = list(chunk.unbind(2))
+    else:
+        made = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (query, key, value)]
+    if bias is not None and args[15]:
+        padded = -(-bias.shape[-1] // 16) * 16
+        made.append(torch.empty((*bias.shape[:-1], padded), dtype=bias.dtype, device="meta")[..., : bias.shape[-1]])
+    for tensor in made:
+        recorder.track(tensor, name)
+    if starts is None:
+        parts, longest, longest_key = batch, length, key.shape[1]
+    else:
+        parts = starts.numel() - 1
+    gathered = [(longest, head), (longest_key, head), (longest_key, value.shape[-1])]
+    _row_sums(recorder, name, batch * heads * length, parts * heads, gathered, half=query.element_size() == 2)
+    recorder.release(copies)
+    return (*made, *[None] * (4 - len(made)))
 
 
 def cudnn_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -61,6 +61,8 @@ HANDLERS: dict[str, Handler] = {
     "aten::_scaled_dot_product_flash_attention_backward": _attention.flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _attention.efficient_forward,
     "aten::_scaled_dot_product_efficient_attention_backward": _attention.efficient_backward,
+    "aten::_efficient_attention_forward": _attention.direct_efficient_forward,
+    "aten::_efficient_attention_backward": _attention.direct_efficient_backward,
     "aten::_scaled_dot_product_cudnn_attention": _attention.cudnn_forward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _attention.cudnn_backward,
     "aten::_local_scalar_dense": _data_dependent_shapes.local_scalar,

@@ -28,6 +28,7 @@ _TAKE_BOTH = frozenset(
         *("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
         *("_pack_padded_sequence", "_pack_padded_sequence_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
         *("_ctc_loss", "_ctc_loss_backward", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss", "segment_reduce"),
+        "_efficient_attention_backward",  # what its forward has drawn lies on the host, or is empty (xformers)
         *("bernoulli", "bernoulli_"),  # DistributionTemplates.h moves the probabilities
         *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"),  # "lr" may be a tensor of the host
     )
