@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from architectures import BY_NAME, adamw
 from test_simulate_law import Mixer, _real_allocations
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.simulate import trace
@@ -21,6 +23,7 @@ from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe, find_blocks
 from vram_guard.techniques._checkpointing import checkpoint_modules
+from vram_guard.techniques.kept import kept_as
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
 
@@ -449,10 +452,11 @@ def test_more_checkpointed_blocks_never_take_more_and_keep_the_law(precision: st
         before = peak
 
 
-def test_the_trace_of_checkpointed_blocks_allocates_what_a_real_step_allocates() -> None:
+@pytest.mark.parametrize("keeps", [(), ("addmm",)])
+def test_the_trace_of_checkpointed_blocks_allocates_what_a_real_step_allocates(keeps: tuple[str, ...]) -> None:
     def model() -> nn.Module:
         made = nn.Sequential(*[Mixer() for _ in range(4)], nn.Linear(64, 1))
-        checkpoint_modules(made, ("0", "1", "3"))
+        checkpoint_modules(made, ("0", "1", "3"), keeps)
         return made
 
     def batch(b: int) -> torch.Tensor:
@@ -505,3 +509,116 @@ def test_what_is_computed_again_belongs_to_its_block() -> None:
         if e >= 0 and timeline.blocks[e].category == "activations"
     }
     assert again >= {"h.0.up", "h.5.norm"}
+
+
+# --- chosen operators are kept --------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """A block with attention, which may drop out, and other dropout behind it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(64, 192), nn.Linear(64, 64, bias=False), dropout
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        made = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2)
+        return x + F.dropout(self.out(made), 0.2)
+
+
+KEPT_OPERATORS = ("addmm", "attention", "bmm", "mm")
+
+
+class Ran(TorchDispatchMode):
+    """Counts the operators that may be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counted[kept_as(str(func))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("keeps", [("attention",), KEPT_OPERATORS])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_training_that_keeps_results_is_the_one_as_written(
+    dropout: float, keeps: tuple[str, ...], autocast: bool
+) -> None:
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(batch).float().square().mean()
+
+    results = []
+    for chosen in ((), keeps):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Attention(dropout) for _ in range(3)])
+        undo = checkpoint_modules(model, ("0", "1", "2"), chosen) if chosen else lambda: None
+        results.append(trained(model, torch.randn(2, 16, 64), loss))
+        undo()
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
+def test_what_is_kept_does_not_run_again_unless_it_is_random() -> None:
+    def ran(dropout: float, keeps: tuple[str, ...]) -> Counter[str]:
+        model = nn.Sequential(Attention(dropout), Attention(dropout))
+        checkpoint_modules(model, ("0", "1"), keeps)
+        made = model(torch.randn(2, 16, 64, requires_grad=True)).sum()
+        with Ran() as again:
+            made.backward()
+        return again.counted
+
+    whole, kept = ran(0.0, ()), ran(0.0, ("addmm", "attention"))
+    assert (whole["addmm"], kept["addmm"]) == (2, 0)
+    assert (whole["attention"], kept["attention"]) == (2, 0)
+    assert sum(whole.values()) > sum(kept.values()) > 0
+    assert is_random(0.1)
+    assert not is_random(0.0)
+    again = run_step(attention_step(0.1, KEPT_OPERATORS), 4, AMPERE).work
+    assert {kept_as(item.operator) for item in again if item.recomputed} == {"", "attention"}
+
+
+def attention_step(dropout: float, keeps: tuple[str, ...]) -> TrainingStep:
+    recipe = Recipe(checkpoint=("0", "1"), checkpoint_keeps=keeps)
+    model = nn.Sequential(Attention(dropout), Attention(dropout), nn.Linear(64, 1))
+    return TrainingStep(model, lambda b: torch.randn(b, 16, 64), total, adamw, recipe=recipe)
+
+
+def is_random(dropout: float) -> bool:
+    """Whether the trace says that attention takes random numbers."""
+    work = run_step(attention_step(dropout, ()), 4, AMPERE).work
+    return any(item.random for item in work if kept_as(item.operator) == "attention")
+
+
+def test_what_is_kept_lies_between_as_written_and_all_computed_again() -> None:
+    written, *kept, whole = (
+        trace(stack_step(recipe=recipe)).at(64).peak_allocated
+        for recipe in (
+            Recipe(),
+            Recipe(checkpoint=names(6), checkpoint_keeps=("addmm",)),
+            Recipe(checkpoint=names(6)),
+        )
+    )
+    assert whole < kept[0] < written
+    # The hidden layer and the result of each of the six blocks; the last block's are there at the peak anyhow.
+    assert kept[0] - whole == 64 * 128 * 4 * 64 * (5 * 5)
+
+
+def test_operators_that_cannot_be_kept_are_refused() -> None:
+    assert Recipe(checkpoint_keeps=("mm",)) == Recipe()
+    with pytest.raises(InvalidInputError, match=r"checkpoint_keeps: unknown 'addm', known are .*did you mean 'addmm'"):
+        Recipe(checkpoint=("h.0",), checkpoint_keeps=("addm",))
+
+
+def test_without_torchs_contexts_everything_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vram_guard.techniques._checkpointing.AVAILABLE", False)
+    model = nn.Sequential(Attention())
+    checkpoint_modules(model, ("0",), KEPT_OPERATORS)
+    made = model(torch.randn(2, 16, 64, requires_grad=True)).sum()
+    with Ran() as again:
+        made.backward()
+    assert again.counted["attention"] == 1

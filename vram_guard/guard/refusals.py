@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _WHY: dict[str, str] = {
     "accumulate": marked("smaller micro-batches are not possible here: {why}"),
     "checkpoint": marked("activation checkpointing is not possible here: {why}"),
+    "selective_checkpoint": marked("selective activation checkpointing is not possible here: {why}"),
     "precision": marked("mixed precision is not possible here: {why}"),
     "grow": marked("a larger batch is not possible here: {why}"),
     "fused": marked("a fused optimizer is not possible here: {why}"),
@@ -105,6 +106,7 @@ def _pinned(pins: Pins, precision: str, batch_size: int) -> Iterator[tuple[str, 
 
 _PARTS = {
     "checkpoint": "checkpoint",
+    "checkpoint_keeps": "selective_checkpoint",
     "offload_activations": "offload_activations",
     "frozen_on_host": "offload_frozen",
     "optimizer_on_host": "offload_optimizer",

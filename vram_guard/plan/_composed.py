@@ -116,7 +116,11 @@ class Composer:
         """
 
         def every(*, checkpoint: frozenset[str] = frozenset(), offload: frozenset[str] = frozenset()) -> TraceRequest:
-            treated = {"checkpoint": tuple(sorted(checkpoint)), "offload_activations": tuple(sorted(offload))}
+            treated = {
+                "checkpoint": tuple(sorted(checkpoint)),
+                "offload_activations": tuple(sorted(offload)),
+                "checkpoint_keeps": request.recipe.checkpoint_keeps,  # none without a checkpointed block
+            }
             return replace(request, recipe=request.recipe.with_(optimizer="as-written", **treated))
 
         recipe = request.recipe

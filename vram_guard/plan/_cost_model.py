@@ -21,6 +21,7 @@ from vram_guard.plan.step_time import (
     recompute_seconds,
     relative_cost,
     step_seconds,
+    worth_keeping,
 )
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
@@ -64,8 +65,8 @@ class CostModel:
         self._times: dict[Option, StepTime] = {}
         self._steps: dict[tuple[Option, int], StepTime] = {}
         self._bases: dict[Option, Timeline] = {}
-        self._recompute: dict[tuple[Option, int], dict[str, StepTime]] = {}
-        """Time of each block's forward, by step and micro-batch size."""
+        self._recompute: dict[tuple[Option, int, tuple[str, ...]], dict[str, StepTime]] = {}
+        """Time of each block's forward, by step, micro-batch size and operators that do not run again."""
         self._saved: dict[tuple[Option, int], Mapping[str, int]] = {}
         """Bytes saved for the backward pass, by module, what lies inside it included."""
         self._static: dict[Option, Mapping[Category, int]] = {}
@@ -95,7 +96,7 @@ class CostModel:
         rounds = option.splits * self._source.accumulate
         time = self._step(base, size, rounds)
         if recipe.checkpoint:
-            time += self._recomputed(base, size, recipe.checkpoint).times(rounds)
+            time += self._recomputed(base, size, recipe.checkpoint, recipe.checkpoint_keeps).times(rounds)
         if option.splits > 1 and self._source.forward_again:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
@@ -127,15 +128,19 @@ class CostModel:
             self._bases[base] = self._timelines(base)
         return self._bases[base]
 
-    def _recomputed(self, base: Option, size: int, blocks: tuple[str, ...]) -> StepTime:
+    def _recomputed(self, base: Option, size: int, blocks: tuple[str, ...], keeps: tuple[str, ...]) -> StepTime:
         """The forward of these blocks again: the sum of their own, unless some lie within others."""
+
+        def seconds(*names: str) -> StepTime:
+            return recompute_seconds(self._timeline(base).exact(size).work, names, size, self._gpu, keeps=keeps)
+
         inside = set(blocks)
         if any(not inside.isdisjoint(islice(ancestors(name), 1, None)) for name in blocks):
-            return recompute_seconds(self._timeline(base).exact(size).work, blocks, size, self._gpu)
-        known = self._recompute.setdefault((base, size), {})
+            return seconds(*blocks)
+        known = self._recompute.setdefault((base, size, keeps), {})
         for name in blocks:
             if name not in known:
-                known[name] = recompute_seconds(self._timeline(base).exact(size).work, (name,), size, self._gpu)
+                known[name] = seconds(name)
         return sum((known[name] for name in blocks), StepTime())
 
     def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
@@ -178,6 +183,11 @@ class CostModel:
                     recompute[name] += time.device
         offload = {name: offload_seconds(size, self._gpu).seconds for name, size in saved.items()}
         return saved, recompute, offload
+
+    def worth_keeping(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Operators whose results are worth keeping where these blocks are checkpointed."""
+        timeline = self._timeline(Option(self._source.precision, 1))
+        return worth_keeping(timeline, tuple(names), self._batch_size, self._gpu)
 
     def _saved_by(self, base: Option, size: int, names: Iterable[str]) -> Mapping[str, int]:
         key = (base, size)

@@ -65,7 +65,7 @@ def by_depth(
             law = DepthLaw(shallow(request, _DEPTH), shallow(request, _DEPTH + 1), _DEPTH, blocks.stack)
             kind = (
                 layout,
-                tuple(map(bool, treated)),
+                (*map(bool, treated), request.recipe.checkpoint_keeps),
                 replace(request, batch_size=0, recipe=request.recipe.with_(**_NONE)),
             )
             if kind in checked or law.holds(shallow(request, _CHECKED_DEPTH), _CHECKED_DEPTH):

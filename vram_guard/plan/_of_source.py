@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget.host import host_share
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import Message, _
 from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.spec import data_parallel
@@ -35,7 +35,10 @@ from vram_guard.techniques.recipe import Sharding
 
 #: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
 _NOT_SPREAD = frozenset(
-    {"offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward", "chunked_loss"}
+    {
+        *("offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward"),
+        *("chunked_loss", "selective_checkpoint"),
+    }
 )
 
 
@@ -123,6 +126,12 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}
         reasons["accumulate"] = refused_reason("accumulate", again)
+    if source.compiles:
+        techniques -= {"selective_checkpoint"}
+        if asked.pins.checkpoint_keeps:
+            raise UnsupportedStepError(
+                _("{pin} is pinned, but {refusal}", pin="checkpoint_keeps", refusal=_("compiled blocks cannot keep it"))
+            )
     precisions, why_precision = _precisions(asked, source.precision)
     return Request(
         batch_size=asked.batch_size,

@@ -411,7 +411,7 @@ class _Way(NamedTuple):
     without: Option
     """The option with all blocks as written."""
     kinds: frozenset[str]
-    """Names of a recipe's fields; "": blocks as written."""
+    """Names of a recipe's fields and of operators whose results are kept; "": blocks as written."""
 
     @classmethod
     def of(cls, option: Option, blocks: int) -> _Way:
@@ -419,7 +419,8 @@ class _Way(NamedTuple):
         kinds = {name: getattr(option.recipe, name) for name in ("checkpoint", "offload_activations")}
         without = option._replace(recipe=option.recipe.with_(**dict.fromkeys(kinds, ())))
         written = [""] if treated(option) < blocks else []
-        return cls(without, frozenset((*written, *(name for name, names in kinds.items() if names))))
+        ways = (*(name for name, names in kinds.items() if names), *option.recipe.checkpoint_keeps)
+        return cls(without, frozenset((*written, *ways)))
 
 
 def _same_memory(said: Timeline, traced: Timeline, size: int) -> bool:

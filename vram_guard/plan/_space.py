@@ -42,6 +42,8 @@ class Parts:
     """Blocks whose forward must not run twice."""
     head: str = ""
     """The layer whose logits, and their loss, may be computed in chunks; "": there is none."""
+    keeps: tuple[str, ...] = ()
+    """Operators whose results are worth keeping where blocks are checkpointed, most seconds for a byte first."""
 
     @property
     def saving(self) -> tuple[str, ...]:
@@ -77,7 +79,8 @@ def parts_of(
     found = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     names = tuple(block.name for block in found)
     frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
-    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure, cost_model.logits_layer())
+    head, keeps = cost_model.logits_layer(), cost_model.worth_keeping(names)
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure, head, keeps)
 
 
 def space_of(
@@ -135,6 +138,7 @@ def _recipes(techniques: frozenset[str], parts: Parts, pins: Pins, *, trains: bo
     """Every recipe of whole-model techniques, over the pinned blocks."""
     base = AS_WRITTEN.with_(
         checkpoint=_pinned("checkpoint", pins.checkpoint, parts.checkpointable),
+        checkpoint_keeps=pins.checkpoint_keeps or (),
         offload_activations=_pinned("offload_activations", pins.offload_activations, parts.blocks),
     )
     forms = [pins.optimizer] if pins.optimizer else _forms(techniques, trains=trains)
@@ -226,10 +230,17 @@ def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[
     offloads = "offload_activations" in techniques and pins.offload_activations is None
     pure = tuple(block for block in blocks if block not in parts.impure)
     if checkpoints and pure:
-        yield from (BlockPrefix("checkpoint", order) for order in dict.fromkeys(_orders(pure, parts)))
+        orders = tuple(dict.fromkeys(_orders(pure, parts)))
+        pinned_keeps = pins.checkpoint_keeps or ()
+        yield from (BlockPrefix("checkpoint", order, tuple(pinned_keeps)) for order in orders)
+        if "selective_checkpoint" in techniques and parts.keeps and pins.checkpoint_keeps is None:
+            # The one that takes longest for its bytes needs the least memory, all of them the least time.
+            for keeps in dict.fromkeys((parts.keeps[:1], parts.keeps)):
+                yield BlockPrefix("checkpoint", orders[0], keeps)
     if offloads and blocks:
         yield BlockPrefix("offload_activations", blocks)
-    if checkpoints and offloads and len(pure) > 1 and _recompute_is_cheaper(pure, parts):
+    mixes = checkpoints and offloads and not pins.checkpoint_keeps
+    if mixes and len(pure) > 1 and _recompute_is_cheaper(pure, parts):
         yield BlockPrefix("both", pure)
 
 

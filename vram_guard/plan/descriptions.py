@@ -207,6 +207,7 @@ _ONE = {
     "precision": marked("mixed precision"),
     "grow": marked("a larger batch"),
     "checkpoint": marked("activation checkpointing of blocks"),
+    "selective_checkpoint": marked("selective activation checkpointing"),
     "fused": marked("a fused optimizer"),
     "offload_optimizer": marked("an optimizer on the host"),
     "reshard": marked("another time at which gathered weights are freed"),
@@ -232,7 +233,12 @@ def refused(technique: str, why: object) -> Reason:
 def recipe_words(recipe: Recipe) -> list[str]:
     """The techniques that are on, each in a few words."""
     words = []
-    if recipe.checkpoint:
+    if recipe.checkpoint_keeps:
+        kept = _(", ").join(recipe.checkpoint_keeps)
+        words.append(
+            _("{blocks} checkpointed, results of {operators} kept", blocks=counted(recipe.checkpoint), operators=kept)
+        )
+    elif recipe.checkpoint:
         words.append(_("{blocks} checkpointed", blocks=counted(recipe.checkpoint)))
     words += [sharding_words(recipe.sharding)] if recipe.sharding is not None else []
     words += offload_words(recipe)

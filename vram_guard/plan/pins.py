@@ -12,6 +12,7 @@ from vram_guard.language import _
 from vram_guard.plan.checks import check_switches
 from vram_guard.plan.techniques import BFLOAT16_SINCE
 from vram_guard.step import PRECISIONS, checked_count
+from vram_guard.techniques.kept import checked_operators
 from vram_guard.techniques.recipe import OPTIMIZER_FORMS
 
 _SWITCHES = ("optimizer_on_host", "parameters_on_host", "optimizer_in_backward", "chunked_loss", "expandable_segments")
@@ -25,7 +26,9 @@ class Pins:
         precision: one of :data:`vram_guard.step.PRECISIONS`.
         micro_batch_size: samples of a micro-batch; divides the batch.
         checkpoint: module names, how many blocks, "all" (whose forward may run twice) or "none".
-        offload_activations: the same, but "all" is every block.
+        checkpoint_keeps: operators whose results checkpointed blocks keep, of
+            :data:`vram_guard.techniques.kept.KEEPABLE`; () or "none": nothing.
+        offload_activations: the same as for ``checkpoint``, but "all" is every block.
         frozen_on_host: names of frozen modules, "all" or "none".
         optimizer: one of :data:`vram_guard.techniques.OPTIMIZER_FORMS`.
         optimizer_on_host: whether the optimizer lives in host memory.
@@ -46,6 +49,7 @@ class Pins:
     optimizer_in_backward: bool | None = None
     chunked_loss: bool | None = None
     expandable_segments: bool | None = None
+    checkpoint_keeps: tuple[str, ...] | str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | Pins | None) -> Pins:
@@ -74,6 +78,9 @@ class Pins:
             checked_count("pin: micro_batch_size", self.micro_batch_size)
         for name in ("checkpoint", "offload_activations", "frozen_on_host"):
             object.__setattr__(self, name, _modules(name, getattr(self, name), counts=name != "frozen_on_host"))
+        if self.checkpoint_keeps is not None:
+            keeps = () if self.checkpoint_keeps == "none" else self.checkpoint_keeps
+            object.__setattr__(self, "checkpoint_keeps", checked_operators("pin: checkpoint_keeps", keeps))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):
                 check_switches(**{f"pin: {name}": getattr(self, name)})

@@ -86,6 +86,8 @@ class BlockPrefix(NamedTuple):
 
     method: Method
     blocks: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+    """Operators whose results checkpointed blocks keep."""
 
     def recipe(self, base: Recipe, length: int) -> Recipe:
         """``base`` with the first ``length`` blocks treated by the method.
@@ -95,7 +97,8 @@ class BlockPrefix(NamedTuple):
         first, rest = self.blocks[:length], self.blocks[length:]
         if self.method == "both":
             return base.with_(offload_activations=first, checkpoint=rest)
-        return base.with_(**{self.method: (*getattr(base, self.method), *first)})
+        treated = {self.method: (*getattr(base, self.method), *first)}
+        return base.with_(**treated, checkpoint_keeps=self.keeps) if self.keeps else base.with_(**treated)
 
     @property
     def lengths(self) -> range:

@@ -23,15 +23,18 @@ plans of one step on one GPU with it. Do not read its seconds as a promise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 
 from vram_guard.budget import GPU
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan.model import Plan
-from vram_guard.plan.roofline import HOST_PER_OPERATOR, StepTime, link_rate, total_time
+from vram_guard.plan.roofline import HOST_PER_OPERATOR, HOST_PER_SELECTED_OPERATOR, StepTime, link_rate, total_time
 from vram_guard.step import checked_count
+from vram_guard.techniques.kept import KEEPABLE, kept_as
 from vram_guard.timeline import Block, Timeline, Work
 
 # --- whole steps ---------------------------------------------------------------------------------------------------
@@ -137,6 +140,7 @@ def recompute_seconds(
     batch_size: int,
     gpu: GPU | str | None = None,
     *,
+    keeps: Collection[str] = (),
     micro_batches: int = 1,
 ) -> StepTime:
     """The time that checkpointing these modules adds to a step traced without it: their forward once more.
@@ -150,11 +154,64 @@ def recompute_seconds(
         modules: dotted paths; what runs inside a module belongs to it.
         batch_size: samples of one micro-batch.
         gpu: the card; None: an A100's compute capability is assumed, see :func:`assumed_gpu`.
+        keeps: operators whose results are kept (:data:`vram_guard.techniques.kept.KEEPABLE`), unless they are random.
         micro_batches: of one optimizer step.
     """
     card, assumptions = _card(gpu, (8, 0))
-    again = [item for call in _calls(work, frozenset(modules)) for item in call[: _needed(call)]]
-    return total_time(again, batch_size, card).times(micro_batches) + StepTime(assumptions=assumptions)
+    calls = _calls(work, frozenset(modules))
+    again = [item for call in calls for item in call[: _needed(call)] if not is_kept(item, keeps)]
+    time = total_time(again, batch_size, card)
+    if keeps:
+        time += StepTime(dispatch=2 * sum(map(len, calls)) * HOST_PER_SELECTED_OPERATOR)
+    return time.times(micro_batches) + StepTime(assumptions=assumptions)
+
+
+def is_kept(item: Work, keeps: Collection[str]) -> bool:
+    """True if selective checkpointing that keeps these operators does not run this one again."""
+    return bool(keeps) and not item.random and kept_as(item.operator) in keeps
+
+
+def worth_keeping(
+    timeline: Timeline, modules: Collection[str], batch_size: int, gpu: GPU | None = None
+) -> tuple[str, ...]:
+    """The operators whose results are worth keeping where modules are checkpointed, most seconds for a byte first.
+
+    Those whose seconds for a byte of results exceed the modules' seconds for a byte that checkpointing saves.
+
+    Args:
+        timeline: of the step as written.
+        modules: dotted paths.
+        batch_size: samples of one micro-batch.
+        gpu: the card; None: see :func:`recompute_seconds`.
+    """
+    chosen = frozenset(modules)
+    timeline = timeline.exact(batch_size)
+    made = Counter[str]()
+    for block in _made_in_forward(timeline):
+        if block.category != "workspace" and not chosen.isdisjoint(ancestors(block.module)):
+            made[kept_as(block.operator)] += block.bytes_at(batch_size)
+    saved = sum(
+        size for path, size in activation_bytes(timeline, batch_size).items() if not chosen.isdisjoint(ancestors(path))
+    )
+    whole = recompute_seconds(timeline.work, chosen, batch_size, gpu).device
+    card = _card(gpu, (8, 0))[0]
+    again = [item for call in _calls(timeline.work, chosen) for item in call[: _needed(call)]]
+
+    def seconds(operator: str) -> float:
+        return total_time((item for item in again if is_kept(item, (operator,))), batch_size, card).device
+
+    for_a_byte = {name: seconds(name) / made[name] for name in KEEPABLE if made[name]}
+    worth = [name for name, each in for_a_byte.items() if each * saved > whole]
+    return tuple(sorted(worth, key=for_a_byte.__getitem__, reverse=True))
+
+
+def _made_in_forward(timeline: Timeline) -> Iterator[Block]:
+    """What the second step's first forward allocates."""
+    starts = [*(phase.start for phase in timeline.phases), len(timeline.events)]
+    for phase, start, end in zip(timeline.phases, starts, starts[1:], strict=False):
+        if phase.name == "forward" and phase.step == 2:
+            return (timeline.blocks[event] for event in timeline.events[start:end] if event >= 0)
+    return iter(())
 
 
 def _calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:

@@ -16,6 +16,7 @@ TECHNIQUES: dict[str, str] = {
     "half": "bf16-true in place of 32-true: weights and optimizer states in bfloat16 too",
     "accumulate": "smaller micro-batches of the same loaded batch",
     "checkpoint": "activation checkpointing of repeated blocks, as many as needed",
+    "selective_checkpoint": "checkpointed blocks keep results that are small and take long to compute",
     "offload_activations": "activations of blocks wait in host memory for the backward pass",
     "offload_frozen": "frozen modules wait in host memory for their forward",
     "offload_optimizer": "optimizer states and step in host memory",

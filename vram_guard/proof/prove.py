@@ -320,9 +320,16 @@ class _Prover:
             ("offload_frozen", AS_WRITTEN.with_(frozen_on_host=self._recipe.frozen_on_host)),
             ("offload_activations", AS_WRITTEN.with_(offload_activations=self._recipe.offload_activations)),
             ("checkpoint", AS_WRITTEN.with_(checkpoint=self._recipe.checkpoint)),
+            ("selective_checkpoint", self._selective()),
             ("optimizer_in_backward", AS_WRITTEN.with_(optimizer_in_backward=self._recipe.optimizer_in_backward)),
             ("chunked_loss", AS_WRITTEN.with_(chunked_head=self._recipe.chunked_head)),
         )
+
+    def _selective(self) -> Recipe:
+        recipe = self._recipe
+        if not recipe.checkpoint_keeps:
+            return AS_WRITTEN
+        return AS_WRITTEN.with_(checkpoint=recipe.checkpoint, checkpoint_keeps=recipe.checkpoint_keeps)
 
     def _words(self, samples: int, weight: LossWeight) -> str:
         said = _("proven by running {count} samples: the step learns the same", count=samples)

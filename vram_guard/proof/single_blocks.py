@@ -71,7 +71,8 @@ def run_single_blocks(captured: CapturedTraining, recipe: Recipe) -> SingleBlock
         UnsupportedStepError: the recipe treats the model as a whole, or a block is not called.
         Exception: whatever the user's code raises.
     """
-    of = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
+    checkpoint = "selective_checkpoint" if recipe.checkpoint_keeps else "checkpoint"
+    of = {checkpoint: recipe.checkpoint, "offload_activations": recipe.offload_activations}
     of["offload_frozen"] = recipe.frozen_on_host
     names = tuple(dict.fromkeys(name for treated in of.values() for name in treated))
     if "" in names:
@@ -127,6 +128,7 @@ def _alone(recipe: Recipe, name: str) -> Recipe:
 
     return AS_WRITTEN.with_(
         checkpoint=within(recipe.checkpoint),
+        checkpoint_keeps=recipe.checkpoint_keeps,
         offload_activations=within(recipe.offload_activations),
         frozen_on_host=within(recipe.frozen_on_host),
     )

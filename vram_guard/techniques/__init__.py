@@ -52,7 +52,7 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
         if recipe.checkpoint:
             from vram_guard.techniques._checkpointing import checkpoint_modules
 
-            undo.append(checkpoint_modules(model, recipe.checkpoint))
+            undo.append(checkpoint_modules(model, recipe.checkpoint, recipe.checkpoint_keeps))
         if recipe.offload_activations:
             from vram_guard.techniques._activation_offload import offload_activations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from vram_guard.state.forwards import FirstForward, SecondForward
 from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
+from vram_guard.techniques.selective import AVAILABLE, keeping_contexts
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 
-def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+def checkpoint_modules(model: nn.Module, names: Iterable[str], keeps: Collection[str] = ()) -> Callable[[], None]:
     """Checkpoint the named modules from now on: ``torch.utils.checkpoint`` around their forwards.
 
     Only while they train with gradients on. Results and gradients are those of the model as written: the random state
@@ -28,6 +33,9 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], N
     Args:
         model: any module; it is changed in place.
         names: modules as in ``model.named_modules()``.
+        keeps: operators, of :data:`vram_guard.techniques.kept.KEEPABLE`, whose results are kept in place of being
+            computed again, by torch's own ``create_selective_checkpoint_contexts``; compiled blocks, and those of a
+            torch without it, compute everything again.
 
     Returns:
         A function that puts the model's own forwards back.
@@ -35,11 +43,16 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str]) -> Callable[[], N
     Raises:
         InvalidInputError: no module has such a name; nothing was changed.
     """
-    return patch_forwards(model, names, Checkpointed)
+    kept = frozenset(keeps)
+    return patch_forwards(model, names, lambda module: Checkpointed(module, kept))
 
 
 class Checkpointed(PatchedForward):
     """A module's forward under ``torch.utils.checkpoint``."""
+
+    def __init__(self, module: nn.Module, keeps: frozenset[str] = frozenset()) -> None:
+        super().__init__(module)
+        self.keeps = keeps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results; its intermediate tensors are computed again when gradients are asked for."""
@@ -55,7 +68,7 @@ class Checkpointed(PatchedForward):
         settings: dict[str, Any] = {"use_reentrant": False}
         # torch.compile takes no contexts of its own; a block without buffers seldom needs them.
         if not torch.compiler.is_compiling() or any(True for _ in module.buffers()):
-            settings["context_fn"] = partial(_contexts, module)
+            settings["context_fn"] = partial(_contexts, module, self.keeps)
         # Keyword arguments go as positional ones: only those are saved as autograd saves tensors, which notices when
         # one is changed in place before the forward runs again.
         run = partial(_with_names, forward, len(args), tuple(kwargs))
@@ -89,6 +102,31 @@ def _filled(caches: list[Any], module: nn.Module) -> bool:
 # --- what a forward leaves -------------------------------------------------------------------------------------------
 
 
-def _contexts(module: nn.Module) -> tuple[FirstForward, SecondForward]:
+def _contexts(
+    module: nn.Module, keeps: frozenset[str]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     first = FirstForward(module)
-    return first, SecondForward(first)
+    second = SecondForward(first)
+    if not keeps or torch.compiler.is_compiling() or not AVAILABLE:
+        return first, second
+    keeping, kept = keeping_contexts(keeps)
+    return _Around(first, keeping), _Around(second, kept)
+
+
+class _Around:
+    """Two contexts, the second within the first; entered as often as they can be."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._contexts = outer, inner
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for context in self._contexts:
+                entered.enter_context(context)
+            self._entered = entered.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, where)

@@ -51,7 +51,8 @@ def incompatible(
     """
     if recipe.optimizer_in_backward and accumulate > 1:
         return _("a step has {count} backward passes, and the optimizer would step after each", count=accumulate)
-    for check in (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked):
+    checks = (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked, _selective)
+    for check in checks:
         among = 1 if sharded and check is _parameters_on_host else ranks
         reason = check(recipe, clip, precision, optimizer_name, among, torch_version)
         if reason:
@@ -178,4 +179,12 @@ def _chunked(
         return _(
             "parameters on the host come to the GPU for one forward of their layer, and chunks run it several times"
         )
+    return ""
+
+
+def _selective(
+    recipe: Recipe, _clip: bool, _precision: str, _name: str, _ranks: int, _version: tuple[int, int] | None
+) -> str:
+    if recipe.checkpoint_keeps and (recipe.sharding is not None or recipe.parameters_on_host):
+        return _("FSDP gathers weights within blocks by operators of its own, which differ when a block runs again")
     return ""

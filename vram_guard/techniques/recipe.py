@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.techniques.kept import checked_operators
 
 OptimizerForm = Literal["as-written", "fused", "for-loop", "8bit"]
 OPTIMIZER_FORMS: tuple[str, ...] = get_args(OptimizerForm)
@@ -52,6 +53,8 @@ class Recipe:
 
     Attributes:
         checkpoint: modules that keep only their inputs and compute their forward again in the backward pass.
+        checkpoint_keeps: operators whose results those modules keep as well, in place of computing them again
+            (:data:`vram_guard.techniques.kept.KEEPABLE`); nothing where no module is checkpointed.
         offload_activations: modules whose saved tensors stay in host memory for the backward pass; "" is the whole
             model. Disjoint from ``checkpoint``.
         frozen_on_host: modules without trained parameters whose weights stay in host memory and come to the GPU
@@ -80,6 +83,7 @@ class Recipe:
     chunked_head: str = ""
     expandable_segments: bool = False
     activation_memory_budget: float | None = None
+    checkpoint_keeps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_FORMS:
@@ -91,6 +95,8 @@ class Recipe:
                     _("{name} must be a tuple of module names, not the text {text}", name=name, text=repr(paths))
                 )
             object.__setattr__(self, name, tuple(paths))
+        keeps = checked_operators("checkpoint_keeps", self.checkpoint_keeps)
+        object.__setattr__(self, "checkpoint_keeps", keeps if self.checkpoint else ())
         both = set(self.checkpoint) & set(self.offload_activations)
         if both:
             names = ", ".join(sorted(both))

@@ -298,6 +298,8 @@ class Work(NamedTuple):
     """Bytes between host and device."""
     micro_batch: int = 0
     """The micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
+    random: bool = False
+    """It takes random numbers."""
 
 
 #: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper

@@ -265,6 +265,7 @@ def _small(plan: LaunchPlan, samples: int) -> LaunchPlan:
         resumes_grown=False,
         recipe=AS_WRITTEN.with_(
             checkpoint=plan.recipe.checkpoint,
+            checkpoint_keeps=plan.recipe.checkpoint_keeps,
             offload_activations=plan.recipe.offload_activations,
             chunked_head=plan.recipe.chunked_head,
         ),

@@ -117,7 +117,10 @@ def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan
     whole = _whole(plan, with_slices=False)
     for name, treated in alone.items():
         if treated:
-            found.append((_FIELDS[name], replace(whole, recipe=plan.recipe.with_(**{**nothing, name: treated}))))
+            recipe = plan.recipe.with_(**{**nothing, name: treated})
+            found.append((_FIELDS[name], replace(whole, recipe=recipe.with_(checkpoint_keeps=()))))
+            if recipe.checkpoint_keeps:
+                found.append(("selective_checkpoint", replace(whole, recipe=recipe)))
     return found
 
 

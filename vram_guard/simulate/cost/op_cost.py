@@ -15,6 +15,7 @@ from vram_guard.budget.margins import Network
 from vram_guard.simulate.cost._flops import MATMULS, RECURRENT, Args, Formula, formula_of, unit_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.techniques.selective import draws
 from vram_guard.tensors import tensors_in
 from vram_guard.timeline import Affine, Unit, Work
 
@@ -85,6 +86,8 @@ class _Kind(NamedTuple):
     written: tuple[int, ...]
     """Positions of the arguments that it overwrites."""
     lists: bool
+    random: Any
+    """The operator itself where it may take random numbers, else None."""
 
 
 def _kind(func: Any) -> _Kind | None:
@@ -101,6 +104,7 @@ def _kind(func: Any) -> _Kind | None:
         flops=formula_of(func),
         written=written,
         lists=name.startswith(("aten::_foreach_", "aten::_amp_foreach")) or name in _FUSED,
+        random=func if torch.Tag.nondeterministic_seeded in func.tags else None,
     )
 
 
@@ -184,7 +188,8 @@ class CostMeter:
             if dtype.is_complex:
                 flops *= 4
         moved = self._moved(kind, args, kwargs, given.size, made.size)
-        self._add(kind.operator, flops, moved, unit, self._launches(kind, args, out), 0)
+        random = kind.random is not None and draws(kind.random, args, kwargs)
+        self._add(kind.operator, flops, moved, unit, self._launches(kind, args, out), 0, random=random)
 
     def _moved(self, kind: _Kind, args: Args, kwargs: dict[str, Any], given: int, made: int) -> int:
         if kind.name in _GATHERS:
@@ -212,7 +217,9 @@ class CostMeter:
             return max(1, steps * (len(weights) // int(per_layer)))
         return 1
 
-    def _add(self, operator: str, flops: int, moved: int, unit: Unit, launches: int, transfer: int) -> None:
+    def _add(
+        self, operator: str, flops: int, moved: int, unit: Unit, launches: int, transfer: int, *, random: bool = False
+    ) -> None:
         recorder = self._recorder
         # Only a recomputation runs with gradients on, inside one of the backward pass's nodes.
         again = recorder.in_backward and torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
@@ -228,6 +235,7 @@ class CostMeter:
                 launches,
                 Affine(transfer, 0),
                 recorder.micro_batch,
+                random,
             )
         )
 
