@@ -17,6 +17,7 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import difference, launch  # noqa: E402
 
 from vram_guard.codec import to_json  # noqa: E402
+from vram_guard.techniques import Recipe  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
 MODULE = ("-m", "packaged.train")
@@ -65,6 +66,21 @@ def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(confi
     assert "micro-batch size" in found["said"]
     assert (found["package"], found["precision"], found["processes"]) == ("packaged", "bf16", 1)
     assert 0 < difference(plain, found) < 1e-4  # gradients of bfloat16
+
+
+def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, tmp_path: Path) -> None:
+    blocks = tuple(f"blocks.{number}" for number in range(3))
+    for keeps in ((), ("addmm",)):
+        plan = LaunchPlan(
+            batch_size=16,
+            grown_batch_size=16,
+            micro_batch_size=16,
+            recipe=Recipe(checkpoint=blocks, checkpoint_keeps=keeps),
+        )
+        planned = {VARIABLE: to_json(plan)}
+        found = run(configs, 1, tmp_path / f"{len(keeps)}.pt", "-m", "vram_guard_accelerate", *MODULE, **planned)
+        plain = run(configs, 1, tmp_path / "plain.pt", *MODULE)
+        assert difference(plain, found) == 0
 
 
 def test_a_module_behind_the_guards_own(configs: Any, tmp_path: Path) -> None:

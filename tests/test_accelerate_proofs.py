@@ -21,9 +21,11 @@ from accelerate_cases import ONE, TRAINER, TRAINING, difference, launch  # noqa:
 from vram_guard.apply.normalisers import Normaliser  # noqa: E402
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
+from vram_guard.techniques import Recipe  # noqa: E402
 from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
 from vram_guard_accelerate._settings import Settings  # noqa: E402
 from vram_guard_accelerate.dry_run._real_samples import few_samples, most_different  # noqa: E402
+from vram_guard_accelerate.planning._proven import _parts  # noqa: E402
 
 LOSSES = cases.HERE / "accelerate_scripts" / "losses.py"
 SEGMENTATION = cases.HERE / "accelerate_scripts" / "segmentation.py"
@@ -52,6 +54,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
     for name in ("Drawing", "Unhindered"):
         cases.request(asked / name, LOSSES, name, "--batch_size", 64, "--samples", 128, **large)
+    selective = {"budget": "1900MiB", "allow": ("checkpoint", "selective_checkpoint")}
+    cases.request(asked / "Heavy", LOSSES, "Heavy", "--batch_size", 64, "--samples", 128, **selective)
     on_host = {"budget": "112MiB", "allow": ("offload_activations",)}
     for name in ("Spoiling", "Unhindered"):
         cases.request(asked / f"{name}_waiting", LOSSES, name, "--batch_size", 64, "--samples", 128, **on_host)
@@ -63,7 +67,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "name", ["Plain", "Dropping", "Drawing", "adversarial", "diffusion", "trainer", "Unhindered", "Unhindered_waiting"]
+    "name",
+    [
+        *("Plain", "Dropping", "Drawing", "adversarial", "diffusion", "trainer", "Unhindered", "Unhindered_waiting"),
+        "Heavy",
+    ],
 )
 def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name: str) -> None:
     answer = answers[name]
@@ -134,6 +142,18 @@ def test_what_neither_proves_is_not_cut(answers: Any) -> None:
     assert "changes state that the model keeps: calls" in refusals[0]
     assert "--loss-weight" in refusals[0]
     assert not answers["Counting_heavy"]["changed"]
+
+
+def test_products_are_kept_where_that_saves_time(answers: Any) -> None:
+    recipe = answers["Heavy"]["launch_plan"]["recipe"]
+    assert recipe["checkpoint_keeps"] == ["addmm"]
+    assert len(recipe["checkpoint"]) > 2  # two would do, computed again whole
+
+
+def test_each_technique_of_a_plan_can_be_blamed_by_itself() -> None:
+    plan = LaunchPlan(recipe=Recipe(checkpoint=("blocks.0",), checkpoint_keeps=("addmm",)))
+    found = {name: part.recipe for name, part in _parts(plan, with_slices=False)}
+    assert found == {"checkpoint": Recipe(checkpoint=("blocks.0",)), "selective_checkpoint": plan.recipe}
 
 
 def test_a_loss_in_chunks_is_used_where_a_run_has_proven_it_alone(answers: Any) -> None:

@@ -88,6 +88,7 @@ def resident(timeline: Any) -> int:
     [
         {"checkpoint": "all"},
         {"checkpoint": 3},
+        {"checkpoint": "all", "checkpoint_keeps": ("addmm",)},
         {"offload_activations": ("blocks.1", "blocks.4")},
         {"checkpoint": 2, "offload_activations": ("blocks.4",)},
         {"optimizer": "for-loop"},

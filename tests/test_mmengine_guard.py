@@ -414,10 +414,11 @@ def test_mixed_precision_on_a_pretend_gpu(pretrain: Style) -> None:
 # --- techniques -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("technique", ["checkpoint", "fused", "offload_activations"])
+@pytest.mark.parametrize("technique", ["checkpoint", "selective_checkpoint", "fused", "offload_activations"])
 def test_techniques_leave_the_training_as_it_was(pretrain: Style, technique: str) -> None:
     pin = {
         "checkpoint": {"checkpoint": "all"},
+        "selective_checkpoint": {"checkpoint": "all", "checkpoint_keeps": ["addmm"]},
         "fused": {"optimizer": "fused"},
         "offload_activations": {"offload_activations": "all"},
     }[technique]

@@ -36,6 +36,13 @@ class Feed(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))).square())
 
 
+class WritesOver(Feed):
+    """Changes the result of a product in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)).relu_()).square())
+
+
 def feed(width: int = 1024, **changes: Any) -> TrainingStep:
     made = TrainingStep(
         model=lambda: nn.Sequential(*(Feed(width) for _ in range(6)), nn.Linear(width, 1)),
@@ -69,6 +76,19 @@ def test_a_plan_takes_it_where_it_is_named_and_saves_time() -> None:
     assert 1 < named.slowdown < not_named.slowdown
     assert any("6 blocks (Feed) checkpointed, results of addmm kept" in line for line in named.reasons)
     assert not plan(feed(), 32, budget, margin=0, allow=["selective_checkpoint"]).fits, "a kind of checkpointing"
+
+
+def test_where_a_kept_result_is_changed_in_place_blocks_are_computed_again_whole() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(WritesOver(1024) for _ in range(6)), nn.Linear(1024, 1))
+
+    made = plan(feed(model=model), 32, peak(KEEPING), margin=0, allow=BOTH)
+    assert made.fits
+    assert made.recipe.checkpoint
+    assert made.recipe.checkpoint_keeps == ()
+    assert any(
+        "cached during selective activation checkpoint has been mutated" in str(one.why) for one in made.rejected
+    )
 
 
 def test_it_is_not_taken_where_one_more_kind_of_change_saves_little() -> None:
@@ -133,7 +153,9 @@ def test_pins_of_operators() -> None:
 
 
 def test_not_beside_fsdp_and_not_in_compiled_blocks() -> None:
-    with pytest.raises(UnsupportedStepError, match="checkpoint_keeps is pinned, but compiled blocks cannot keep it"):
+    with pytest.raises(
+        UnsupportedStepError, match="checkpoint_keeps is pinned, but compiled blocks cannot keep results"
+    ):
         _compiled(pin={"checkpoint": "all", "checkpoint_keeps": ["addmm"]})
     on_host = {"checkpoint": "all", "checkpoint_keeps": ["addmm"], "parameters_on_host": True}
     made = plan(feed(), 32, "64GiB", pin=on_host)

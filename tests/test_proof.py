@@ -615,6 +615,11 @@ def test_a_form_that_rounds_says_by_how_much(monkeypatch: Any) -> None:
 SINGLE = {
     "activations": ({"offload_activations": "all"}, None, "proven by running single blocks (2 kinds)"),
     "checkpoint": ({"checkpoint": "all"}, None, "proven by running single blocks (2 kinds)"),
+    "selective": (
+        {"checkpoint": "all", "checkpoint_keeps": ["addmm"]},
+        None,
+        "proven by running single blocks (2 kinds)",
+    ),
     "frozen": ({"frozen_on_host": ("teacher",)}, None, "proven by running single blocks (1 kinds)"),
     "spoiled": (
         {"offload_activations": "all"},

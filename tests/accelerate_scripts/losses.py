@@ -169,6 +169,21 @@ class Spoiling(Network):
         self.blocks = nn.ModuleList(Spoiled(32) for _ in range(4))
 
 
+class Squared(Block):
+    """More bytes between its products."""
+
+    def forward(self, x):
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))).square().tanh())
+
+
+class Heavy(Network):
+    """Blocks whose products take longer than all else."""
+
+    def __init__(self):
+        super().__init__(width=512)
+        self.blocks = nn.ModuleList(Squared(512) for _ in range(5))
+
+
 class Unhindered(Network):
     """Blocks that do not."""
 

@@ -130,7 +130,11 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
         techniques -= {"selective_checkpoint"}
         if asked.pins.checkpoint_keeps:
             raise UnsupportedStepError(
-                _("{pin} is pinned, but {refusal}", pin="checkpoint_keeps", refusal=_("compiled blocks cannot keep it"))
+                _(
+                    "{pin} is pinned, but {refusal}",
+                    pin="checkpoint_keeps",
+                    refusal=_("compiled blocks cannot keep results of single operators"),
+                )
             )
     precisions, why_precision = _precisions(asked, source.precision)
     return Request(

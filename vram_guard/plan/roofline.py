@@ -15,7 +15,7 @@ from vram_guard.timeline import Unit, Work
 HOST_PER_OPERATOR = 8e-6
 
 #: What selective checkpointing adds to that in each of a block's two forwards, in which every operator passes through
-#: Python: ``benchmarks/selective_dispatch.py``, torch 2.13 on one core of a server.
+#: Python: ``benchmarks/bench_selective.py``, torch 2.13 on one core of a server.
 HOST_PER_SELECTED_OPERATOR = 12e-6
 
 #: Seconds between two kernels that one operator starts itself: the driver's ``cudaLaunchKernel`` takes 1 to 3
