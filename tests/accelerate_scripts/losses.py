@@ -180,8 +180,8 @@ class Heavy(Network):
     """Blocks whose products take longer than all else."""
 
     def __init__(self):
-        super().__init__(width=512)
-        self.blocks = nn.ModuleList(Squared(512) for _ in range(5))
+        super().__init__(width=256)
+        self.blocks = nn.ModuleList(Squared(256) for _ in range(3))
 
 
 class Unhindered(Network):
