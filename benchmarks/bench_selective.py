@@ -10,7 +10,7 @@ import time
 import torch
 from torch import nn
 
-from vram_guard.techniques._checkpointing import checkpoint_modules
+from vram_guard.techniques import Recipe, install
 
 OPERATORS, BLOCKS, STEPS = 100, 4, 30
 
@@ -29,10 +29,10 @@ class Block(nn.Module):
         return self.product(x)
 
 
-def microseconds(names: tuple[str, ...], keeps: tuple[str, ...]) -> float:
+def microseconds(recipe: Recipe) -> float:
     """Processor time of forward and backward for each operator of the forward."""
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    undo = checkpoint_modules(model, names, keeps)
+    undo = install(model, recipe)
     inputs = torch.randn(4, 8, requires_grad=True)
     for step in range(STEPS + 1):
         if step == 1:  # the first one warms up
@@ -46,8 +46,9 @@ def main() -> None:
     """Print the times, and what selective checkpointing adds to each of a block's two forwards."""
     torch.set_num_threads(1)
     every = tuple(map(str, range(BLOCKS)))
-    ways = {"as written": ((), ()), "checkpointed": (every, ()), "with the product kept": (every, ("addmm",))}
-    found = {name: min(microseconds(*way) for _ in range(3)) for name, way in ways.items()}
+    whole, kept = Recipe(checkpoint=every), Recipe(checkpoint=every, checkpoint_keeps=("addmm",))
+    ways = {"as written": Recipe(), "checkpointed": whole, "with the product kept": kept}
+    found = {name: min(microseconds(way) for _ in range(3)) for name, way in ways.items()}
     for name, each in found.items():
         print(f"{name:24}{each:7.1f} us for each operator")
     added = (found["with the product kept"] - found["checkpointed"]) / 2
