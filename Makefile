@@ -58,13 +58,14 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a whole job, a plan, a proof, looking for the longest batch, and what the guard adds to an iteration
+bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a whole job, a plan, a proof, looking for the longest batch, compiled steps, and what the guard adds to an iteration
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_trace.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_job.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_plan.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_proof.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_mmengine.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_longest.py
+	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_compiled.py
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.measure

@@ -1,7 +1,8 @@
 """Compiled steps of whole models: what they take, CPU seconds of the answer, and whether a law covers a third size.
 
-Two further sizes of each model are compiled, and an affine timeline is made of these, as for uncompiled steps. It is
-held against the size of the table, compiled by itself.
+``make bench`` runs it without the law, which takes two more compilations of each model: with ``--law`` two smaller
+sizes are compiled, and an affine timeline is made of these, as for uncompiled steps. It is held against the size of the
+table, compiled by itself.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,11 +11,12 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from mmengine.device import get_device
 from mmengine.model import is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
 from mmengine.registry import LOOPS
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch.utils.data import DataLoader
 
@@ -30,6 +32,7 @@ from vram_guard.language import _
 from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.proof.effects import StepEffects
+from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import (
@@ -54,7 +57,6 @@ from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from vram_guard.guard.evaluation import CapturedEvaluation
@@ -217,6 +219,9 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
             self._held.append(dict(frame.f_locals))
             frame = frame.f_back
 
+    #: Dynamo ends a graph here, as it does at the backward pass of MMEngine's own.
+    update_params._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001 - Dynamo's own mark
+
     def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
         raise UnsupportedStepError(
             _("train_step drives the optimizer itself, instead of calling optim_wrapper.update_params(loss)")
@@ -226,14 +231,23 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
 
 
 class _Loss:
-    """``train_step`` up to the loss."""
+    """``train_step`` up to the loss.
 
-    def __init__(self, recorder: RecordingOptimWrapper) -> None:
+    Args:
+        recorder: takes the loss.
+        compiled: options of torch.compile, under which the Runner will put ``train_step``; None: it does not.
+    """
+
+    def __init__(self, recorder: RecordingOptimWrapper, compiled: Mapping[str, Any] | None = None) -> None:
         self.recorder = recorder
+        self._compiled = compiled
 
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
-        outputs = self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
+        train_step = model.train_step
+        if self._compiled is not None and is_symbolic(next(model.parameters())):
+            train_step = torch.compile(train_step, **self._compiled)
+        outputs = self.recorder.outputs = train_step(batch.data, optim_wrapper=self.recorder)
         logged = outputs if isinstance(outputs, Mapping) else {}
         # Those with "loss" in their names are the parts of the loss, and are put together as it is.
         for name, value in logged.items():
@@ -251,8 +265,8 @@ class _AccumulatedLoss(_Loss):
     A trace runs two of them. ``OptimWrapper.optim_context`` has the backward pass inside, which here comes after.
     """
 
-    def __init__(self, recorder: RecordingOptimWrapper) -> None:
-        super().__init__(recorder)
+    def __init__(self, recorder: RecordingOptimWrapper, compiled: Mapping[str, Any] | None = None) -> None:
+        super().__init__(recorder, compiled)
         self._calls = 0
         self._unsynchronised = ExitStack()
 
@@ -284,7 +298,9 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
     facts = _optim.read(runner.optim_wrapper)
     layout = _layouts.layout_of(runner)
     wrapper: Any = None if layout is None else layout.apply
-    recorder = RecordingOptimWrapper()
+    recorder, compiled = RecordingOptimWrapper(), _compiled(runner)
+    if compiled is not None:
+        importlib.import_module("torch._dynamo")  # which says that compiled code may be met
     loader = _loader(runner)
     sample = _sample(loader)
     if hasattr(facts.make, "look_at"):
@@ -297,7 +313,7 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
     step = TrainingStep(
         model=model,
         batch=lambda size: HostBatch(sample.make(size)),
-        loss=_Loss(recorder) if layout is None or facts.accumulate == 1 else _AccumulatedLoss(recorder),
+        loss=(_Loss if layout is None or facts.accumulate == 1 else _AccumulatedLoss)(recorder, compiled),
         optimizer=lambda _parameters: facts.make(model if layout is None else wrapper.made[-1]),
         precision=facts.precision,
         accumulate=facts.accumulate,
@@ -514,9 +530,19 @@ def _length(runner: Any, loader: Any) -> tuple[int, int]:
     return epochs, int(get("max_iters", 0) or epochs * iterations)
 
 
+def _compiled(runner: Any) -> Mapping[str, Any] | None:
+    """Options of torch.compile, under which the Runner puts ``train_step``; None: it does not, or not so."""
+    given = runner.cfg.get("compile")
+    if not given or not isinstance(runner, Runner):
+        return None
+    return {} if given is True else dict(given)
+
+
 def _notes(runner: Any, model: nn.Module) -> list[str]:
     notes = []
-    if runner.cfg.get("compile"):
+    if _compiled(runner) is not None:
+        notes.append(_("MMEngine compiles the optimizer's step too, which is counted as uncompiled"))
+    elif runner.cfg.get("compile"):
         notes.append(_("torch.compile is not followed: counted as eager"))
     if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
         notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
