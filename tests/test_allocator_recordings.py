@@ -128,6 +128,13 @@ def test_what_stood_before_the_recording_is_found_again(snapshot):
     assert result.peak_reserved == (12 + 30 + 20 + 2 + 2) * MIB
 
 
+def test_a_segment_that_one_block_filled_is_found_again_without_an_empty_one():
+    size = 20 * MIB
+    freed = [(action, BASE, size, 0) for action in ("free_requested", "free_completed")]
+    (segment,) = read_recording(as_snapshot(freed, [(BASE, 0, "large", [(size, 0)])])).initial
+    assert [(block.size, block.requested_size) for block in segment.blocks] == [(size, size)]
+
+
 def test_a_difference_is_named_with_its_place(snapshot):
     # As if the device had been asked for 32 MiB where 30 are due.
     altered = copy.deepcopy(snapshot)

@@ -233,6 +233,10 @@ def test_no_package_no_driver_no_gpu_all_work_without_and_say_so(machine, monkey
         machine(fails={"nvmlInit": code}, torch=cpu_torch)
         with pytest.raises(NoDeviceError, match=rf'{reason}.*CPU build.*budget="24GiB".*gpu="RTX 4090"'):
             Budget.resolve()
+    machine(fails={"nvmlInit": 12}, torch=Torch(available=False, initialized=False))
+    with pytest.raises(NoDeviceError, match="no NVIDIA driver") as refused:
+        Budget.resolve()
+    assert "CPU build" not in str(refused.value), "this torch is built for CUDA"
     machine(torch=cpu_torch)
     with pytest.raises(NoDeviceError, match="driver sees no GPU"):
         Budget.resolve()
@@ -521,6 +525,11 @@ def test_the_async_allocator_is_said_to_be_unsupported(machine, monkeypatch, var
 def test_a_cpu_build_beside_a_gpu_is_said(machine):
     machine(Card(), torch=Torch(initialized=False, available=False, cuda=None))
     assert "this torch is a CPU build" in Budget.resolve().explain()
+
+
+def test_builds_for_cpus_see_no_gpu_and_those_for_rocm_may():
+    assert torch_cuda.Build("2.99.0+cpu", None, None).sees_none()
+    assert not torch_cuda.Build("2.99.0+rocm9", None, "9").sees_none()
 
 
 def test_the_package_calls_only_functions_that_nvml_has():

@@ -32,6 +32,16 @@ def test_a_video_model_s_sample_is_counted_as_its_latents() -> None:
     )
 
 
+def test_a_diffusion_model_of_images_is_given_one_frame() -> None:
+    assert sample_of({"_class_name": "UNet2DModel", "sample_size": 32}, InputSizes()) == (4 * 32 * 32, 0, 32 * 32)
+
+
+def test_what_is_smaller_than_a_patch_is_one_token() -> None:
+    config = {"_class_name": "DiTTransformer2DModel", "sample_size": 8, "patch_size": 2}
+    assert sample_of(config, InputSizes(height=1))[2] == 4
+    assert sample_of(config, InputSizes(width=1))[2] == 4
+
+
 def test_frames_are_patched_too_and_the_last_patch_may_be_partial() -> None:
     patched = {**VIDEO, "patch_size_t": 2}
     assert sample_of(patched, InputSizes())[2] == 7 * 30 * 45 + 226

@@ -71,6 +71,12 @@ def test_every_room_of_the_map_has_tests(tool):
             assert list((ROOT / "tests").glob(f"{pattern}.py")), f"{room}: no test is called {pattern}"
 
 
+def test_every_package_is_on_the_map(tool):
+    packages = {f"vram_guard/{path.parent.name}" for path in (ROOT / "vram_guard").glob("*/__init__.py")}
+    packages |= {f"integrations/{path.parent.name}" for path in (ROOT / "integrations").glob("*/__init__.py")}
+    assert packages <= set(tool.ROOMS)
+
+
 def test_verdicts(tmp_path):
     """A package with one function, of which a test looks at the sign only."""
     (tmp_path / "vram_guard").mkdir()

@@ -454,9 +454,9 @@ class CachingAllocator:
 
 
 def _next_division(size: int, divisions: int) -> int:
-    """``roundup_power2_next_division``: up to the next of ``divisions`` equal parts of its power of two."""
-    floor = 1 << (size.bit_length() - 1)
-    part = floor >> (divisions.bit_length() - 1)
-    if part == 0:
-        return floor if floor == size else floor << 1
+    """``roundup_power2_next_division``: up to the next of ``divisions`` equal parts of its power of two.
+
+    A part has 256 bytes at least: ``round_size`` asks for sizes above ``LEAST_BLOCK * divisions`` only.
+    """
+    part = 1 << (size.bit_length() - divisions.bit_length())
     return -(-size // part) * part
