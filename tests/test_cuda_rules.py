@@ -341,6 +341,14 @@ def test_channels_last_carries_through_convolutions_of_volumes() -> None:
     plain = traced(nn.Conv3d(16, 16, 3, padding=1), lambda b: torch.randn(b, 16, 4, 6, 8))
     assert bytes_of(made_by(plain, "aten.convolution.default")) == [volume] * 2
 
+    class OfEverySecond(nn.Conv3d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[..., ::2])
+
+    gaps = traced(OfEverySecond(16, 16, 3, padding=1), lambda b: torch.randn(b, 16, 4, 6, 16))
+    # One with gaps lies in neither layout: it is copied, and the weight is not.
+    assert bytes_of(made_by(gaps, "aten.convolution.default")) == [volume, volume] * 2
+
 
 def model_input_channels_last(b: int) -> torch.Tensor:
     return torch.randn(b, 16, 8, 8).contiguous(memory_format=torch.channels_last)
@@ -440,14 +448,15 @@ def test_the_users_choice_of_backend_is_honoured() -> None:
 
 
 class Attention(nn.Module):
-    def __init__(self, mask: torch.Tensor | None = None, **settings) -> None:
+    def __init__(self, mask: torch.Tensor | None = None, heads: int = 4, **settings) -> None:
         super().__init__()
+        self.heads = heads
         self.qkv = nn.Linear(64, 192, bias=False)
         self.register_buffer("mask", mask)
         self.settings = settings
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v, self.mask, **self.settings)
 
 
@@ -506,12 +515,13 @@ def test_attention_with_a_mask_takes_the_memory_efficient_kernel() -> None:
     assert not [b for b in timeline.blocks if b.size.base == 4 * 4 * 200 * 200 * 4]
 
 
-def test_in_half_precision_the_memory_efficient_backward_sums_in_float32() -> None:
-    """kernel_backward.h, ``kNeedsAccumGradQ``: lengths and head sizes rounded up to 64."""
-    mask = torch.zeros(200, 200, dtype=torch.bool)
-    timeline = traced(Attention(mask), lambda b: torch.randn(b, 200, 64), precision="bf16-mixed")
+@pytest.mark.parametrize(("length", "rounded", "heads"), [(200, 256, 4), (192, 192, 1), (193, 256, 4)])
+def test_in_half_precision_the_memory_efficient_backward_sums_in_float32(length: int, rounded: int, heads: int) -> None:
+    """kernel_backward.h, ``kNeedsAccumGradQ``: lengths and head sizes (16 and 64) rounded up to 64."""
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    timeline = traced(Attention(mask, heads), lambda b: torch.randn(b, length, 64), precision="bf16-mixed")
     backward = bytes_of(made_by(timeline, "_scaled_dot_product_efficient_attention_backward"))
-    assert backward[3:5] == [4 * 4 * 200 * 4, 4 * 4 * 256 * 64 * 4]
+    assert backward[3:5] == [4 * heads * length * 4, 4 * heads * rounded * 64 * 4]
 
 
 def test_the_math_backend_does_make_the_square_matrix() -> None:

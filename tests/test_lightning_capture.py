@@ -156,8 +156,11 @@ def test_every_form_of_configure_optimizers(returned: Any, count: int) -> None:
 
 
 def test_transfer_hooks_of_module_and_datamodule(tmp_path: Any) -> None:
+    loaders = set()
+
     class Upscaling(Base):
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            loaders.add(("after", dataloader_idx))
             x, y = batch
             return x.repeat(1, 100)[:, :6] * 1.0, y
 
@@ -166,12 +169,14 @@ def test_transfer_hooks_of_module_and_datamodule(tmp_path: Any) -> None:
             return cases.loader(40)
 
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            loaders.add(("before", dataloader_idx))
             return [part.double().float() for part in batch]
 
     plain = captured(tmp_path, cases.make_module()).timeline
     hooked = captured(tmp_path, Upscaling(), Data()).timeline
     assert hooked.tier == "symbolic"
     assert len(hooked.blocks) > len(plain.blocks)
+    assert loaders == {("before", 0), ("after", 0)}
 
 
 def test_the_precision_context_is_lightnings_own(tmp_path: Any, monkeypatch: Any) -> None:
