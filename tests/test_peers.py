@@ -14,7 +14,7 @@ from docs_blocks import pinned
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness.records import Results, Row, read
-from benchmarks.peers import bench, formulas, pages, tools
+from benchmarks.peers import bench, formulas, language_models, pages, tools
 from benchmarks.peers.workloads import workloads
 
 GB = 10**9
@@ -214,6 +214,13 @@ def test_formulas_for_language_models_are_shown_beside_the_same_answer_of_ours()
         (line,) = [line for line in page.splitlines() if line.startswith(f"| {row.name} |")][:1]
         assert line.split(" | ")[2].split()[0] == f"{row.predicted / 2**30:.2f}"
     assert [row.reason != "" for row in found] == [False] * 9 + [True] * 6  # Megatron's steps are not here
+
+
+def test_a_step_that_nobody_measured_has_no_error():
+    row = Row("tool", "a step", None, 2**31, tier="", seconds=None)
+    assert language_models.shown(row) == "2.00 GiB"
+    assert language_models.shown(replace(row, measured=2**30)) == "2.00 GiB +100.0%"
+    assert language_models.shown(replace(row, predicted=None, reason="none")) == "none"
 
 
 def test_both_languages_say_what_every_tool_cannot_answer():

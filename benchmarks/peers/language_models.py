@@ -396,9 +396,15 @@ def main(arguments: list[str] | None = None) -> int:
             results.rows += [answered(name, predict, training) for name, predict in tools.items()]
     write(results, options.json)
     for row in results.rows:
-        found = row.reason if row.predicted is None else f"{row.predicted / GIB:.2f} GiB {row.error:+.1%}"
-        print(f"{row.name}: {row.source}: {found}")
+        print(f"{row.name}: {row.source}: {shown(row)}")
     return int(any(row.reason.startswith("failed") for row in results.rows))
+
+
+def shown(row: Row) -> str:
+    """The answer of a row, with its error where the step was measured; or why there is none."""
+    if row.predicted is None:
+        return row.reason
+    return f"{row.predicted / GIB:.2f} GiB" + ("" if row.measured is None else f" {row.error:+.1%}")
 
 
 def answered(tool: str, predict: Callable[[Training], int], training: Training) -> Row:

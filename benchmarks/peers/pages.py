@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.harness import pages
@@ -100,9 +101,13 @@ def _seconds(tool: str, rows: list[Row]) -> tuple[str, ...]:
 
 
 def _reasons(results: Results) -> list[str]:
-    """Tool and reason, with the steps that it held for."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Tool and reason, with the steps that it held for; those of one model are counted."""
+    found: dict[tuple[str, str], Counter[str]] = {}
     for row in results.rows:
         if row.predicted is None:
-            found.setdefault((row.source, row.reason), []).append(row.name.split(",")[0])
-    return [f"{tool}: {why} ({', '.join(titles)})" for (tool, why), titles in found.items()]
+            found.setdefault((row.source, row.reason), Counter())[row.name.split(",")[0]] += 1
+    steps = {
+        reason: ", ".join(title if count == 1 else f"{count} x {title}" for title, count in titles.items())
+        for reason, titles in found.items()
+    }
+    return [f"{tool}: {why} ({titles})" for (tool, why), titles in steps.items()]

@@ -14,6 +14,7 @@ from vram_guard.cli.printing import Notes, print_json, print_now, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
+from vram_guard.state.collector import collector_paused
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -52,6 +53,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_estimate)
 
 
+@collector_paused()  # imports make hundreds of thousands of objects that all stay
 def _estimate(options: argparse.Namespace) -> int:
     from vram_guard.plan.checks import check_cudnn
 

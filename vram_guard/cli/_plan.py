@@ -20,6 +20,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
 from vram_guard.printable import printable
+from vram_guard.state.collector import collector_paused
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -122,6 +123,7 @@ def _one_of(options: argparse.Namespace) -> None:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
 
 
+@collector_paused()  # imports make hundreds of thousands of objects that all stay
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.budget import Budget
     from vram_guard.config_file import load_config
