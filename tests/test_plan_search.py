@@ -41,7 +41,7 @@ def line(fixed: int, per_sample: int, *, batch: int = 0, tier="symbolic", operat
 class Source:
     """Timelines by precision, as the tracer would give them; counts what was asked for.
 
-    Each treated block takes an equal part of the activations away.
+    Each treated block takes an equal part of the activations away; one that keeps results, half of it.
     """
 
     def __init__(self, **by_precision: Timeline | Exception) -> None:
@@ -53,9 +53,11 @@ class Source:
         made = self.by_precision[option.precision]
         if isinstance(made, Exception):
             raise made
-        treated = len(option.recipe.checkpoint) + len(option.recipe.offload_activations)
+        recipe, halves = option.recipe, 2 * len(BLOCKS)
+        left = halves - len(recipe.checkpoint) * (1 if recipe.checkpoint_keeps else 2)
+        left -= 2 * len(recipe.offload_activations)
         kept = tuple(
-            block._replace(size=Affine(block.size.base, block.size.per_sample * (len(BLOCKS) - treated) // len(BLOCKS)))
+            block._replace(size=Affine(block.size.base, block.size.per_sample * left // halves))
             if block.category == "activations"
             else block
             for block in made.blocks
@@ -91,12 +93,16 @@ BLOCKS = tuple(f"h.{number}" for number in range(8))
 
 
 class Prices:
-    """Half precision is faster; micro-batches cost a little, recomputing a block more, offloading it most."""
+    """Half precision is faster; micro-batches cost a little, recomputing a block more, offloading it most.
+
+    A block that keeps results costs a quarter of one that does not.
+    """
 
     def relative(self, option: Option) -> float:
         speed = 0.5 if option.precision == "bf16-mixed" else 1.0
         recipe = option.recipe
-        treated = 0.04 * len(recipe.checkpoint) + 0.1 * len(recipe.offload_activations)
+        each = 0.01 if recipe.checkpoint_keeps else 0.04
+        treated = each * len(recipe.checkpoint) + 0.1 * len(recipe.offload_activations)
         host = 3.0 * recipe.optimizer_on_host
         return speed * (1 + 0.01 * (option.splits - 1) + treated) + host
 
@@ -495,6 +501,7 @@ PREFIXES = (
     BlockPrefix("checkpoint", BLOCKS),
     BlockPrefix("offload_activations", BLOCKS[:5]),
     BlockPrefix("both", BLOCKS),
+    BlockPrefix("checkpoint", BLOCKS, ("mm",)),
 )
 
 
@@ -528,7 +535,12 @@ def test_one_more_technique_never_makes_it_worse(
     source = Source(p32_true=single, bf16_mixed=mixed)
     every = {"mixed": True, "accumulates": True, "prefixes": PREFIXES}
     best = rank(find(request(usable, batch_size, **every), source))
-    for technique, off in (("mixed", False), ("accumulates", False), ("prefixes", PREFIXES[:1])):
+    for technique, off in (
+        ("mixed", False),
+        ("accumulates", False),
+        ("prefixes", PREFIXES[:1]),
+        ("prefixes", PREFIXES[:3]),
+    ):
         fewer = {**every, technique: off}
         alone = rank(find(request(usable, batch_size, **fewer), source))
         assert best <= alone
