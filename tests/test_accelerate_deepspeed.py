@@ -99,7 +99,12 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     large = ("in_batches", "--out", "never.pt", "--batch_size", 1024, "--samples", 4096)
     for name in ("checkpoint", "accumulate"):
         cases.request(asked / name, SHARDED, *large, ranks=2, budget=LITTLE, allow=(name,))
-    return cases.dry_runs(asked, **by_engine(asked.parent, 2))
+    config = by_engine(asked.parent, 2)
+    own = ("--output_dir", asked.parent / "trainer", "--out", "never.pt", "--report_to", "none")
+    trainer = (*own, "--deepspeed", config["ACCELERATE_DEEPSPEED_CONFIG_FILE"], "--per_device_train_batch_size", 64)
+    cases.request(asked / "trainer", cases.TRAINER, *trainer, "--samples", 128, ranks=2, budget=LITTLE,
+                  allow=("checkpoint",))  # fmt: skip
+    return cases.dry_runs(asked, **config)
 
 
 def by_engine(folder: Path, stage: int) -> dict[str, str]:
@@ -119,7 +124,8 @@ def test_blocks_are_checkpointed_and_batches_made_smaller_where_it_does_not_fit(
         assert answer["fits"], answer["text"]
         assert answer["plan"]["estimate"]["peak_reserved"] < answer["plan"]["before"]["peak_reserved"]
         assert any("proven by running 4 samples" in note for note in answer["notes"]), answer["notes"]
-    assert changed["checkpoint"]["launch_plan"]["recipe"]["checkpoint"]
+    for name in ("checkpoint", "trainer"):
+        assert changed[name]["launch_plan"]["recipe"]["checkpoint"]
     plan = changed["accumulate"]["launch_plan"]
     assert (plan["batch_size"], plan["accumulation"]) == (512, 2)
     assert (plan["batch_option"], plan["accumulation_option"]) == ("--batch_size", "--gradient_accumulation_steps")

@@ -82,6 +82,8 @@ class EngineProcess:
 
     def __init__(self, plugin: Any, shape: LaunchShape) -> None:
         self.plugin = plugin
+        self.trainer: Any = None
+        """Transformers' Trainer, where it has made the Accelerator."""
         node = shape.local_ranks if shape.ranks % shape.local_ranks == 0 else GPUS_OF_A_NODE
         try:
             self.layout: Parallel = deepspeed.layout_of(
@@ -91,12 +93,14 @@ class EngineProcess:
             stopped(str(error))
 
     def take_off(self) -> None:
-        """The Accelerator takes itself for a process that is alone."""
+        """The Accelerator takes itself for a process that is alone, and so does a Trainer."""
         from accelerate import DistributedType
         from accelerate.state import AcceleratorState, PartialState
 
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.NO  # noqa: SLF001 - see private_api.py
+        if self.trainer is not None:
+            self.trainer.is_deepspeed_enabled = False
 
     @contextlib.contextmanager
     def making(self, tracer: ExternalLoopTracer) -> Iterator[None]:

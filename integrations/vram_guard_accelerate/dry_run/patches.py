@@ -80,6 +80,8 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         if not run.script.by_trainer:
             run.observer.watch_items(sys.modules["transformers.trainer"].Trainer)
         run.script.by_trainer = True
+        if isinstance(run.sharding.configured, _engine.EngineProcess):
+            run.sharding.configured.trainer = asker
         run.sharding.start_server(made)
 
 
