@@ -23,7 +23,13 @@ CARD = ("--gpu", "RTX 4090")
 FILES = {
     "ok.yaml": "batch_size: 4\nmodel: unet\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n",
     "ok.py": "def main(): pass\n",
+    "raises.py": f"def net(): raise RuntimeError({ESCAPES!r} + '\\nno weights')\n",
+    "config.json": json.dumps({"model_type": "gpt2", "architectures": [ESCAPES], "n_layer": ESCAPES}),
     "binary": bytes(range(256)),
+    "nul.yaml": b"batch_size: 4\0\n",
+    "duplicate.yaml": "batch_size: 4\nbatch_size: 8\n",
+    "tag.yaml": "batch_size: !!python/object/apply:os.system ['echo hi']\n",
+    "deep.yaml": "a: " + "[" * 3000 + "]" * 3000 + "\n",
     "latin.yaml": "batch_size: 4\nname: café\n".encode("latin-1"),
     "list.yaml": "- 1\n- 2\n",
     "text.yaml": "just text\n",
@@ -38,7 +44,7 @@ FILES = {
 }
 #: Files of which nothing can be read that describes a training.
 BAD_FILES = (
-    *(name for name in FILES if not name.startswith("ok")),
+    *(name for name in FILES if not name.startswith("ok") and not name.endswith((".py", ".json"))),
     "missing.yaml",
     "folder",
     ESCAPES,
@@ -121,6 +127,8 @@ def cases():
         yield *BASES["optimize"], *CARD, "--processes", number
         yield *BASES["optimize"], *CARD, "--benchmark-seconds", number
         yield "monitor", "1", "--device", number
+    yield "plan", "raises.py:net", "--input", "8", "--batch", "2", *CARD
+    yield "estimate", "--model", "config.json", "--batch", "2", *CARD
     yield from (tuple(text.split()) for text in OTHERS)
 
 

@@ -61,13 +61,13 @@ def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[s
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise InvalidInputError(_("{path}: {problem}", path=path, problem=_problem(error))) from None
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=_problem(error))) from None
     except RecursionError:
         raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
     except InvalidInputError:
         raise  # a ValueError that names the file already
     except (ValueError, TypeError, OverflowError) as error:  # a date that is none, an unhashable key
-        raise InvalidInputError(_("{path}: {problem}", path=path, problem=error)) from None
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=error)) from None
     if not isinstance(loaded, dict):
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
     config = {str(key): value for key, value in loaded.items()}

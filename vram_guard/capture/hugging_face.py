@@ -215,9 +215,8 @@ def _transformers_config(config: Mapping[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # whatever transformers makes of a damaged config
-        raise InvalidInputError(
-            _("{name}: {problem}", name="config.json", problem=f"{type(error).__name__}: {error}")
-        ) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidInputError(_("{path} cannot be read: {reason}", path="config.json", reason=why)) from error
 
 
 def _quantiser(config: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:

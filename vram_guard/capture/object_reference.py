@@ -101,7 +101,7 @@ def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Modu
                 kind=_kind(found),
             )
         )
-    return partial(found, **_fitting(name, found, arguments or {}))
+    return partial(_called, name, found, _fitting(name, found, arguments or {}))
 
 
 def _refuse_plain(name: str, made: object) -> None:
@@ -157,13 +157,18 @@ def load_value(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
         raise InvalidInputError(
             _("{name} is a class, not a step: write a function that makes a TrainingStep with it", name=name)
         )
-    fitting = _fitting(name, found, arguments or {})
+    return _called(name, found, _fitting(name, found, arguments or {}))
+
+
+def _called(name: str, builder: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What a builder makes; what it raises is one line."""
     try:
-        return found(**fitting)
+        return builder(**arguments)
     except VramGuardError:
         raise
     except Exception as error:
-        raise InvalidInputError(_("{name} raised {error}", name=name, error=f"{_kind(error)}: {error}")) from error
+        why = " ".join(f"{_kind(error)}: {error}".split())
+        raise InvalidInputError(_("{name} raised {error}", name=name, error=why)) from error
 
 
 def parameters_of(name: str) -> frozenset[str] | None:
