@@ -138,6 +138,19 @@ def test_whoever_reads_the_logits_gets_them() -> None:
     assert type(model(tokens)) is torch.Tensor
 
 
+def test_a_loss_that_is_only_read_is_the_same_and_has_no_graph() -> None:
+    tokens = torch.randint(0, CLASSES, (2, 9))
+    model = Language(lambda logits, _tokens: logits)
+    written = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).detach()
+    install(model, IN_CHUNKS)
+    logits = model(tokens)
+    with torch.no_grad():
+        unrecorded = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    for loss in (unrecorded, functional.cross_entropy(logits.detach().flatten(0, 1), tokens.flatten())):
+        torch.testing.assert_close(loss, written)
+        assert not loss.requires_grad
+
+
 def test_logits_of_other_weights_are_refused() -> None:
     tokens = torch.randint(0, CLASSES, (2, 9))
     model = Language(lambda logits, _tokens: logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -149,6 +150,17 @@ def test_every_generator_draws_its_numbers_again() -> None:
     with state.again():
         assert draw(own) == first
     assert draw(own) == second  # they go on where they were
+
+
+@pytest.mark.parametrize(
+    "drawn", [lambda _: torch.rand(()), lambda _: random.random(), lambda _: np.random.rand(), lambda own: own.seed()]
+)
+def test_a_number_drawn_from_any_generator_is_noticed(drawn: Callable[[torch.Generator], Any]) -> None:
+    own = torch.Generator()
+    state = RandomState(generators=[own])
+    assert state.is_current()
+    drawn(own)
+    assert not state.is_current()
 
 
 def test_generators_are_afterwards_what_they_were() -> None:
