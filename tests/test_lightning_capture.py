@@ -173,9 +173,11 @@ def test_transfer_hooks_of_module_and_datamodule(tmp_path: Any) -> None:
             return [part.double().float() for part in batch]
 
     plain = captured(tmp_path, cases.make_module()).timeline
-    hooked = captured(tmp_path, Upscaling(), Data()).timeline
+    found = captured(tmp_path, Upscaling(), Data())
+    hooked = found.timeline
     assert hooked.tier == "symbolic"
     assert len(hooked.blocks) > len(plain.blocks)
+    assert len(found.capture.step.batch(2)[0]) == 2
     assert loaders == {("before", 0), ("after", 0)}
 
 
