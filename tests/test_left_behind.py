@@ -172,6 +172,18 @@ def test_hooks_of_other_libraries_survive() -> None:
     assert len(seen) == 6  # two steps at three sizes: hooks run as in training
 
 
+def test_a_list_beside_the_model_keeps_no_tensors_of_the_trace() -> None:
+    kept: list[object] = ["before"]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = model(batch).sum()
+        kept.append(made)
+        return made
+
+    trace(TrainingStep(nn.Linear(4, 4), lambda b: torch.zeros(b, 4), loss, adamw))
+    assert kept == ["before"]
+
+
 def test_hooks_that_write_to_their_module_leave_no_trace(untidy: Untidy) -> None:
     def notes(module: nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         untidy.history.append(output)

@@ -432,6 +432,17 @@ def test_a_lightning_cli_config_gets_arguments_of_the_trainer_and_no_others(fold
     assert "compile: data.init_args holds the arguments of a class or function" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_of_existing_settings_only_an_accumulation_that_is_written_may_split_the_batch(folder, written):
+    text = CLI.format(precision="32-true")
+    text = text.replace("max_epochs: 3", "accumulate_grad_batches: 1") if written else text
+    (folder / "lightweight_config.yaml").write_text(text)
+    after = yaml.safe_load(optimized(folder, "--step", "sr.py:step", "--existing-only"))
+    parts = after["trainer"].get("accumulate_grad_batches", 1)
+    assert (parts > 1) is written
+    assert (after["data"]["init_args"]["batch_size"] * parts == 524288) is written
+
+
 def test_a_hydra_config(folder, capsys):
     text = (
         "bs: 4\nlr: 0.1\ntrainer: {_target_: lightning.Trainer, max_epochs: 2}\n"
