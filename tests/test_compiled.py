@@ -392,6 +392,33 @@ def test_gradients_under_a_budget_are_equal_just_where_it_is_taken(kind: type[Bl
     assert all(map(torch.equal, before, gradients(Recipe())))
 
 
+class Normalised(Block):
+    """A block that changes buffers, and does not read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "share", "says"),
+    [
+        (Random, 0.1, "issues/190758"),
+        (Random, 1.0, ""),
+        (Changing, 0.1, "pull/197039"),
+        (Normalised, 1.0, ""),
+    ],
+)
+def test_wrong_gradients_of_the_code_as_it_is_compiled_are_said(kind: type[Block], share: float, says: str) -> None:
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        notes = [str(note) for note in followed(step_of(as_a_whole(kind(), kind()))).notes]
+    said = [note for note in notes if "pytorch/pytorch" in note]
+    assert [says in note for note in said] == [True] * bool(says)
+
+
 @pytest.mark.parametrize("chance", [0.0, 0.1])
 def test_attention_draws_only_where_it_drops_something(chance: float) -> None:
     class Attending(Block):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,16 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.language import _
+from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiler.fake_tensors import fake_tensors_on_cuda
 from vram_guard.simulate.compiler.inductor import inductor_without_gpu, inputs_on_cuda
-from vram_guard.timeline import CompiledCode
+from vram_guard.techniques.activation_budget import present_budget, why_not_budgeted
+from vram_guard.timeline import CompiledCode, Note
 
 if TYPE_CHECKING:
     from vram_guard.simulate.device.fake_cuda import FakeCudaState
+    from vram_guard.timeline import Timeline
 
 #: Batch sizes and shapes are those of the traced step: a second shape is compiled by itself, as the first was.
 _DYNAMO = {
@@ -66,6 +69,32 @@ class Followed:
         """What a timeline says of it."""
         breaks = (str(reason).strip().partition("\n")[0] for reason in self._breaks)
         return CompiledCode(self.graphs, (*breaks, *self.uncompiled), tuple(self.redrawn), self.reads_changed)
+
+    def on(self, timeline: Timeline) -> Timeline:
+        """The timeline with what was compiled, and notes of what computes other gradients than eager code."""
+        notes = []
+        # Without a budget, what draws is never computed again: a backward pass that draws then does so by itself.
+        if self.redrawn and not why_not_budgeted() and present_budget() < 1:
+            notes.append(
+                Note(
+                    Message(
+                        "under the activation_memory_budget that is set, the compiled backward pass draws other random "
+                        "numbers than the forward ({operators}): its gradients are wrong "
+                        "(github.com/pytorch/pytorch/issues/190758)",
+                        operators=", ".join(self.redrawn),
+                    )
+                )
+            )
+        if self.reads_changed:
+            notes.append(
+                Note(
+                    Message(
+                        "the compiled backward pass computes with buffers that the forward has changed by then: its "
+                        "gradients may be wrong (github.com/pytorch/pytorch/pull/197039)"
+                    )
+                )
+            )
+        return replace(timeline, compiled=self.code, notes=(*timeline.notes, *notes))
 
 
 class _LimitsReached(logging.Handler):

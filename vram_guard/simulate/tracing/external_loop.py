@@ -12,7 +12,6 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -320,5 +319,5 @@ class ExternalLoopTracer:
     def timeline(self, batch_size: int, precision: str) -> Timeline:
         """Everything that happened so far; nothing after this is recorded. Sizes are those of this batch size."""
         self.recorder.close()
-        code = None if self._followed is None else self._followed.code
-        return replace(self._mode.timeline(batch_size, precision), compiled=code)
+        timeline = self._mode.timeline(batch_size, precision)
+        return timeline if self._followed is None else self._followed.on(timeline)

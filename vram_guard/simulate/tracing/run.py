@@ -235,8 +235,8 @@ class _Run:
             ):
                 self._train(model, moved)
         timeline = self.mode.timeline(self.batch_size, self.written.precision)
-        code = None if followed is None else followed.code
-        return replace(timeline, parallel=step.layout, growth=self.growth, compiled=code)
+        timeline = timeline if followed is None else followed.on(timeline)
+        return replace(timeline, parallel=step.layout, growth=self.growth)
 
     def _compiler(
         self, model: nn.Module, module_call: Callable[..., Any]
