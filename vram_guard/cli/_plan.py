@@ -19,7 +19,6 @@ from vram_guard.cli.releases import add_release_options, required_releases, tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
-from vram_guard.printable import printable
 from vram_guard.state.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -172,5 +171,5 @@ def _plan(options: argparse.Namespace) -> int:
     if options.annotations is not None:
         found = [] if made.fits else [finding(f"{name}: {made.verdict()}", "", options.config or "")]
         if lines := annotate(found, options.annotations):
-            print(printable(lines), file=sys.stderr)  # for a program: never broken
+            say(lines, sys.stderr, wrap=False)  # for a program
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

@@ -42,12 +42,16 @@ class Notes(list[str]):
         return None
 
 
-def say(text: str = "", file: TextIO | None = None) -> None:
-    """Text for people, on standard output where no other stream is given.
+def say(text: str = "", file: TextIO | None = None, *, wrap: bool = True) -> None:
+    """Text on standard output, where no other stream is given; nothing is in it that a terminal would obey.
 
-    Nothing is in it that a terminal would obey, and on a terminal no line is longer than it is wide.
+    Args:
+        text: one line or several.
+        file: another stream.
+        wrap: whether no line is longer than a terminal is wide; False for lines that a program reads.
     """
-    print(fitting(printable(text), file or sys.stdout), file=file)
+    text = printable(text)
+    print(fitting(text, file or sys.stdout) if wrap else text, file=file)
 
 
 def tell(text: str) -> None:
