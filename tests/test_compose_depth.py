@@ -127,6 +127,14 @@ def test_blocks_that_differ_in_their_number_are_equal() -> None:
     assert list(model.state_dict()) == whole
 
 
+def test_blocks_that_checkpoint_themselves_are_equal_too() -> None:
+    model = Net(blocks=4)
+    model.blocks.gradient_checkpointing = True
+    blocks = equal_blocks(model)
+    assert blocks is not None
+    assert blocks.stack == "blocks"
+
+
 @pytest.mark.parametrize("change", [one_wider, one_frozen, one_twice, one_outside, one_tied, one_dropping])
 def test_blocks_that_differ_or_are_shared_are_not(change: Callable[[nn.Module], nn.Module]) -> None:
     assert equal_blocks(change(Net(blocks=4))) is None

@@ -24,6 +24,7 @@ from vram_guard.errors import InvalidInputError, LostCopyError, UnsupportedStepE
 from vram_guard.forks import fork, hanging, host_copies
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
+from vram_guard.forks.waiting import WaitingCopy
 
 pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="copies of processes need Linux")
 
@@ -155,6 +156,39 @@ def test_files_that_the_copy_writes_stay_as_they_are(tmp_path: Path) -> None:
     assert log.read_text() == "first\n"
     assert (tmp_path / "both").read_text() == "abc"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both", "log.txt"]
+
+
+def test_what_a_copy_writes_to_a_terminal_by_itself_is_not_seen() -> None:
+    terminal, end = os.openpty()
+    before = [(number, os.dup(number)) for number in (1, 2)]
+    try:
+        for number, _kept in before:
+            os.dup2(end, number)
+        run_in_fork(lambda _say: [os.write(number, b"copy") for number in (1, 2)] and None)
+        os.write(2, b"original")
+    finally:
+        for number, kept in before:
+            os.dup2(kept, number)
+            os.close(kept)
+    assert os.read(terminal, 100) == b"original"
+    os.close(terminal)
+    os.close(end)
+
+
+def test_a_copy_that_waits_answers_more_than_once_and_raises_what_the_work_raises() -> None:
+    seen = [1]
+
+    def divided(by: int) -> int:
+        seen.append(by)
+        return 6 // by + len(seen)
+
+    waiting = WaitingCopy(divided)
+    seen.append(2)  # after the copy was made
+    assert waiting(2, 60.0) == 5
+    with pytest.raises(ZeroDivisionError):
+        waiting(0, 60.0)
+    assert waiting(3, 60.0) == 4  # each argument meets the copy as it was made
+    assert seen == [1, 2]
 
 
 def test_a_database_is_not_opened(tmp_path: Path) -> None:

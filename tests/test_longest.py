@@ -33,7 +33,7 @@ from vram_guard.capture.loader import read_loader
 from vram_guard.errors import InvalidInputError
 from vram_guard.longest import longest_batch
 from vram_guard.longest._candidates import Sizes, candidates
-from vram_guard.longest._orders import orders_of
+from vram_guard.longest._orders import Orders, orders_of
 from vram_guard.longest.choice import choose
 from vram_guard.longest.wish import Wish
 
@@ -351,6 +351,17 @@ def test_a_share_of_the_batches_is_no_longer():
     assert sum(one <= longest for one in batches) / len(batches) == pytest.approx(0.9, abs=0.04)
     assert "90% of 939 batches are no longer, and longer ones are left to the recovery" in found.notes[0]
     assert longest_batch(loader, longest=1)(32).shape[1] == max(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("share", "length"), [(0.05, 1), (0.1, 1), (0.11, 2), (0.5, 5), (0.9, 9), (0.91, 10), (1.0, 10)]
+)
+def test_the_batch_of_a_share_is_the_smallest_that_is_no_shorter_than_so_many(share, length):
+    sizes = Sizes(("length",), torch.tensor([[7], [3], [10], [1], [5], [9], [2], [8], [4], [6]]))
+    orders = Orders("exact", made=[torch.tensor([number]) for number in range(10)], per_epoch=10)
+    (batch,), looked_at = candidates(orders, sizes, share)
+    assert sizes.values[batch].tolist() == [[length]]
+    assert looked_at == 10
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "longest", True, float("nan"), None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import random
 import re
 from collections import deque
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from vram_guard.apply.microbatch import Splitter, batch_size, split
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.watch import _reachable, _rollback, rank_coordinator
 from vram_guard.watch._gradients import SetAside
 from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
-from vram_guard.watch.batches import MicroBatches
+from vram_guard.watch.batches import MicroBatches, Share
 from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import SingleProcess, Verdict, _as_one, _buckets
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
@@ -594,6 +596,21 @@ def test_ranks_agree_on_the_number_of_micro_batches(
     batches = MicroBatches(Splitter(16, micro_batch_size, torch.ones(16, 2)), ranks=ranks, in_step=in_step)
     found = batches.run(torch.ones(samples, 2), lambda batch: [part.samples for part in batch.parts])
     assert found == expected
+
+
+def test_a_part_without_a_label_that_counts_is_left_out() -> None:
+    batch = {"labels": torch.tensor([-100, -100, 4, 5])}
+    batches = MicroBatches(Splitter(4, 2, batch), Normaliser(("labels",)))
+
+    def loss(share: Share) -> torch.Tensor:  # of the part that is left out it would be 0 / 0, and so would its weight's
+        return share.weight * nn.functional.cross_entropy(torch.zeros(2, 6), share.data["labels"])
+
+    shares: list[Share] = []
+    found = batches.run(batch, lambda one: one.run(lambda share: shares.append(share) or loss(share)))
+    assert [(share.data["labels"].tolist(), share.weight, share.first, share.last) for share in shares] == [
+        ([4, 5], 1.0, True, True)
+    ]
+    assert float(found) == pytest.approx(math.log(6))
 
 
 def test_a_batch_that_cannot_be_cut_is_one_part_for_the_other_ranks_too() -> None:
