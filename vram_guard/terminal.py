@@ -7,6 +7,8 @@ import re
 import unicodedata
 from typing import TextIO
 
+from vram_guard.printable import printable
+
 #: Words and single wide signs; what may not end a line stays with what follows, what may not begin one with the sign
 #: before it.
 _PIECES = re.compile(r"\s+|[（《“]*(?:[^\s\u2e80-\uffef]+|[\u2e80-\uffef])[，。；：、！？）》”]*")
@@ -66,6 +68,17 @@ def fitting(text: str, stream: TextIO) -> str:
     if width is None:
         return text
     return "\n".join(broken for line in text.split("\n") for broken in _fitting(line, width))
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """``text`` as a stream can take it: signs that its encoding does not have become question marks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def shown_on(text: str, stream: TextIO) -> str:
+    """``text`` for people: nothing that a terminal would obey, its lines as :func:`fitting` has them, encodable."""
+    return encodable(fitting(printable(text), stream), stream)
 
 
 def _fitting(line: str, width: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.language import _
 from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.printable import beside_progress_bars, printable
-from vram_guard.terminal import fitting
+from vram_guard.terminal import shown_on
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
 from vram_guard_lightning._capture import Captured, capture
 
@@ -126,10 +126,9 @@ class LightningTraining:
 
 def write(text: str) -> None:
     """Print, whatever standard output is."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         with beside_progress_bars():
-            sys.stdout.write(fitting(printable(text), sys.stdout).encode(encoding, "replace").decode(encoding))
+            sys.stdout.write(shown_on(text, sys.stdout))
             sys.stdout.flush()
     except (BrokenPipeError, ValueError):  # the output is no longer read; the training goes on
         return

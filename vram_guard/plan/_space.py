@@ -231,8 +231,7 @@ def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[
     pure = tuple(block for block in blocks if block not in parts.impure)
     if checkpoints and pure:
         orders = tuple(dict.fromkeys(_orders(pure, parts)))
-        pinned_keeps = pins.checkpoint_keeps or ()
-        yield from (BlockPrefix("checkpoint", order, tuple(pinned_keeps)) for order in orders)
+        yield from (BlockPrefix("checkpoint", order, tuple(pins.checkpoint_keeps or ())) for order in orders)
         if "selective_checkpoint" in techniques and parts.keeps and pins.checkpoint_keeps is None:
             # The one that takes longest for its bytes needs the least memory, all of them the least time.
             for keeps in dict.fromkeys((parts.keeps[:1], parts.keeps)):

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from vram_guard.printable import printable
+from vram_guard.terminal import encodable
 
 
 def as_text(report: RenderableType, width: int) -> str:
@@ -48,8 +49,7 @@ def show(report: Callable[[bool], RenderableType], width: int, file: TextIO | No
         if stream.isatty() and is_unicode(encoding):
             Console(file=stream).print(report(True))
         else:
-            text = as_text(report(is_unicode(encoding)), width)
-            stream.write(text.encode(encoding, "replace").decode(encoding))
+            stream.write(encodable(as_text(report(is_unicode(encoding)), width), stream))
         stream.flush()
     except (BrokenPipeError, ValueError):  # ValueError: the stream was closed on our side
         return False

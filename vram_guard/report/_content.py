@@ -206,10 +206,7 @@ class Content:
         lines = []
         for leak in self.estimate.leaks:
             amount = format_bytes(leak.bytes_per_step)
-            place = (
-                printable(_(", ").join(filter(None, (with_class(leak.module), leak.source))), lines=False)
-                or leak.operator
-            )
+            place = _place(leak.module, leak.source) or leak.operator
             line = _("{amount} more with every step: {place}", amount=amount, place=place)
             name = printable(leak.kept_in, lines=False)
             lines.append(_("{line}, kept in {name}", line=line, name=name) if name else line)
