@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -29,6 +30,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let yapf, which MMEngine imports, write its cache before there are two workers.
+
+    yapf 0.43 renames the file before all of it is written; a worker that imports it at that moment meets an EOFError.
+    """
+    if not hasattr(config, "workerinput") and importlib.util.find_spec("yapf"):
+        importlib.import_module("yapf")
 
 
 def pytest_collection_finish() -> None:
