@@ -72,14 +72,21 @@ def launch(
     )
 
 
-def trained(folder: Path, *arguments: object, plan: str = "", **variables: str) -> dict[str, Any]:
-    """What two processes of ``sharded.py`` over gloo have come to, under a launch plan or as written."""
+def trained(
+    folder: Path,
+    *arguments: object,
+    script: Path = SHARDED,
+    plan: str = "",
+    libraries: Sequence[str] = LIBRARIES,
+    **variables: str,
+) -> dict[str, Any]:
+    """What two processes of a script over gloo have come to, under a launch plan or as written."""
     import torch
 
     how = {VARIABLE: plan} if plan else {}
     under = ("-m", "vram_guard_accelerate") if plan else ()
     words = (*arguments, "--samples", 16, "--out", folder / "out.pt")
-    done = launch(*TWO, *under, SHARDED, *words, cache=folder, guarded=False, **how, **variables)
+    done = launch(*TWO, *under, script, *words, cache=folder, guarded=False, libraries=libraries, **how, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = torch.load(folder / "out.pt")
     assert found["processes"] == 2

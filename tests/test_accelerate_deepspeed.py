@@ -102,8 +102,9 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     config = by_engine(asked.parent, 2)
     own = ("--output_dir", asked.parent / "trainer", "--out", "never.pt", "--report_to", "none")
     trainer = (*own, "--deepspeed", config["ACCELERATE_DEEPSPEED_CONFIG_FILE"], "--per_device_train_batch_size", 64)
-    cases.request(asked / "trainer", cases.TRAINER, *trainer, "--samples", 128, ranks=2, budget=LITTLE,
-                  allow=("checkpoint",))  # fmt: skip
+    for name in ("checkpoint", "accumulate"):
+        cases.request(asked / f"trainer_{name}", cases.TRAINER, *trainer, "--samples", 128, ranks=2, budget=LITTLE,
+                      allow=(name,))  # fmt: skip
     return cases.dry_runs(asked, **config)
 
 
@@ -124,11 +125,15 @@ def test_blocks_are_checkpointed_and_batches_made_smaller_where_it_does_not_fit(
         assert answer["fits"], answer["text"]
         assert answer["plan"]["estimate"]["peak_reserved"] < answer["plan"]["before"]["peak_reserved"]
         assert any("proven by running 4 samples" in note for note in answer["notes"]), answer["notes"]
-    for name in ("checkpoint", "trainer"):
+    for name in ("checkpoint", "trainer_checkpoint"):
         assert changed[name]["launch_plan"]["recipe"]["checkpoint"]
-    plan = changed["accumulate"]["launch_plan"]
-    assert (plan["batch_size"], plan["accumulation"]) == (512, 2)
-    assert (plan["batch_option"], plan["accumulation_option"]) == ("--batch_size", "--gradient_accumulation_steps")
+    for name, option, size in (
+        ("accumulate", "--batch_size", 512),
+        ("trainer_accumulate", "--per_device_train_batch_size", 32),
+    ):
+        plan = changed[name]["launch_plan"]
+        assert (plan["batch_option"], plan["batch_size"]) == (option, size)
+        assert (plan["accumulation_option"], plan["accumulation"]) == ("--gradient_accumulation_steps", 2)
 
 
 @engine
@@ -162,6 +167,31 @@ def test_two_processes_under_the_engine_train_to_equal_weights_with_both(stage: 
     written, found = (cases.trained(tmp_path, "in_batches", plan=one, **variables) for one in ("", to_json(plan)))
     assert (written["forwards"], found["forwards"]) == (["method"] * 3, ["Checkpointed", "Checkpointed", "method"])
     assert len(found["losses"]) == 2 * len(written["losses"])
+    assert cases.difference(written, found) < 1e-5
+
+
+@engine
+def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_with_both(tmp_path: Path) -> None:
+    plan = LaunchPlan(
+        batch_size=2,
+        grown_batch_size=2,
+        micro_batch_size=2,
+        recipe=Recipe(checkpoint=("transformer.h.0", "transformer.h.1")),
+        batch_option="--per_device_train_batch_size",
+        accumulation=2,
+        accumulation_option="--gradient_accumulation_steps",
+    )
+    variables = {**by_engine(tmp_path, 2), "DS_ACCELERATOR": "cpu"}
+    words = {"output_dir": tmp_path / "trainer", "deepspeed": variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"],
+             "report_to": "none", "save_strategy": "no", "num_train_epochs": 1, "learning_rate": 1e-3,
+             "adam_epsilon": 1e-4, "per_device_train_batch_size": 4}  # fmt: skip
+    given = [word for name, value in words.items() for word in (f"--{name}", value)]
+    written, found = (
+        cases.trained(tmp_path, *given, script=cases.TRAINER, plan=one, libraries=cases.TRAINER_LIBRARIES, **variables)
+        for one in ("", to_json(plan))
+    )
+    assert (written["forwards"], found["forwards"]) == (["method"] * 4, ["Checkpointed"] * 2 + ["method"] * 2)
+    assert written["steps"] == found["steps"] == 2
     assert cases.difference(written, found) < 1e-5
 
 

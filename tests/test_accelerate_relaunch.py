@@ -20,13 +20,14 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, OPTIONS, TRAINER, TWO, difference, launch  # noqa: E402
 
 from vram_guard.apply.loss_terms import Term  # noqa: E402
+from vram_guard.capture.loader import Sample  # noqa: E402
 from vram_guard.codec import from_json, from_plain, to_json  # noqa: E402
 from vram_guard.language import Message  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard.releases.installed import Releases  # noqa: E402
 from vram_guard.timeline import Estimate, Note, Phase  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
-from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
+from vram_guard_accelerate.dry_run.loop_profile import LoopObserver, LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
 from vram_guard_accelerate.planning._best_relaunch import MOST, best_of  # noqa: E402
 from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402
@@ -256,6 +257,36 @@ def test_a_short_batch_that_is_left_out_does_not_matter() -> None:
 def test_a_number_of_items_settles_how_tokens_are_weighed() -> None:
     tokens = ((Term("DivBackward0", 1.0, ()),),)
     assert why_not_accumulated(replace(WRITTEN, losses=tokens, counts_items=True), 1) == ""
+
+
+@pytest.mark.parametrize(("by_hand", "unknown"), [(False, ""), (True, "set by the loop")])
+def test_rates_are_known_of_an_optimizer_that_is_wrapped_twice_and_steps_group_by_group(
+    by_hand: bool, unknown: str
+) -> None:
+    """As DeepSpeed's: one group in two parts, the other after it."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    inner = torch.optim.SGD([{"params": [weights[0]], "lr": 1.0}, {"params": [weights[1]], "lr": 0.5}])
+    outer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # of another object, with the inner one's groups
+    outer.param_groups = inner.param_groups
+    observer = LoopObserver()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(outer, lambda step: 1 / (1 + step))
+    observer._scheduler_made(None, (scheduler,), {})
+    groups = inner.param_groups
+    for step in range(2):
+        for group in (groups[0], groups[0], groups[1]):
+            inner.param_groups = [group]
+            observer._before_step(inner)
+        inner.param_groups = groups
+        observer.stepped()
+        if step == 0:  # where the second step ends, the dry run does
+            outer.step()  # torch warns of schedules that move before
+            scheduler.step()
+            groups[1]["lr"] *= 2 if by_hand else 1
+    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    profile = observer.profile(Sample(lambda _size: None, 2, 8, loader, lambda _size: None), 1)
+    assert profile.rates_unknown == unknown
+    assert profile.rates[:2] == ((1.0, 0.5), (0.5,) if by_hand else (0.5, 0.25))
+    assert by_hand or profile.rates[2] == pytest.approx((1 / 3, 1 / 6))
 
 
 # --- which is taken ---------------------------------------------------------------------------------------------

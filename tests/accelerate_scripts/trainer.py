@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from gloo import take_for_gpus
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -42,6 +43,7 @@ class Rates(TrainerCallback):
 
 
 def main():
+    take_for_gpus()
     parser = HfArgumentParser((Own, TrainingArguments))
     if len(sys.argv) == 2 and sys.argv[1].endswith(".json"):
         own, training = parser.parse_json_file(sys.argv[1])
@@ -63,6 +65,7 @@ def main():
     trainer.train()
     weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     found = {"processes": trainer.accelerator.num_processes, "precision": trainer.accelerator.mixed_precision}
+    found["forwards"] = [type(block.forward).__name__ for block in trainer.model.transformer.h]
     if trainer.accelerator.is_main_process:
         torch.save({**found, "weights": [weights], "rates": rates.rates, "steps": trainer.state.global_step}, own.out)
 

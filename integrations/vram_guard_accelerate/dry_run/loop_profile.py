@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ class LoopObserver:
         self._scaled = (None, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
-        self._events.append(_Event("rates", (id(optimizer), _rates(optimizer))))
+        self._events.append(_Event("rates", _rates(optimizer)))
 
     def _scheduler_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         scheduler = args[0]
@@ -196,9 +197,7 @@ class LoopObserver:
                 self._inside["scheduler"] -= 1
                 if not self._inside["scheduler"]:
                     self._events.append(_Event("schedule", scheduler))
-                    self._events.append(
-                        _Event("scheduled", (id(_raw(scheduler.optimizer)), _rates(scheduler.optimizer)))
-                    )
+                    self._events.append(_Event("scheduled", _rates(scheduler.optimizer)))
 
         scheduler.step = counted
 
@@ -214,7 +213,7 @@ class LoopObserver:
         complete = len(self._ends) > 1
         window = self._events[self._ends[0] : self._ends[1]] if complete else self._events
         happened = Counter(event.kind for event in window)
-        rates, unknown = _Schedules(self._schedulers, self._events, window).foretold()
+        rates, unknown = _Schedules(self._schedulers, self._events, self._ends, window).foretold()
         batches, samples = _epoch(sample.loader)
         return LoopProfile(
             complete=complete,
@@ -233,21 +232,23 @@ class LoopObserver:
 
 
 class _Schedules:
-    """The learning rates of a loop: as far as it ran, and on from there."""
+    """The learning rates of a loop: as far as it ran, and on from there.
 
-    def __init__(self, schedulers: list[Any], events: list[_Event], window: list[_Event]) -> None:
+    Each parameter group is known by itself: optimizers are wrapped once or twice (a Trainer makes its schedule over
+    what ``prepare`` returned), and DeepSpeed steps the groups of one optimizer one after the other, or one in parts.
+    """
+
+    def __init__(self, schedulers: list[Any], events: list[_Event], ends: list[int], window: list[_Event]) -> None:
         inner = {id(one) for scheduler in schedulers for one in getattr(scheduler, "_schedulers", ())}
         self._schedulers = [one for one in schedulers if id(one) not in inner]
         self._events = events
+        self._ends = ends
         self._window = window
-        self._optimizers = list(dict.fromkeys(event.what[0] for event in events if event.kind == "rates"))
 
     def foretold(self) -> tuple[tuple[tuple[float, ...], ...], UnknownRates]:
         """The rates at every optimizer step, and why they are not known ("" where they are)."""
-        seen = [
-            [what[1] for kind, what in self._events if kind == "rates" and what[0] == key] for key in self._optimizers
-        ]
-        steps = [sum((one[at] for one in seen if len(one) > at), ()) for at in range(2)]
+        seen = self._seen()
+        steps = [tuple(one[at] for one in seen if len(one) > at) for at in range(2)]
         unknown = self._why_unknown()
         if unknown:
             return tuple(_distinct(rates) for rates in steps), unknown
@@ -257,13 +258,21 @@ class _Schedules:
         moved = self._moved()
         if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in moved):
             return "measured"
-        latest: dict[int, Any] = {}
+        latest: dict[int, float] = {}
         for kind, what in self._events:
-            if kind == "rates" and latest.get(what[0], what[1]) != what[1]:
+            if kind == "rates" and any(latest.get(group, rate) != rate for group, rate in what):
                 return "set by the loop"
             if kind in ("rates", "scheduled"):
-                latest[what[0]] = what[1]
+                latest.update(what)
         return ""
+
+    def _seen(self) -> list[list[float]]:
+        """The rates of each parameter group, one for each optimizer step of the loop in which it was updated."""
+        found: dict[int, dict[int, float]] = {}
+        for at, (kind, what) in enumerate(self._events):
+            for group, rate in what if kind == "rates" else ():
+                found.setdefault(group, {}).setdefault(bisect_right(self._ends, at), rate)
+        return [list(rates.values()) for rates in found.values()]
 
     def _moved(self) -> Counter[Any]:
         return Counter(event.what for event in self._window if event.kind == "schedule")
@@ -273,7 +282,7 @@ class _Schedules:
         moved = self._moved()
         schedulers = [one for one in self._schedulers if not isinstance(one, ReduceLROnPlateau)]
         moves = {one: moved[one] if moved else 1 for one in schedulers}
-        optimizers = list({id(_raw(one.optimizer)): one.optimizer for one in schedulers}.values())
+        groups = {id(group): group for one in schedulers for group in one.optimizer.param_groups}.values()
         for _ in range(FORETOLD):
             # Beyond the last step of the training, schedules may fail: OneCycleLR says so, a power of what is left
             # (nnU-Net) gives complex numbers.
@@ -281,14 +290,9 @@ class _Schedules:
                 for scheduler, times in moves.items():
                     for _ in range(times):
                         scheduler.step()
-                yield sum((_rates(one) for one in optimizers), ())
+                yield tuple(float(group["lr"]) for group in groups)
                 continue
             return
-
-
-def _raw(optimizer: Any) -> Any:
-    """Transformers' Trainer makes its schedule over what ``prepare`` returned."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
@@ -296,8 +300,9 @@ def _distinct(rates: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(dict.fromkeys(rates))
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    return tuple(float(group["lr"]) for group in optimizer.param_groups)
+def _rates(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, float], ...]:
+    """Each parameter group, and its learning rate."""
+    return tuple((id(group), float(group["lr"])) for group in optimizer.param_groups)
 
 
 def _epoch(loader: Any) -> tuple[int | None, int | None]:
