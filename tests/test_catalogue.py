@@ -125,6 +125,8 @@ MEMORY_BUSES = {
     "RTX 5050": (128, 20),
     "RTX 5050 Laptop": (128, 24),
     "RTX 5060 Laptop": (128, 24),
+    "RTX 5070 Laptop 8GB": (128, 24),
+    "RTX 5070 Ti Laptop": (192, 28),
     "RTX 5080 Laptop": (256, 28),
     "RTX 5090 Laptop": (256, 28),
     "RTX 5090": (512, 28),
@@ -245,7 +247,10 @@ def test_no_larger_card_is_offered_for_a_smaller_one(unknown, never):
 
 @pytest.mark.parametrize(
     "unknown",
-    ["", "NVIDIA", "Radeon 7900", "RTX 3060 Laptop GPU", "RTX 4090 12GB", "x" * 100_000, "\x00", "4090" * 50],
+    [
+        *("", "NVIDIA", "Radeon 7900", "RTX 3060 Laptop GPU", "RTX 4090 12GB", "x" * 100_000, "\x00", "4090" * 50),
+        *("RTX 5070 Laptop 12GB", "RTX 5070 16GB"),
+    ],
 )
 def test_other_cards_are_unknown(unknown):
     with pytest.raises(InvalidInputError, match="not in the catalogue") as refused:
@@ -275,6 +280,9 @@ def test_a_card_at_hand_is_told_apart_by_its_memory():
     assert match_gpu("NVIDIA GeForce RTX 3060", 8192 * 2**20) is None, "the 8 GB variant is not listed"
     assert match_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", 16376 * 2**20) == find_gpu("RTX 4090 Mobile")
     assert match_gpu("NVIDIA GeForce RTX 3080 Laptop GPU", 16384 * 2**20) is None
+    assert match_gpu("NVIDIA GeForce RTX 5070 Laptop GPU", 8151 * 2**20) == find_gpu("RTX 5070 Laptop")
+    assert match_gpu("NVIDIA GeForce RTX 5070 Laptop GPU", 12227 * 2**20) is None, "the 12 GB variant is not listed"
+    assert match_gpu("NVIDIA GeForce RTX 5070 Ti Laptop GPU", 12227 * 2**20) == find_gpu("RTX 5070 Ti Laptop")
     assert match_gpu("NVIDIA H200 NVL", 143771 * 2**20) is None
 
 

@@ -209,7 +209,7 @@ def test_one_more_kind_of_change_has_to_save_what_the_cost_model_can_tell() -> N
     cheaper, *_ = simple.rejected
     assert cheaper.fits
     assert str(cheaper).startswith("32-true, 2 micro-batches of 32, module 'h.0' checkpointed: should fit too")
-    assert "cost 1.05 times the step time, but changes more" in cheaper.why
+    assert "take 1.05 times the step time as written, but changes more" in cheaper.why
     assert simple.nearest_miss is not None
     assert simple.nearest_miss.missing > 0
 

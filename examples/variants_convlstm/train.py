@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import time
 import warnings
 
@@ -42,7 +43,7 @@ def main() -> None:
 
     training, held_out = training_and_held_out(options.months, options.columns, options.stride)
     model = Forecast(CONSTRUCTORS[answer.chosen.name](), options.learning_rate)
-    quality = Quality(held_out)
+    quality = Quality(held_out, options.batch_size)
     guard = VramGuard(budget=options.budget, gpu=options.gpu, allow=options.allow)
     trainer = lightning.Trainer(
         max_epochs=options.epochs,
@@ -79,8 +80,9 @@ class Forecast(lightning.LightningModule):
 class Quality(Callback):
     """The error on the months that were never trained on, in kelvin, after every epoch."""
 
-    def __init__(self, held_out: Months) -> None:
-        self.batch = tuple(torch.stack(part) for part in zip(*held_out.samples, strict=True))
+    def __init__(self, held_out: Months, batch_size: int) -> None:
+        # All at once would take more memory than the training.
+        self.loader = DataLoader(held_out, batch_size=batch_size)
         self.history: list[float] = []
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -100,8 +102,11 @@ class Quality(Callback):
 
     @torch.no_grad()
     def _measure(self, module: lightning.LightningModule) -> None:
-        error = over_the_sea(module.get_submodule("network"), self.batch)  # type: ignore[arg-type]
-        self.history.append(float(error.sqrt()) * SPREAD)
+        network = module.get_submodule("network")
+        points = [batch[2].sum() for batch in self.loader]
+        errors = [over_the_sea(network, batch) for batch in self.loader]  # type: ignore[arg-type]
+        squares = sum(float(error * count) for error, count in zip(errors, points, strict=True))
+        self.history.append(math.sqrt(squares / float(sum(points))) * SPREAD)
 
 
 def _options() -> argparse.Namespace:

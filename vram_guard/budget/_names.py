@@ -34,6 +34,8 @@ def differences(wanted: Form, known: Form, size: str) -> int | None:
         known: a card's name.
         size: the card's memory ("40gb"): understood without its unit, and never missed.
     """
+    if (_FASTER & known) - wanted:  # a 5070 of 12 GB is no 5070 Ti
+        return None
     known = known | {size}
     named = frozenset(word if word in known else f"{word}gb" for word in wanted)
     if not named - {size} or not named <= known:  # an amount of memory alone names no card

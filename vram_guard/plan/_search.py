@@ -27,7 +27,7 @@ from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchang
 from vram_guard.plan._growth import grown
 from vram_guard.plan._option import Option
 from vram_guard.plan._order import TOLERANCE, Key, key, treated
-from vram_guard.plan.descriptions import Reason, Why, recipe_words
+from vram_guard.plan.descriptions import Reason, StepTime, Why, recipe_words
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.search_space import BlockPrefix, Candidate, Candidates, Costs, OptionFamily, Request, Timelines
 from vram_guard.units import Amount
@@ -486,7 +486,7 @@ def _neighbours(trial: _Trial, best: _Best) -> Iterator[Rejected]:
             found = trial.first_known_to_fit(options)
             if found is not None:
                 option, peak = found
-                reason = Reason(why, peak=Amount(peak), factor=f"{trial.costs.relative(option):.3g}")
+                reason = Reason(why, peak=Amount(peak), time=StepTime(trial.costs.relative(option)))
                 yield Rejected(option.of(trial.request.batch_size), peak, 0, reason)
                 behind.remove(family)
                 break
@@ -503,6 +503,6 @@ def _costlier(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
             continue
         price = trial.costs.relative(option)
         if price > cost:
-            why = Reason(Why.COSTS_WITH_EVERY_BLOCK if family.prefix else Why.COSTS, factor=f"{price:.2f}")
+            why = Reason(Why.COSTS_WITH_EVERY_BLOCK if family.prefix else Why.COSTS, time=StepTime(price))
             seen.setdefault(option, Rejected(option.of(request.batch_size), None, 0, why))
     return list(seen.values())

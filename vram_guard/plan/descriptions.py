@@ -56,11 +56,10 @@ class Why(Enum):
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     EXPANDABLE = marked("Expandable segments are set before the process starts: {setting}.")
-    CHEAPEST = marked("The cheapest way that fits: {factor} times the step time as written, by a model of the GPU.")
+    CHEAPEST = marked("The cheapest way that fits: {time}, by a model of the GPU.")
 
     CHANGES_LEAST = marked(
-        "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {factor} "
-        "times the step time as written."
+        "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {time}."
     )
     SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
@@ -145,18 +144,18 @@ class Why(Enum):
     NEEDS_STATES = marked("needs at least {amount} for weights, gradients and optimizer states alone")
     NEEDS_SAVED = marked("needs at least {amount} for weights, optimizer states and saved activations alone")
     NEEDS_OUTSIDE_OPTIMIZER = marked("needs at least {amount} outside the optimizer")
-    CHEAPER_AND_MORE_CHANGES = marked(
-        "should fit too ({peak}, not traced) and cost {factor} times the step time, but changes more"
-    )
-    HARDLY_DEARER = marked("should fit too ({peak}, not traced), and costs {factor} times the step time")
+    CHEAPER_AND_MORE_CHANGES = marked("should fit too ({peak}, not traced) and take {time}, but changes more")
+    HARDLY_DEARER = marked("should fit too ({peak}, not traced), and takes {time}")
     HOST_MEMORY = marked("takes {amount} of host memory, of which {usable} are available")
     FAILS = marked("the step fails there: {error}")
-    COSTS = marked("not traced: would take {factor} times the step time")
+    COSTS = marked("not traced: would take {time}")
+    AS_LONG = marked("takes about as long")
     COSTS_MORE_THAN = marked("takes {factor} times as long")
+    NO_FIT_AND_AS_LONG = marked("does not fit as it is, and takes about as long")
     NO_FIT_AND_SLOWER = marked("does not fit as it is, and takes {factor} times as long")
     NOT_FASTER = marked("does not fit as it is; with what might make it fit, it takes longer")
     NOTHING_FITS = marked("nothing that is allowed makes it fit: {missing} over budget")
-    COSTS_WITH_EVERY_BLOCK = marked("not traced: would take {factor} times the step time, and more with every block")
+    COSTS_WITH_EVERY_BLOCK = marked("not traced: would take {time}, and more with every block")
     DATA_SET_TOO_SMALL = marked("the data set has {count} samples, and an epoch needs at least one optimizer step")
 
 
@@ -184,6 +183,29 @@ class Reason(Message):
     def of(cls, text: str, values: Mapping[str, object]) -> Reason:
         """The reason of this kind, by its sentence in English."""
         return cls(Why(text), **values)
+
+
+class StepTime(float):
+    """A modelled step time over that of the step as written, for messages.
+
+    Example:
+        >>> f"would take {StepTime(1.25)}", f"would take {StepTime(0.999)}"
+        ('would take 1.25 times the step time as written', 'would take about the same step time as written')
+    """
+
+    def __str__(self) -> str:
+        factor = f"{float(self):.2f}"
+        if factor == "1.00":
+            return _("about the same step time as written")
+        return _("{factor} times the step time as written", factor=factor)
+
+
+def longer(factor: float, *, fits: bool) -> Reason:
+    """How much longer a way of using several GPUs takes than the fastest one."""
+    shown = f"{factor:.2f}"
+    if shown == "1.00":
+        return Reason(Why.AS_LONG if fits else Why.NO_FIT_AND_AS_LONG)
+    return Reason(Why.COSTS_MORE_THAN if fits else Why.NO_FIT_AND_SLOWER, factor=shown)
 
 
 @dataclass(frozen=True)

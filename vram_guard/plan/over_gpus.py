@@ -23,7 +23,7 @@ from vram_guard.parallel.spec import MOST_GPUS, Parallel
 from vram_guard.plan._depth import by_depth
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
-from vram_guard.plan.descriptions import Reason, Why, recipe_words
+from vram_guard.plan.descriptions import Reason, Why, longer, recipe_words
 from vram_guard.plan.gpus_request import GpusRequest
 from vram_guard.plan.layout_facts import (
     divides_layers,
@@ -218,8 +218,7 @@ class SpreadSearch:
         # Only another precision than float32 can be faster than the step as it is written.
         least_time = self.step.precision != "32-true" or written.fits
         if least_time and best is not None and written.seconds is not None and written.seconds > best * (1 + TIME_STEP):
-            kind = Why.COSTS_MORE_THAN if written.fits else Why.NO_FIT_AND_SLOWER
-            return None, replace(written, why=Reason(kind, factor=f"{written.seconds / best:.2f}"))
+            return None, replace(written, why=longer(written.seconds / best, fits=written.fits))
         try:
             with collector_paused():
                 return self._planned(gpus, layout, total, wires, best)
@@ -390,7 +389,7 @@ def _compared(ways: Mapping[Parallel | None, Way], taken: Parallel | None) -> di
     """The ways, with what those that fit as well cost more than the one that is taken."""
     least = ways[taken].seconds
     return {
-        layout: replace(way, why=Reason(Why.COSTS_MORE_THAN, factor=f"{way.seconds / least:.2f}"))
+        layout: replace(way, why=longer(way.seconds / least, fits=True))
         if layout != taken and way.fits and way.seconds is not None and least
         else way
         for layout, way in ways.items()

@@ -15,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.module_names import with_class
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
+from vram_guard.report._content import unchanged_name
 from vram_guard.report._walk import stack
 from vram_guard.report.batch_curve import BatchCurve, Limit, close_together
 from vram_guard.timeline import STEP_PHASES, Category, Estimate, Phase, Timeline, phase_words
@@ -132,9 +133,11 @@ def timeline_charts(
         timeline, budget = answer.timeline, answer.budget
         size = _("batch {count}", count=answer.batch_size_before)
         words = _(", ").join([answer.precision_before, size])
-        before = _("{name}: {words}", name=_("as written"), words=words)
-        drawn = [(before, answer.timeline_before if answer.changed else timeline, answer.batch_size_before)]
-        if answer.changed:
+        changed = answer.changed and answer.before != answer.estimate  # a plan may only spread a step
+        name = unchanged_name(answer) if changed or answer.spread is None else _("planned")
+        before = _("{name}: {words}", name=name, words=words)
+        drawn = [(before, answer.timeline_before if changed else timeline, answer.batch_size_before)]
+        if changed:
             words = _(", ").join([answer.precision, _planned_size(answer)])
             after = _("{name}: {words}", name=_("planned"), words=words)
             drawn.append((after, timeline, answer.micro_batch_size))

@@ -96,13 +96,19 @@ class Content:
 
     def bars(self) -> list[tuple[str, int]]:
         """(name, peak) of what is drawn against the budget."""
+        if self.plan is None:
+            return [(_("needed"), self.peak)]
         if self.before is not None:
-            return [(_("as written"), self.before.peak_reserved), (_("planned"), self.peak)]
-        return [(_("needed") if self.plan is None else _("as written"), self.peak)]
+            return [(unchanged_name(self.plan), self.before.peak_reserved), (_("planned"), self.peak)]
+        return [(_("as written") if self.plan.spread is None else _("planned"), self.peak)]
 
     def peak_heads(self) -> list[str]:
         """Titles of the columns of :meth:`peak_rows`."""
-        return [_("at the peak"), *([_("as written"), _("planned")] if self.before else [_("bytes")]), _("share")]
+        return [
+            _("at the peak"),
+            *([unchanged_name(self.plan), _("planned")] if self.plan and self.before else [_("bytes")]),
+            _("share"),
+        ]
 
     def peak_rows(self) -> list[tuple[str, list[str]]]:
         """(category, cells) of what is alive at the peak, then the totals; their category is ""."""
@@ -336,3 +342,8 @@ def alternatives(plan: Plan, most: int) -> list[str]:
 def _at_most(most: int, lines: list[str]) -> list[str]:
     more = len(lines) - most
     return [*lines[:most], _("and {count} more", count=more)] if more > 0 else lines
+
+
+def unchanged_name(plan: Plan) -> str:
+    """The name of the step before a plan's changes, which is spread over GPUs already where the plan spreads it."""
+    return _("as written") if plan.spread is None else _("only spread")

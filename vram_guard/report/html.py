@@ -233,8 +233,10 @@ def _batch_sizes(
     if not cards:
         return ""
     curve = batch_curve(timeline, cards, at=estimate.batch_size, settings=settings)
-    how = _(
-        "As written, {precision}: the largest batch of each GPU, its margin kept free.", precision=timeline.precision
+    how = (
+        _("As written, {precision}: the largest batch of each GPU, its margin kept free.", precision=timeline.precision)
+        if plan is None or plan.spread is None
+        else _("Spread so, {precision}: the largest batch of each GPU.", precision=timeline.precision)
     )
     parts = [f"<h2>{escape(_('Batch size'))}</h2>", f"<p>{escape(how)}</p>"]
     chart = svg(batch_chart(curve, timeline.precision, at=estimate.batch_size))
@@ -254,10 +256,10 @@ def _limits(curve: BatchCurve) -> str:
 
 
 def _plan(plan: Plan) -> str:
-    rows = [_row(escape(name), cells, numbers=False) for name, *cells in plan.changes()]
+    rows = [_row(escape(name), cells, numbers=0) for name, *cells in plan.changes()]
     parts = [
         f"<h2>{escape(_('Plan'))}</h2>",
-        _table(["", _("as written"), _("planned")], rows, numbers=False) if rows else "",
+        _table(["", _("as written"), _("planned")], rows, numbers=0) if rows else "",
         _facts(plan_facts(plan)),
         *_spread(plan.spread),
         _list(_("Why"), plan.reasons),
@@ -278,9 +280,7 @@ def _spread(spread: Spread | None) -> Iterator[str]:
     ):
         if rows:
             yield f"<h3>{escape(title)}</h3>"
-            yield _table(
-                rows[0], [_row(escape(name), cells, numbers=False) for name, *cells in rows[1:]], numbers=False
-            )
+            yield _table(rows[0], [_row(escape(name), cells, numbers=2) for name, *cells in rows[1:]], numbers=2)
 
 
 def _notes(content: Content) -> str:
@@ -304,21 +304,26 @@ def _tag(name: str, parts: Iterable[str]) -> str:
     return f"<{name}>\n" + "\n".join(filter(None, parts)) + f"\n</{name}>"
 
 
-def _row(name: str, cells: Sequence[str], *, kind: str = "", numbers: bool = True) -> str:
-    """A row; ``name`` is HTML already."""
-    cell_kind = ' class="n"' if numbers else ""
-    rest = "".join(f"<td{cell_kind}>{escape(cell)}</td>" for cell in cells)
+def _row(name: str, cells: Sequence[str], *, kind: str = "", numbers: int | None = None) -> str:
+    """A row; ``name`` is HTML already. The first ``numbers`` of the cells hold figures; None: all do."""
+    kinds = _kinds(len(cells), numbers)
+    rest = "".join(f"<td{one}>{escape(cell)}</td>" for one, cell in zip(kinds, cells, strict=True))
     return f'<tr class="{kind}"><td>{name}</td>{rest}</tr>'
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
     """Names and their values."""
-    rows = "".join(_row(escape(name), [value], numbers=False) for name, value in facts)
+    rows = "".join(_row(escape(name), [value], numbers=0) for name, value in facts)
     return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>' if rows else ""
 
 
-def _table(heads: Sequence[str], rows: Iterable[str], *, numbers: bool = True) -> str:
-    kinds = ["", *([' class="n"'] * (len(heads) - 1) if numbers else [""] * (len(heads) - 1))]
+def _kinds(cells: int, numbers: int | None) -> list[str]:
+    figures = cells if numbers is None else numbers
+    return [' class="n"'] * figures + [""] * (cells - figures)
+
+
+def _table(heads: Sequence[str], rows: Iterable[str], *, numbers: int | None = None) -> str:
+    kinds = ["", *_kinds(len(heads) - 1, numbers)]
     head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for kind, name in zip(kinds, heads, strict=True))
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vram_guard.language import _
+from vram_guard.plan.descriptions import StepTime
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
@@ -43,7 +44,7 @@ def best_of(
         if answer.fits and (not best.fits or told or answer.slowdown < best.slowdown):
             best, waiting = answer, list(answer.relaunches)
         else:
-            worse = _("costs {factor} times the step time", factor=f"{answer.slowdown:.2f}")
+            worse = _("takes {time}", time=StepTime(answer.slowdown))
             notes.append(_not_taken(change.words, worse if answer.fits else _("it does not fit")))
             waiting = [*answer.relaunches, *waiting]
     return replace(best, notes=(*best.notes, *notes), seconds=seconds, relaunches=())

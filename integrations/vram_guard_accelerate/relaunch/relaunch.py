@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.descriptions import Reason, StepTime, Why
 from vram_guard.plan.techniques import uses_batch_norm
 from vram_guard.timeline import Estimate
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
@@ -186,7 +186,7 @@ class Relaunch:
                 Reason(Why.LAUNCHED_WITH, options=self.change.words),
                 *(Reason(Why.LAUNCHED_SO, reason=reason) for reason in own[:1]),
                 *own[1:],
-                Reason(Why.CHEAPEST, factor=f"{slowdown:.2f}"),
+                Reason(Why.CHEAPEST, time=StepTime(slowdown)),
             ),
         )
 
