@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import os
@@ -42,10 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Import now what a guard imports in each copy of the process, and each copy of a test's process anew."""
+    """Make ready what every test, and every copy of its process, would do anew.
+
+    That is the imports which a guard makes in each copy, and the collector's look at what was imported.
+    """
     if "torch" in sys.modules:
         for late in ("budget.host", "plan.source", "plan.tracing", "simulate.tracing.run", "proof.prove"):
             importlib.import_module(f"vram_guard.{late}")
+    # Half a million objects of imported libraries: whoever collects garbage, as each recovery does, need not look at
+    # them for a third of a second.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
