@@ -235,6 +235,9 @@ _NUMBERS = itertools.count()
 def load(root: Path, leaf: str, work_dir: Path, **changes: Any) -> Any:
     """A config from disk, as tools/train.py loads it."""
     cfg = Config.fromfile(str(root / leaf))
+    # A Runner writes its config six times: yapf, which makes that text pretty, takes longer than the training.
+    # (`fromfile` of MMEngine 0.10.7 ignores its own argument for this where imports are not lazy.)
+    object.__setattr__(cfg, "_format_python_code", False)
     cfg.work_dir = str(work_dir)
     cfg.launcher = "none"
     cfg.experiment_name = f"{Path(leaf).stem}_{next(_NUMBERS)}"  # MMEngine's own goes by the second
