@@ -10,7 +10,7 @@ class Trainer:
         self.seen = frozenset()
 
     def fit(self):
-        self.seen = later_calls()
+        self.seen = later_calls("test")
 
     def test(self): ...
 

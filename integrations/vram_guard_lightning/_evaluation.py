@@ -52,8 +52,9 @@ KINDS = {
 
 def comes_later(trainer: Trainer) -> Iterator[str]:
     """Evaluations that the script calls after its training, over loaders that its module or datamodule declares."""
-    called = later_calls() if can_fork() else ()
-    for stage in ("test", "predict"):
+    stages = ("test", "predict")
+    called = later_calls(*stages) if can_fork() else ()
+    for stage in stages:
         source: Any = getattr(trainer, KINDS[stage].loop)._data_source
         if stage in called and source.instance is not None and source.is_defined():
             yield stage

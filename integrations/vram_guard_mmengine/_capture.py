@@ -398,7 +398,7 @@ def _job(
             None if sharded else checkpoint_of(runner, notes),
             not sharded,
             schedule,
-            test=rounds_of_training(runner, "test", notes, wish) if "test" in later_calls() else None,
+            test=rounds_of_training(runner, "test", notes, wish) if later_calls("test") else None,
         )
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,32 +14,39 @@ _LIBRARIES = ("site-packages", "dist-packages")
 _HERE = str(Path(__file__).parents[1])
 
 
-def later_calls() -> frozenset[str]:
-    """Names of the methods that the script's functions call below the lines at which they stand now.
+def later_calls(*wanted: str) -> frozenset[str]:
+    """Those of some methods that the script's functions call below the lines at which they stand now.
 
     Only calls that come for certain once those lines are over: those of another branch, and of one that is not entered
     yet, are left out. Nothing is known of code that has no file.
 
+    Args:
+        wanted: names of the methods.
+
     Example:
         >>> def script():
-        ...     return "never_called" in later_calls()
+        ...     return later_calls("never_called")
         >>> script()
-        False
+        frozenset()
     """
     names: set[str] = set()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - where the script stands is the question
     while frame is not None:
         file = frame.f_code.co_filename
         if not any(part in file for part in _LIBRARIES) and not file.startswith((_HERE, "<", sys.base_prefix)):
-            names.update(_called_after(file, frame.f_code.co_name, frame.f_lineno))
+            names.update(_called_after(file, frame.f_code.co_name, frame.f_lineno, wanted))
         frame = frame.f_back
-    return frozenset(names)
+    return frozenset(names.intersection(wanted))
 
 
 @lru_cache(maxsize=64)
-def _called_after(file: str, function: str, line: int) -> frozenset[str]:
+def _called_after(file: str, function: str, line: int, wanted: tuple[str, ...]) -> frozenset[str]:
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        text = Path(file).read_bytes()
+        # Most scripts name none of them, and parsing a long one takes as long as a small trace.
+        if not re.search(rb"\b(%s)\b" % b"|".join(map(str.encode, wanted)), b"\n".join(text.split(b"\n")[line:])):
+            return frozenset()
+        tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError):
         return frozenset()
     return frozenset(name for body in _bodies(_scope(tree, function, line), line) for name in _methods(body, line))

@@ -18,6 +18,7 @@ MOST = 4096
 LONGEST = 4096
 
 _MISSING = object()
+_CONTAINERS = (*MUTABLE, tuple, frozenset)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 #: Packages whose functions keep nothing of the user's.
 _LIBRARIES = ("torch", "numpy", "builtins", "vram_guard")
@@ -65,18 +66,27 @@ class ReachedState:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._kinds: set[type] = set()
         """Classes whose methods have been looked at."""
+        self._asked: dict[int, set[str]] = {}
+        """Names that have been looked up, by the identity of a module's globals: its functions share most of them."""
+        nobodys: dict[tuple[type, str | None], bool] = {}
         pending = deque(roots)
         most += len(pending)
         seen: set[int] = set()
         while pending and len(seen) < most:
             name, value = pending.popleft()
-            if id(value) not in seen and not _is_nobodys(value) and not passed_over(value):
+            if id(value) in seen or value is _MISSING:
+                continue
+            home = value.__module__ if isinstance(value, FunctionType) else None
+            kind = type(value), home
+            if kind not in nobodys:
+                nobodys[kind] = _is_nobodys(*kind)
+            if not nobodys[kind] and not passed_over(value):
                 seen.add(id(value))
                 pending += self._look_at(name, value)
 
     def _look_at(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
         """Remember what an object holds; what it leads to, with names."""
-        if isinstance(value, (*MUTABLE, tuple, frozenset)):
+        if isinstance(value, _CONTAINERS):
             if isinstance(value, MUTABLE):
                 self._containers.append((name, value, look(value, LONGEST)))
             return () if len(value) > LONGEST else [(name, part) for part in _parts_in(value)]
@@ -103,9 +113,13 @@ class ReachedState:
             yield name, held(cell)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             yield function.__name__, value
-        for name in _names(function.__code__):
-            value = function.__globals__.get(name, _MISSING)
-            self._globals.append((name, function.__globals__, value))
+        names = function.__globals__
+        asked = self._asked.setdefault(id(names), set())
+        new = _names(function.__code__) - asked
+        asked |= new
+        for name in new:
+            value = names.get(name, _MISSING)
+            self._globals.append((name, names, value))
             yield name, value
 
     def kept(self) -> Iterator[tuple[str, Any]]:
@@ -158,13 +172,18 @@ def _parts_in(container: Any) -> Iterable[Any]:
     return list(container.values() if isinstance(container, dict) else container)
 
 
-def _is_nobodys(value: Any) -> bool:
-    """True for what keeps nothing of the user's: values, classes, modules, functions and tensors of libraries."""
-    if value is _MISSING or type(value) in _PLAIN or isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+def _is_nobodys(kind: type, function_of: str | None) -> bool:
+    """True for what keeps nothing of the user's: values, classes, modules, functions and tensors of libraries.
+
+    Args:
+        kind: the object's class.
+        function_of: the module of a function.
+    """
+    if kind in _PLAIN or issubclass(kind, (type, ModuleType, BuiltinFunctionType)):
         return True
-    home = str(getattr(value if isinstance(value, FunctionType) else type(value), "__module__", ""))
+    home = str(function_of if issubclass(kind, FunctionType) else getattr(kind, "__module__", ""))
     is_library = home.partition(".")[0] in _LIBRARIES
-    return is_library and not isinstance(value, (*MUTABLE, tuple, frozenset, MethodType, functools.partial))
+    return is_library and not issubclass(kind, (*_CONTAINERS, MethodType, functools.partial))
 
 
 def _names(code: CodeType) -> set[str]:
