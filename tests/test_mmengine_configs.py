@@ -329,6 +329,7 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.01))
             "model = dict(type='BaseDataPreprocessor')" + LOADER.format(dataset="Nope"),
             "Nope is not in the mmengine::dataset",
         ),
+        ("model = dict(type='torch.nn')" + LOADER.format(dataset="X"), 'name a class in it, type="torch.nn.CLASS"'),
     ],
 )
 def test_a_config_that_cannot_be_built_is_told_in_a_line(tmp_path: Path, capsys: Any, text: str, said: str) -> None:
@@ -337,7 +338,7 @@ def test_a_config_that_cannot_be_built_is_told_in_a_line(tmp_path: Path, capsys:
     told = capsys.readouterr().err
     assert said in told
     assert "Traceback" not in told
-    assert "custom_imports" in told or "MMDetection 3" in told
+    assert "custom_imports" in told or "MMDetection 3" in told or "CLASS" in told
 
 
 def test_a_runner_with_a_guard_refuses_configs_from_before_mmengine(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -48,18 +49,24 @@ def refuse_before_mmengine(cfg: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def unregistered_types_said() -> Iterator[None]:
-    """Turn the registry's own error about a type that it does not know into a message without a traceback.
+    """Turn the registry's own error about a type that it cannot build into a message without a traceback.
 
     Raises:
-        InvalidInputError: a type of the config is not registered.
+        InvalidInputError: a type of the config is not registered, or names a module in place of a class.
     """
     try:
         yield
+    except TypeError as error:
+        # A name with dots is imported, and "torch.nn" is found to be a module.
+        values = _values_in_registry(error)
+        if not inspect.ismodule(values.get("obj_cls")):
+            raise
+        name = values["obj_cls"].__name__
+        raise InvalidInputError(
+            _('type="{name}" in the config is a module: name a class in it, type="{name}.CLASS"', name=name)
+        ) from error
     except KeyError as error:
-        place = error.__traceback__
-        while place is not None and place.tb_next is not None:
-            place = place.tb_next
-        if place is None or place.tb_frame.f_globals.get("__name__") != build_functions.__name__:
+        if not _values_in_registry(error):
             raise
         raise InvalidInputError(
             _(
@@ -68,3 +75,12 @@ def unregistered_types_said() -> Iterator[None]:
                 problem=" ".join(str(error.args[0]).partition(" Please check")[0].split()),
             )
         ) from error
+
+
+def _values_in_registry(error: BaseException) -> Mapping[str, Any]:
+    """The local values where the registry builds, if that is what raised the error; else none."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    inside = place is not None and place.tb_frame.f_globals.get("__name__") == build_functions.__name__
+    return place.tb_frame.f_locals if inside and place is not None else {}
