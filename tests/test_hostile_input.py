@@ -127,6 +127,20 @@ def cases():
         yield *BASES["optimize"], *CARD, "--processes", number
         yield *BASES["optimize"], *CARD, "--benchmark-seconds", number
         yield "monitor", "1", "--device", number
+    spread = (*BASES["plan"], *CARD, "--gpus", "4")
+    for link in ("", ESCAPES, "nvlink,ib400,ib400", "nvlink;ib400"):
+        yield *spread, "--link", link
+    for layouts in ("", ESCAPES, "fsdp", "fsdp2;ddp"):
+        yield *spread, "--layouts", layouts
+    for numbers in ("", ESCAPES, "0", "2,,3", "-1", "auto"):
+        yield *spread, "--compare-gpus", numbers
+    for option, value in (("--node-gpus", "4"), ("--link", "nvlink"), ("--layouts", "ddp"), ("--compare-gpus", "2")):
+        yield *BASES["plan"], *CARD, option, value  # of one GPU
+    for allowed in ("selective checkpoint", "selective_checkpoint=matmul", "activation_memory_budget=0.5"):
+        yield *BASES["plan"], *CARD, "--allow", allowed
+        yield "launch", "--budget", "24GiB", "--allow", allowed, "ok.py"
+    for option, value in (("--host-budget", "24"), ("--proof-seconds", "nan"), ("--loss-weight", ESCAPES)):
+        yield "launch", "--budget", "24GiB", option, value, "ok.py"
     yield "plan", "raises.py:net", "--input", "8", "--batch", "2", *CARD
     yield "estimate", "--model", "config.json", "--batch", "2", *CARD
     yield from (tuple(text.split()) for text in OTHERS)
@@ -159,6 +173,13 @@ OTHERS = (
     "launch --longest lots --budget 24GiB ok.py",
     "launch --start-seconds nan --budget 24GiB ok.py",
     "launch --yes --ask ok.py",
+    "launch --budget 24GiB --no-whole-job=1 ok.py",
+    "launch --budget 24GiB --no-whole-jobs ok.py",
+    "plan ok.yaml --gpu 4090 --gpus 3 --node-gpus 2",
+    "plan ok.yaml --gpu 4090 --gpus auto --node-gpus 0",
+    "plan ok.yaml --gpu 4090 --gpus 2 --gpus 4",
+    "plan ok.yaml --gpu 4090 --snapshot folder",
+    "plan ok.yaml --gpu 4090 --plot-budgets folder",
     "mmengine",
     "mmengine compare",
     "mmengine init --configs missing",

@@ -26,6 +26,9 @@ BYTES_PER_UNIT: dict[str, int] = {
 #: No device counts bytes beyond a signed 64-bit integer, and neither does torch.
 LARGEST_BYTES = 2**63 - 1
 
+#: No card and no technique has to do with so few bytes.
+LEAST_WRITTEN = 2**20
+
 # At most 30 digits each side: far beyond LARGEST_BYTES, and no input can make the arithmetic slow.
 # [0-9] rather than \d, which takes every Unicode digit.
 _AMOUNT = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)")
@@ -77,6 +80,25 @@ def format_bytes(count: int) -> str:
         if size >= factor:
             return f"{sign}{size / factor:.2f} {unit}"
     return f"{sign}{size} B"
+
+
+def written_bytes(value: str | int, name: str = "budget") -> int:
+    """As :func:`parse_bytes`; text without a unit that is less than a MiB is refused: "24" was meant in another unit.
+
+    Raises:
+        InvalidInputError: as :func:`parse_bytes`, and for such text.
+    """
+    amount = parse_bytes(value, name)
+    if amount < LEAST_WRITTEN and isinstance(value, str) and value.strip().isdigit():
+        raise without_unit(value.strip(), name)
+    return amount
+
+
+def without_unit(count: object, name: str = "budget") -> InvalidInputError:
+    """The error for an amount that is too small to be meant in bytes."""
+    return InvalidInputError(
+        _('{name}={count} is {count} bytes: with a unit, such as "{count}GiB"', name=name, count=count)
+    )
 
 
 class Amount(int):

@@ -15,15 +15,11 @@ from vram_guard.budget.margins import measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.notebooks import ShownInNotebooks
-from vram_guard.units import format_bytes, parse_bytes
+from vram_guard.units import format_bytes, parse_bytes, written_bytes
 
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
 #: is known: a quantile of measured errors (:mod:`vram_guard.budget.margins`).
 DEFAULT_MARGIN = measured_margin().fraction
-
-
-#: Text without a unit that says less was meant in another unit: no card has so little.
-_LEAST_WRITTEN = 2**20
 
 
 @dataclass(frozen=True)
@@ -113,9 +109,7 @@ class Budget(ShownInNotebooks):
             return replace(_of_card(value, kept), margin_source=source)
         if isinstance(value, str) and _names_a_card(value):
             return replace(_of_card(find_gpu(value), kept), margin_source=source)
-        amount = parse_bytes(value)
-        if amount < _LEAST_WRITTEN and isinstance(value, str) and value.strip().isdigit():
-            raise without_unit(value.strip())
+        amount = written_bytes(value)
         return cls(amount, amount, kept, "explicit", margin_source=source)
 
     @classmethod
@@ -259,11 +253,6 @@ def _of_memory(memory: str | float, card: GPU | None, margin: float | None) -> B
     kept, source = _margin(margin)
     whole = Budget(size, size - context, kept, "given", context=context, margin_source=source)
     return whole if card is None else whole.on_card(card)
-
-
-def without_unit(count: object) -> InvalidInputError:
-    """The error for an amount that is too small to be meant in bytes."""
-    return InvalidInputError(_('budget={count} is {count} bytes: with a unit, such as "{count}GiB"', count=count))
 
 
 def checked_margin(margin: object) -> float:

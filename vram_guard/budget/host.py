@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vram_guard.errors import DeviceQueryError
 from vram_guard.language import _, marked
-from vram_guard.units import parse_bytes
+from vram_guard.units import written_bytes
 
 PHYSICAL = marked("physical memory")
 
@@ -63,7 +63,7 @@ def host_share(host_budget: str | int | None, processes: int) -> int | None:
         None where the operating system does not report what is free.
     """
     if host_budget is not None:
-        return parse_bytes(host_budget) // processes
+        return written_bytes(host_budget) // processes
     try:
         return host_memory().available // processes
     except DeviceQueryError:

@@ -257,6 +257,8 @@ def _quantiser(config: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
 
 
 def _built(model: Any) -> nn.Module:
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # what transformers takes for it too, after a warning
     assert isinstance(model, nn.Module)
     return model
 

@@ -104,7 +104,9 @@ def _several(options: argparse.Namespace) -> dict[str, Any]:
         "node": count("node_gpus", options.node_gpus),
         "link": options.link,
         "layouts": None if options.layouts is None else listed(options.layouts),
-        "compare_gpus": [whole_number("compare_gpus", one) for one in listed(options.compare_gpus or "")],
+        "compare_gpus": []
+        if options.compare_gpus is None
+        else [whole_number("compare_gpus", one) for one in options.compare_gpus.split(",")],
     }
     gpus = options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus)
     return {"gpus": gpus, **given}

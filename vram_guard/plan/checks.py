@@ -10,7 +10,7 @@ from vram_guard.checks import one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
-from vram_guard.units import parse_bytes
+from vram_guard.units import without_unit, written_bytes
 
 Mode = Literal["fit", "report", "strict"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -34,7 +34,7 @@ def check_amounts(
         InvalidInputError: one of them makes no sense, or the GPU is not known.
     """
     from vram_guard.budget import Budget
-    from vram_guard.budget.budget import checked_margin, without_unit
+    from vram_guard.budget.budget import checked_margin
 
     if isinstance(budget, int) and 0 < budget < _LEAST_BYTES:  # a config says 24, and means GiB
         raise without_unit(budget)
@@ -42,8 +42,10 @@ def check_amounts(
         checked_margin(margin)
     if budget is not None or gpu is not None or gpu_memory is not None:
         Budget.resolve(budget, gpu, margin, gpu_memory=gpu_memory)
+    if isinstance(host_budget, int) and 0 < host_budget < _LEAST_BYTES:
+        raise without_unit(host_budget, "host_budget")
     if host_budget is not None:
-        parse_bytes(host_budget, "host_budget")
+        written_bytes(host_budget, "host_budget")
 
 
 def check_growth(target_utilization: object, lr_rule: object) -> None:
