@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib.util
 import os
 import re
 import subprocess
@@ -71,6 +72,37 @@ def test_type_checkers_may_use_the_annotations(wheel):
 def test_version_is_one(metadata):
     assert metadata["Version"] == vram_guard.__version__
     assert f"## {vram_guard.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def test_no_link_of_the_index_page_leads_nowhere(metadata):
+    page = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "## Quick start: Lightning" in page
+    assert "What is not supported (`docs/en/limits.md`)" in page
+    targets = LINK.findall(page)
+    assert targets
+    assert all(target.startswith("https://") for target in targets), targets
+
+
+def test_with_an_address_links_and_urls_lead_to_it():
+    hook = load_hook()
+    page = hook.index_page("![A](a/b.png) and [more](docs/x.md), [out](https://pytorch.org)", "https://host/o/n")
+    assert LINK.findall(page) == ["https://host/o/n/raw/main/a/b.png", "https://host/o/n/blob/main/docs/x.md",
+                                  "https://pytorch.org"]  # fmt: skip
+    paths = [url.partition("/blob/main/")[2] for url in hook.urls("https://host/o/n").values()]
+    assert [path for path in paths if path] == ["docs/en/index.md", "CHANGELOG.md"]
+    assert all((ROOT / path).exists() for path in paths)
+    assert hook.urls("") == {}
+
+
+def load_hook():
+    spec = importlib.util.spec_from_file_location("index_page", ROOT / "tools" / "index_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_entry_points(wheel):
