@@ -1,8 +1,8 @@
 """Timelines composed of a few traces, held against direct traces: random options of ten architectures.
 
-Blocks that are checkpointed or kept on the host, micro-batches, precisions and forms of the optimizer are drawn by
-chance. Plans are never built on a composed peak alone: the option that is taken is traced, and so is the nearest miss.
-Here every option is. Exits with 1 where fewer than 99% have an equal reserved peak.
+Blocks that are checkpointed (some keep results of operators) or kept on the host, micro-batches, precisions and forms
+of the optimizer are drawn by chance. Plans are never built on a composed peak alone: the option that is taken is
+traced, and so is the nearest miss. Here every option is. Exits with 1 where fewer than 99% have an equal reserved peak.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vram_guard.plan.search_space import Option
 from vram_guard.plan.source import source_of
 from vram_guard.plan.tracing import Traces
 from vram_guard.techniques.blocks import find_blocks
+from vram_guard.techniques.kept import KEEPABLE
 from vram_guard.techniques.recipe import OptimizerForm, Recipe
 from vram_guard.units import format_bytes
 
@@ -27,6 +28,9 @@ BATCH = 12
 CAPABILITY = (8, 0)
 ARCHITECTURES = ("resnet50", "small_cnn", "unet", "fno", "video", "gpt2", "bert", "llama", "vit", "twins")
 GOAL = 0.99
+
+#: What checkpointed blocks keep: nothing, what is dearest to compute again, or all that may be kept.
+_KEPT: tuple[tuple[str, ...], ...] = ((), ("attention", "convolution"), KEEPABLE)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,9 @@ def drawn(draw: random.Random, blocks: tuple[str, ...], batch_size: int) -> Opti
     checkpoint, offload = draw.choice(((tuple(some), ()), (tuple(some), ()), ((), tuple(some)), (rest, tuple(some))))
     form: OptimizerForm = draw.choice(("as-written", "for-loop"))
     splits = draw.choice([count for count in range(1, batch_size + 1) if batch_size % count == 0])
-    recipe = Recipe(checkpoint=checkpoint, offload_activations=offload, optimizer=form)
+    # As plans have it: no results are kept beside blocks on the host.
+    keeps = () if offload else draw.choice(_KEPT)
+    recipe = Recipe(checkpoint=checkpoint, offload_activations=offload, optimizer=form, checkpoint_keeps=keeps)
     return Option(draw.choice(("32-true", "bf16-mixed", "16-mixed")), splits, recipe)
 
 

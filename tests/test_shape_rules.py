@@ -201,6 +201,56 @@ def test_sums(data: Any) -> None:
     assert_as_torch_says(aten.sum.dim_IntList, tensor, None)
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_means(data: Any) -> None:
+    tensor = data.draw(tensors(dtype=FLOATS))
+    assert_as_torch_says(aten.mean.default, tensor)
+    rank = tensor.dim()
+    dims = data.draw(st.lists(st.integers(-rank, max(rank - 1, 0)), max_size=rank, unique_by=lambda dim: dim % rank))
+    for keep in (False, True):
+        assert_as_torch_says(aten.mean.dim, tensor, dims, keep)
+    assert_as_torch_says(aten.mean.dim, tensor, dims, False, dtype=torch.float64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_copies(data: Any) -> None:
+    tensor = data.draw(tensors())
+    for func in (aten.clone.default, aten._to_copy.default, aten.zeros_like.default):
+        assert_as_torch_says(func, tensor)
+        for form in (torch.preserve_format, torch.contiguous_format):
+            assert_as_torch_says(func, tensor, memory_format=form)
+    assert_as_torch_says(aten._to_copy.default, tensor, dtype=torch.bfloat16)
+    named = {"dtype": torch.float32, "layout": torch.strided, "device": torch.device("meta")}
+    assert_as_torch_says(aten._to_copy.default, tensor, **named)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), dtype=DTYPES, count=st.integers(1, 3))
+def test_joined_tensors(data: Any, dtype: torch.dtype, count: int) -> None:
+    shape = data.draw(SHAPES)
+    alike = [data.draw(tensors(shape=shape, dtype=dtype)) for _number in range(count)]
+    for dim in range(-len(shape) - 1, len(shape) + 1):
+        assert_as_torch_says(aten.stack.default, alike, dim)
+    if shape:
+        dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+        sizes = [[extent + (at == dim % len(shape)) * number for at, extent in enumerate(shape)] for number in range(2)]
+        others = [data.draw(tensors(shape=size, dtype=dtype)) for size in sizes]
+        assert_as_torch_says(aten.cat.default, others, dim)
+        assert_as_torch_says(aten.cat.default, [*alike, *others], dim)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_gradient_of_a_slice(data: Any) -> None:
+    whole = data.draw(tensors(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    dim = data.draw(st.integers(0, whole.dim() - 1))
+    start = data.draw(st.integers(0, whole.shape[dim] - 1))
+    gradient = whole.narrow(dim, start, whole.shape[dim] - start)
+    assert_as_torch_says(aten.slice_backward.default, gradient, list(whole.shape), dim, start, 2**63 - 1, 1)
+
+
 def test_a_number_of_updates() -> None:
     count = torch.empty((), dtype=torch.int64, device="meta")
     assert assert_as_torch_says(aten.add.Tensor, count, 1)
@@ -229,3 +279,10 @@ def test_the_plain_cases_are_answered_directly() -> None:
     assert assert_as_torch_says(aten.lerp_.Scalar, kernel, kernel, 0.1)
     assert assert_as_torch_says(aten.native_dropout.default, one, 0.5, True)
     assert assert_as_torch_says(aten.zeros_like.default, one, memory_format=torch.preserve_format)
+    assert assert_as_torch_says(aten.mean.dim, one, [-1], True)
+    assert assert_as_torch_says(aten.cat.default, [one, one[:1]])
+    assert assert_as_torch_says(aten.stack.default, [image, image], -1)
+    assert assert_as_torch_says(aten._to_copy.default, one.T, dtype=torch.float16)
+    assert assert_as_torch_says(aten.clone.default, one[:, ::2], memory_format=torch.contiguous_format)
+    assert assert_as_torch_says(aten.slice_backward.default, one[1:], [3, 4], 0, 1, 3, 1)
+    assert assert_as_torch_says(aten.add.Tensor, image.permute(0, 3, 2, 1), image.permute(0, 3, 2, 1).contiguous())

@@ -61,7 +61,7 @@ _CHUNK = 65536
 
 def _size(tensor: torch.Tensor) -> int:
     """Bytes behind a tensor: an expanded dimension is there once."""
-    size = tensor.numel() * tensor.element_size()
+    size: int = tensor.nbytes
     if size and not tensor.is_contiguous():
         return min(size, tensor.untyped_storage().nbytes())
     return size
@@ -108,8 +108,6 @@ def _kind(func: Any) -> _Kind | None:
     )
 
 
-_UNKNOWN: Any = object()
-
 #: The share of a step's FLOPs from which on a network counts as one of convolutions. A definition, not a fit: the patch
 #: embedding of a vision transformer does about 1% of them, the front end of an audio transformer 5%, a U-Net's
 #: convolutions a third and more, and those of a convolutional network nearly all.
@@ -137,7 +135,8 @@ class CostMeter:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._kinds: dict[Any, _Kind | None] = {}
+        self._kinds: dict[int, tuple[_Kind | None, Any]] = {}
+        """By the identity of an operator, which is kept for that: its own hash is Python code."""
         self._work: list[Work] = []
 
     def work(self) -> tuple[Work, ...]:
@@ -156,9 +155,10 @@ class CostMeter:
 
     def count(self, func: Any, args: Args, kwargs: dict[str, Any], out: Any) -> None:
         """Count one operator that has run."""
-        kind = self._kinds.get(func, _UNKNOWN)
-        if kind is _UNKNOWN:
-            kind = self._kinds[func] = _kind(func)
+        known = self._kinds.get(id(func))
+        if known is None:
+            known = self._kinds[id(func)] = _kind(func), func
+        kind = known[0]
         if kind is None:
             return
         try:

@@ -15,7 +15,6 @@ import torch
 
 from vram_guard.language import Message
 from vram_guard.scratch import Rule
-from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.simulate.memory.repeats import Repeat, paired
 from vram_guard.simulate.memory.streams import Issued, StreamLog
@@ -116,7 +115,8 @@ class Recorder:
         """The stream that the backward pass was started on."""
         self._side_nodes = False
         """True if any node's forward ran on another stream than the default one."""
-        self._labels: dict[CodeType, str | None] = {}
+        self._labels: dict[int, tuple[str | None, CodeType]] = {}
+        """By the identity of the code, which is kept for that: code takes long to hash."""
         self.borders: list[Border] | None = None
         """Where forwards of modules begin and end; None: that is not asked for."""
         self._accumulated: list[tuple[int, int]] = []
@@ -525,9 +525,9 @@ class Recorder:
 
     def all_on_gpu(self, tensors: Iterable[torch.Tensor]) -> bool:
         """True where every tensor is a symbolic one on the GPU: the usual case, told quickly."""
-        live = self._live
+        live = self._live  # storages of symbolic tensors alone
         for tensor in tensors:
-            if not is_symbolic(tensor) or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
                 return False
             if tensor.untyped_storage()._cdata not in live:
                 return False
@@ -615,10 +615,10 @@ class Recorder:
         labels = self._labels
         while frame is not None:
             code = frame.f_code
-            if code in labels:
-                label = labels[code]
-            else:
-                label = labels[code] = _label(frame)
+            known = labels.get(id(code))
+            if known is None:
+                known = labels[id(code)] = _label(frame), code
+            label = known[0]
             if label is not None:
                 return f"{label}:{frame.f_lineno}" if label else ""
             frame = frame.f_back

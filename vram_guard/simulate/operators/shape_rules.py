@@ -15,14 +15,18 @@ from typing import Any
 import torch
 
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.tensors import is_dense
 
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _META = torch.device("meta")
 
+#: torch's own, and not what the user's code gets while a trace runs: that asks each time who calls.
+_empty, _empty_strided = torch.empty, torch.empty_strided
+
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=_META)
+    return _empty(tensor.shape, dtype=dtype or tensor.dtype, device=_META)
 
 
 def _plain(tensor: Any) -> bool:
@@ -111,7 +115,9 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(second, torch.Tensor) and _counts(first) and type(second) is int:
         return _like(first)
     if not _in_order(first):
-        return _like(first, _promoted(first, second)) if _alike(first, second) else None
+        if _alike(first, second):
+            return _like(first, _promoted(first, second))
+        return _as_first(*args[:2])
     if not isinstance(second, torch.Tensor):
         return None if isinstance(second, complex) else _like(first)
     if second.dim() == 0:
@@ -123,7 +129,7 @@ def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _like(first, _promoted(first, second)) if decides and second.dtype.is_floating_point else None
     if shape is None or _ambiguous(shape):
         return None
-    return torch.empty(shape, dtype=_promoted(first, second), device=_META)
+    return _empty(shape, dtype=_promoted(first, second), device=_META)
 
 
 def _promoted(one: torch.Tensor, other: torch.Tensor) -> torch.dtype:
@@ -133,6 +139,17 @@ def _promoted(one: torch.Tensor, other: torch.Tensor) -> torch.dtype:
 def _alike(one: Any, other: Any) -> bool:
     """True for two tensors of one shape in contiguous memory."""
     return _laid_out(one) and _laid_out(other) and one.shape == other.shape
+
+
+def _as_first(first: Any, second: Any) -> Any:
+    """Two tensors of one shape, of which the first lies in another order: it decides about each pair of dimensions."""
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)) or first.shape != second.shape:
+        return None
+    if not (is_symbolic(first) and is_symbolic(second) and second.dtype.is_floating_point) or 1 in first.shape:
+        return None
+    strides = first.stride()
+    decides = first.dtype.is_floating_point and len({*strides}) == len(strides) and is_dense(first)
+    return _empty_strided(first.shape, strides, dtype=_promoted(first, second), device=_META) if decides else None
 
 
 def _division(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +184,7 @@ def _mm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     good = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0] and left.dtype == right.dtype
     if not good or kwargs or not (is_symbolic(left) and is_symbolic(right)):
         return None
-    return torch.empty((left.shape[0], right.shape[1]), dtype=left.dtype, device=_META)
+    return _empty((left.shape[0], right.shape[1]), dtype=left.dtype, device=_META)
 
 
 def _baddbmm_to_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +199,7 @@ def _baddbmm_to_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or _broadcast(added.shape, torch.Size(shape)) != [*shape]
     ):
         return None
-    return torch.empty(shape, dtype=dtype, device=_META)
+    return _empty(shape, dtype=dtype, device=_META)
 
 
 def _native_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,7 +219,7 @@ def _group_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, weight, bias, samples, _channels, _positions, groups = args[:7]
     if not _plain(tensor) or any(p is not None and not _plain(p) for p in (weight, bias)):
         return None
-    return _like(tensor), *(torch.empty((samples, groups), dtype=tensor.dtype, device=_META) for _ in range(2))
+    return _like(tensor), *(_empty((samples, groups), dtype=tensor.dtype, device=_META) for _ in range(2))
 
 
 def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,11 +246,95 @@ def _last_dim_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _made_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Memory like a tensor's: its strides too, where they leave no gaps (TensorFactories.cpp, ``empty_like``)."""
     tensor = args[0]
-    if not _laid_out(tensor) or any(kwargs.get(name) for name in ("layout", "device", "pin_memory")):
+    if any(kwargs.get(name) for name in ("layout", "device", "pin_memory")):
         return None
-    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+    return _copied(tensor, kwargs) if _in_order(tensor) or _laid_out(tensor) else None
+
+
+def _copied(tensor: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    memory_format, dtype = kwargs.get("memory_format"), kwargs.get("dtype") or tensor.dtype
+    if memory_format is torch.contiguous_format:
+        return _empty(tensor.shape, dtype=dtype, device=_META)
+    if memory_format not in (None, torch.preserve_format):
         return None
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
+    if tensor.is_contiguous() or is_dense(tensor):
+        return _empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META)
+    return _empty(tensor.shape, dtype=dtype, device=_META) if _in_order(tensor) else None
+
+
+def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``clone`` and ``_to_copy``; the device is the caller's matter."""
+    tensor = args[0]
+    usual = (
+        kwargs.get("layout") in (None, torch.strided)
+        and kwargs.get("device") in (None, _META)
+        and not kwargs.get("pin_memory")
+    )
+    if not usual or not is_symbolic(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    # Dimensions of one element get strides of their own where the copy is laid out anew.
+    return _copied(tensor, kwargs) if tensor.is_contiguous() or 1 not in tensor.shape else None
+
+
+def _cat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Joined tensors are contiguous where not all of them are channels last."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else 0
+    shape = _joined(tensors, dim)
+    if kwargs or shape is None or not any(_not_channels_last(tensor, tensor.shape) for tensor in tensors):
+        return None
+    return _empty(shape, dtype=tensors[0].dtype, device=_META)
+
+
+def _stack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = args[0], args[1] if len(args) > 1 else 0
+    if kwargs or _joined(tensors, 0) is None or any(tensor.shape != tensors[0].shape for tensor in tensors):
+        return None
+    rank = tensors[0].dim()
+    if not -rank - 1 <= dim <= rank:
+        return None
+    dim %= rank + 1
+    # Behind the last dimension torch joins tensors with one dimension more.
+    if not any(_not_channels_last(tensor, (*tensor.shape, 1) if dim == rank else tensor.shape) for tensor in tensors):
+        return None
+    shape = [*tensors[0].shape]
+    shape.insert(dim, len(tensors))
+    return _empty(shape, dtype=tensors[0].dtype, device=_META)
+
+
+def _joined(tensors: Any, dim: int) -> list[int] | None:
+    """The shape of these tensors one behind the other; None where they are not alike enough to tell."""
+    first = tensors[0] if tensors else None
+    if not isinstance(first, torch.Tensor) or not -first.dim() <= dim < first.dim():
+        return None
+    rank, dtype, shape = first.dim(), first.dtype, [*first.shape]
+    dim %= rank
+    shape[dim] = 0
+    for tensor in tensors:
+        if not is_symbolic(tensor) or tensor.layout is not torch.strided or tensor.dim() != rank:
+            return None
+        own = tensor.shape
+        if (
+            tensor.dtype != dtype
+            or not own[dim]
+            or own[:dim] != first.shape[:dim]
+            or own[dim + 1 :] != first.shape[dim + 1 :]
+        ):
+            return None
+        shape[dim] += own[dim]
+    return shape
+
+
+def _not_channels_last(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """True if a tensor with this shape, of those memory, is certainly not channels last."""
+    return len(shape) not in (4, 5) or (tensor.is_contiguous() and not _ambiguous(shape))
+
+
+def _slice_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros of the shape that was sliced, with the gradient in them."""
+    gradient, sizes = args[:2]
+    if kwargs or not is_symbolic(gradient) or len(sizes) != gradient.dim() or 0 in sizes:
+        return None
+    return _empty(sizes, dtype=gradient.dtype, device=_META)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,7 +355,7 @@ def _sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(reduced) != len(dims or range(rank)):
         return None
     shape = [1 if at in reduced else size for at, size in enumerate(tensor.shape) if keep or at not in reduced]
-    return torch.empty(shape, dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
+    return _empty(shape, dtype=kwargs.get("dtype") or tensor.dtype, device=_META)
 
 
 #: Operators that return new tensors.
@@ -282,6 +383,11 @@ NEW: dict[str, Rule] = {
     "aten::_log_softmax": _last_dim_softmax,
     **dict.fromkeys(("aten::zeros_like", "aten::empty_like"), _made_like),
     "aten::sum": _sum,
+    "aten::mean": _sum,
+    "aten::cat": _cat,
+    "aten::stack": _stack,
+    "aten::slice_backward": _slice_backward,
+    **dict.fromkeys(("aten::clone", "aten::_to_copy"), _copy),
 }
 
 #: Updates in place; an optimizer that steps parameter by parameter makes thousands.

@@ -76,8 +76,10 @@ class SymbolicMode(TorchDispatchMode):
         self.purity = PurityWatch(self._notes)
         self._below_autograd = False
         """A kernel runs that is Python: composite operators, which autograd takes apart elsewhere, come here whole."""
-        self._plans: dict[Any, Runner] = {}
-        self._rules: dict[Any, shape_rules.Rule | None] = {}
+        self._plans: dict[int, tuple[Runner, Any]] = {}
+        """By the identity of an operator, which is kept for that: an operator's own hash is Python code."""
+        self._rules: dict[int, shape_rules.Rule | None] = {}
+        self._names: dict[int, tuple[str, Any]] = {}
         self.operations = 0
         # How releases of torch count the handle that asks differs: measured on a tensor that is not shared.
         self._sole_user = _storage_users(torch.empty(1, device=_META))
@@ -99,9 +101,9 @@ class SymbolicMode(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        plan = self._plans.get(func)
-        if plan is None:
-            plan = self._plans[func] = self._plan_for(func)
+        planned = self._plans.get(id(func))
+        if planned is None:
+            planned = self._plans[id(func)] = self._plan_for(func), func
         self.operations += 1
         if self.interrupts.pending:
             self.interrupts.deliver()
@@ -115,15 +117,16 @@ class SymbolicMode(TorchDispatchMode):
             self._place, args = self.placement.of(func, args)
             if self._notes.open:
                 self._notes.runs(func, args, kwargs or {})
-            blocks = self.recorder.blocks_so_far
-            out = plan(func, args, kwargs or {})
-            if self.recorder.larger and self.recorder.blocks_so_far > blocks:
-                self.recorder.computed_of((*args, *(kwargs or {}).values()))
-            if self.recorder.in_backward and self.recorder.borders is not None:
-                self.recorder.read_by_backward(args)
+            recorder = self.recorder
+            blocks = recorder.blocks_so_far if recorder.larger else 0
+            out = planned[0](func, args, kwargs or {})
+            if recorder.larger and recorder.blocks_so_far > blocks:
+                recorder.computed_of((*args, *(kwargs or {}).values()))
+            if recorder.in_backward and recorder.borders is not None:
+                recorder.read_by_backward(args)
             if self.waiting and func._schema.name == "aten::_to_copy":
                 self._weights_arrive(args[0], out)
-            if self.recorder.measured:
+            if recorder.measured:
                 self.meter.count(func, args, kwargs or {}, out)
             return out
         finally:
@@ -213,9 +216,9 @@ class SymbolicMode(TorchDispatchMode):
     # --- the ways of running ---------------------------------------------------------------------------------
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rule = self._rules.get(func, _NO_RULE_YET)
+        rule = self._rules.get(id(func), _NO_RULE_YET)
         if rule is _NO_RULE_YET:
-            rule = self._rules[func] = shape_rules.rule_for(func)
+            rule = self._rules[id(func)] = shape_rules.rule_for(func)
         if rule is not None:
             out = rule(args, kwargs)
             if out is not None:
@@ -440,7 +443,7 @@ class SymbolicMode(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             if is_symbolic(out):
                 if place == "cuda":
-                    self.recorder.track(out, str(func))
+                    self.recorder.track(out, self._name(func))
                 else:
                     self.recorder.put(out, place, pinned=pinned)
                 if self._building:
@@ -448,6 +451,12 @@ class SymbolicMode(TorchDispatchMode):
         elif isinstance(out, (tuple, list)):
             for item in out:
                 self._track(func, item, place, pinned)
+
+    def _name(self, func: Any) -> str:
+        known = self._names.get(id(func))
+        if known is None:
+            known = self._names[id(func)] = str(func), func
+        return known[0]
 
 
 _NO_RULE_YET: Any = object()
