@@ -28,6 +28,7 @@ from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.techniques import Recipe
+from vram_guard.watch.corrections import Corrections, subject
 
 # --- settings -----------------------------------------------------------------------------------------------
 
@@ -356,6 +357,23 @@ def test_other_releases_are_said_where_the_training_will_run_elsewhere(
             decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "remember", "correction"), [("Tesla T4", True, 1.5), ("Tesla T4", False, 1.0), (None, True, 1.0)]
+)
+def test_a_plan_is_corrected_by_what_was_measured_on_its_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, remember: bool, correction: float
+) -> None:
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path))
+    net = nn.Linear(2, 2)
+    assert Corrections().remember(subject(net, "32-true", "Tesla T4"), 1.5)
+    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
+    sample = Sample(lambda size: torch.ones(size, 2), 8, None, None, lambda size: torch.ones(size, 2))
+    settings = GuardSettings(mode="report", remember=remember)
+    captured = Small(step, net, sample, None, ())
+    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
+    assert decision.plan.correction == correction
+
+
 # --- one training -------------------------------------------------------------------------------------------
 
 
@@ -458,3 +476,21 @@ def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says()
     with pytest.raises(UnsupportedStepError, match="an odd loop"):
         Guard(FakeTraining(), GuardSettings(budget="1GiB", mode="strict")).begin()  # type: ignore[arg-type]
     assert begun(training).prediction() == "What was predicted:\nThe plan."
+
+
+def test_memory_that_is_gone_at_the_start_is_said_and_what_runs_is_known() -> None:
+    training = FakeTraining()
+    guard = begun(training)
+    plan: Any = guard.plan
+    plan.estimate, plan.before = SimpleNamespace(peak_reserved=7), SimpleNamespace(peak_reserved=9)
+    plan.budget = SimpleNamespace(context=2)
+    guard.training_starts()
+    assert (guard.running, training.warned) == (None, []), "where nothing is measured"
+    guard.first_steps = SimpleNamespace(start=lambda: 2**20)  # type: ignore[assignment]
+    with guard.applied:
+        guard.training_starts()
+        assert guard.running is not None
+    assert [warning.partition(" that")[0] for warning in training.warned] == ["1.00 MiB"]
+    guard.decision = guard.running = None
+    guard.training_starts()
+    assert guard.running is None, "where nothing is predicted"

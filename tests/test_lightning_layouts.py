@@ -284,3 +284,17 @@ def test_other_strategies_are_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedStepError, match="the strategy DeepSpeedStrategy shards or moves the model"):
         _layouts.layout_of(trainer(DeepSpeedStrategy()))
+
+
+@pytest.mark.parametrize(
+    ("written", "others"), [("FULL_SHARD", (False,)), ("SHARD_GRAD_OP", (True,)), ("NO_SHARD", ())]
+)
+def test_a_sharding_strategy_is_planned_to_free_or_keep_what_it_does_not(
+    written: str, others: tuple[bool, ...]
+) -> None:
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from vram_guard_lightning import _layouts
+
+    trainer: Any = SimpleNamespace(strategy=FSDPStrategy(sharding_strategy=written))
+    assert _layouts._other_times(trainer, SimpleNamespace()) == others  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard_lightning import VramGuard, _namespaces
+from vram_guard.guard.applied import Applied
+from vram_guard.guard.settings import GuardSettings
+from vram_guard.techniques import Recipe
+from vram_guard_lightning import VramGuard, _apply, _namespaces
+from vram_guard_lightning._refusals import refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
 INSTALLED = [module.__name__ for module in _namespaces.installed()]
@@ -269,3 +274,27 @@ def test_expandable_segments_are_proposed_where_a_process_runs(tmp_path: Any) ->
     guard = VramGuard(budget="4GiB", pin={"expandable_segments": True})
     with pytest.warns(UserWarning, match="start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
         fit(tmp_path, guard)
+
+
+def test_schedulers_follow_the_optimizer_that_took_the_place_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
+    made = torch.optim.SGD(first.param_groups[0]["params"], lr=1.0)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in (first, second)]
+    configs = [SimpleNamespace(scheduler=one) for one in schedulers]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(optimizers=[first, second], lr_scheduler_configs=configs))
+    monkeypatch.setattr(_apply._layouts, "whole", lambda _trainer: False)
+    monkeypatch.setattr(_apply, "optimizer_for", lambda one, _recipe: made if one is first else one)
+    _apply.after_setup(trainer, Recipe(), Applied())
+    assert trainer.strategy.optimizers == [made, second]
+    assert [one.optimizer for one in schedulers] == [made, second]
+
+
+@pytest.mark.parametrize(("recover", "refused"), [(True, False), (False, True)])
+def test_micro_batches_under_a_static_graph_need_recoverys_averages(
+    tmp_path: Any, recover: bool, refused: bool
+) -> None:
+    strategy = importlib.import_module("lightning.pytorch.strategies").DDPStrategy(static_graph=True)
+    trainer = cases.make_trainer("lightning.pytorch", tmp_path, strategy=strategy)
+    found = refusals(trainer, cases.make_module(), GuardSettings(recover=recover), growable="")
+    reason = next(one.reason for one in found if one.technique == "accumulate")
+    assert ("static_graph" in reason) == refused

@@ -59,9 +59,9 @@ def assert_fits(
         vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
     if annotations is not None:
-        from vram_guard.report.annotations import annotate, checked_annotations, finding
+        from vram_guard.report.annotations import annotate, check_annotations, finding
 
-        checked_annotations(annotations)
+        check_annotations(annotations)
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
     )

@@ -35,10 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """An unknown form of annotations is an error before any test."""
     if where := config.getoption("--vram-guard-annotations"):
         from vram_guard.errors import InvalidInputError
-        from vram_guard.report.annotations import checked_annotations
+        from vram_guard.report.annotations import check_annotations
 
         try:
-            checked_annotations(where)
+            check_annotations(where)
         except InvalidInputError as error:
             raise pytest.UsageError(str(error)) from None
 

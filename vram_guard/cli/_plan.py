@@ -129,7 +129,7 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.budget import Budget
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
-    from vram_guard.report.annotations import annotate, checked_annotations, finding
+    from vram_guard.report.annotations import annotate, check_annotations, finding
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
@@ -138,7 +138,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.plot_budgets and options.gpus is not None:
         raise InvalidInputError(_("plans for several budgets are of trainings on one GPU"))
     if options.annotations is not None:
-        checked_annotations(options.annotations)
+        check_annotations(options.annotations)
     _one_of(options)
     budget = asked_budget(options)
     required = required_releases(options)

@@ -47,16 +47,16 @@ class Found:
         batches: candidates; the first ones of each were read in time.
         whole: samples in each of them.
         words: one line for people on each.
-        remarks: further lines.
         differ: samples differ in more than the lengths of texts.
+        remarks: further lines.
         learned: worth keeping for the next run.
     """
 
     batches: tuple[tuple[int, ...], ...]
     whole: tuple[int, ...]
     words: tuple[str, ...]
+    differ: bool
     remarks: tuple[str, ...] = ()
-    differ: bool = True
     learned: FileSizes | None = None
 
 
@@ -148,8 +148,8 @@ class _Look:
                 for batch, numbers in zip(chosen, read, strict=True)
                 if numbers
             ),
-            tuple(self._remarks),
             differ=len({one.without_texts for one in self._read.values()}) > 1,
+            remarks=tuple(self._remarks),
             learned=None if source.learned is None else source.learned(),
         )
 

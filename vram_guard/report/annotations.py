@@ -30,15 +30,14 @@ class Finding(NamedTuple):
     line: int = 1
 
 
-def checked_annotations(value: str) -> str:
-    """The format or file that was asked for.
+def check_annotations(value: str) -> None:
+    """Refuse a format that is not known.
 
     Raises:
         InvalidInputError: it is neither "github" nor a file that ends in .sarif.
     """
     if value != GITHUB and Path(value).suffix != ".sarif":
         raise InvalidInputError(_('annotations are "github" or a file NAME.sarif, not {value}', value=repr(value)))
-    return value
 
 
 def finding(message: str, source: str, otherwise: str = "", line: int = 1) -> Finding:

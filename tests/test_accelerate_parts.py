@@ -1,0 +1,47 @@
+"""Parts of a dry run by themselves: who asks for batches, and what copies of the script answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan.source import TraceRequest
+from vram_guard_accelerate.dry_run import _counted_rounds, forked_traces
+from vram_guard_accelerate.dry_run._script_lines import asker
+
+
+def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None:
+    seen: list[int | None] = []
+    names: dict[str, Any] = {"asker": asker, "seen": seen}
+    # Of no file, as a library's iterator: the frame of the script is this one.
+    exec("class Batches:\n    def __next__(self):\n        seen.append(asker().rounds)\n", names)
+    batches = names["Batches"]()
+    for _step in _counted_rounds._Range(3):
+        next(batches)
+    for _step in (0, 1):
+        next(batches)
+    assert seen == [3, 3, 3, None, None]
+
+
+@pytest.mark.parametrize(
+    ("precision", "whole_job", "fails"),
+    [("32-true", False, True), ("32-true", True, False), ("16-mixed", False, False)],
+)
+def test_only_the_loop_as_written_can_fail_at_another_batch_size(
+    monkeypatch: pytest.MonkeyPatch, precision: str, whole_job: bool, fails: bool
+) -> None:
+    def failed(*_arguments: Any) -> Any:
+        raise UnsupportedStepError("its layers have a fixed size")
+
+    first: Any = SimpleNamespace(sample=SimpleNamespace(batch_size=4), precision="32-true", models=())
+    traces = forked_traces.ForkedTraces(first)
+    monkeypatch.setattr(traces, "_fork", lambda *_task: None)
+    monkeypatch.setattr(forked_traces, "_answer_of", failed)
+    with pytest.raises(UnsupportedStepError):
+        traces._answer(TraceRequest(3, precision), whole_job=whole_job)
+    assert traces.fails_at_others == ("with batches of 3 samples, its layers have a fixed size" if fails else "")
