@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from vram_guard.private_names import missing_names
+from vram_guard.simulate.parallel.groups import alone
 from vram_guard.simulate.private_api import COMPILER_NAMES
 
 with warnings.catch_warnings():
@@ -26,3 +29,23 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x).sin().tanh().exp()
+
+
+def graphs_under_ddp(made: Callable[[Callable[..., Any]], nn.Module], step: Callable[[nn.Module], torch.Tensor]) -> int:
+    """Graphs of a forward that Dynamo makes of a model in a real process group.
+
+    Args:
+        made: how to compile (``torch.compile`` with a backend) -> the model, in a DistributedDataParallel.
+        step: the model -> its loss.
+    """
+    graphs: list[Any] = []
+
+    def counting(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with alone():
+        step(made(lambda model: torch.compile(model, backend=counting))).backward()
+    torch._dynamo.reset()
+    return len(graphs)

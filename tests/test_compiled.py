@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,14 +269,6 @@ def test_a_plan_shows_the_compiled_step_beside_the_eager_one() -> None:
     described = as_dict(made)["compiled"]
     assert described["followed"] is True
     assert described["eager"]["peak_allocated"] == made.compiled.eager.peak_allocated
-
-
-def test_over_several_gpus_it_is_counted_as_eager_and_said() -> None:
-    made = plan(replace(step_of(compiled_blocks()), data_parallel_ranks=2), SAMPLES, "1GiB")
-    assert made.compiled is not None
-    assert made.compiled.why == "over several GPUs"
-    assert made.estimate.peak_allocated == made.compiled.eager.peak_allocated
-    assert any("counted as eager (over several GPUs)" in str(note) for note in made.estimate.notes), made.estimate.notes
 
 
 def test_what_fits_only_compiled_is_left_as_written() -> None:

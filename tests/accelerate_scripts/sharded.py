@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, set_seed
 from common import Block, end_process_groups_at_exit
 from gloo import take_for_gpus
 from torch import nn
@@ -128,6 +128,13 @@ def by_norm(accelerator, model, _kept):
     return accelerator.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def compiled(options):
+    """Compiled by Accelerate: as a whole, or block by block."""
+    plugin = TorchDynamoPlugin(backend=options.backend, use_regional_compilation=options.regions)
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=2)
+    train(options, Accelerator(dynamo_plugin=plugin, kwargs_handlers=[handler]), clip=by_norm)
+
+
 def clipping(options):
     train(options, Accelerator(), clip=by_norm)
 
@@ -175,7 +182,7 @@ def counting(options):
 
 def compressing(options):
     """Gradients travel in bfloat16."""
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType
 
     handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     train(options, Accelerator(kwargs_handlers=[handler]))
@@ -326,6 +333,8 @@ def main():
     parser.add_argument("--output_dir")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--regions", action="store_true")
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--version", type=int, default=2)
     parser.add_argument("--strategy", default="FULL_SHARD")

@@ -43,12 +43,10 @@ def with_compiled(
         budgeted: whether compiled code may save less for its backward pass (``activation_memory_budget``).
     """
     following = _Compiled(source, request, compiler, progress)
-    why = _("over several GPUs")
-    if source.topology is None and source.ranks == 1:
-        try:
-            return _followed(made, request, following, search, budgeted=budgeted)
-        except NotCompiledError as error:
-            why = str(error)
+    try:
+        return _followed(made, request, following, search, budgeted=budgeted)
+    except NotCompiledError as error:
+        why = str(error)
     return replace(made, compiled=CompiledStep(made.estimate, why=why), **_said(made, why))
 
 

@@ -59,7 +59,7 @@ def by_depth(
         treated = [
             every.intersection(names) for names in (request.recipe.checkpoint, request.recipe.offload_activations)
         ]
-        if any(names and names != every for names in treated):
+        if request.compiled or any(names and names != every for names in treated):
             return trace(request)
         try:
             law = DepthLaw(shallow(request, _DEPTH), shallow(request, _DEPTH + 1), _DEPTH, blocks.stack)

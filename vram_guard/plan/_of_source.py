@@ -37,7 +37,7 @@ from vram_guard.techniques.recipe import Sharding
 _NOT_SPREAD = frozenset(
     {
         *("offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward"),
-        *("chunked_loss", "selective_checkpoint"),
+        *("chunked_loss", "selective_checkpoint", "activation_memory_budget"),
     }
 )
 
@@ -63,7 +63,8 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
     """
     source, whole = _with_job(asked, source)
     # Before the first backward pass, after which autograd may not be copied any more.
-    compiler = Compiler(whole.trace, asked.compile_seconds, copies=not source.copies) if _may_compile(source) else None
+    follows = source.thorough and _may_compile(source)
+    compiler = Compiler(whole.trace, asked.compile_seconds, copies=not source.copies) if follows else None
     explored, shardings = _explored(asked, source)
     request = _request(asked, source, explored, shardings)
 
@@ -76,7 +77,7 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
     made = searched(request)
     if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
         return made
-    budgeted = "activation_memory_budget" in asked.techniques
+    budgeted = "activation_memory_budget" in _techniques(asked, whole)
     return with_compiled(made, request, whole, searched, compiler, asked.progress, budgeted=budgeted)
 
 
@@ -170,7 +171,9 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
 
 def _techniques(asked: Asked, source: Source) -> frozenset[str]:
     """The techniques that this source's plan may take."""
-    return asked.techniques - _NOT_SPREAD if source.topology is not None else asked.techniques
+    if source.topology is not None:
+        return asked.techniques - _NOT_SPREAD
+    return asked.techniques - {"activation_memory_budget"} if source.ranks > 1 else asked.techniques
 
 
 def _host_usable(asked: Asked, source: Source) -> int | None:

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 import warnings
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NoReturn, TypeVar
 
 from vram_guard.errors import InvalidInputError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import in_copy
@@ -161,6 +161,15 @@ def check_compiler() -> None:
 
         names = ", ".join(name.dotted for name in missing)
         raise NotCompiledError(_("torch {version} has no {names}", version=torch.__version__, names=names))
+
+
+def refuse_engine() -> NoReturn:
+    """Compiled code within DeepSpeed's engine was not tried.
+
+    Raises:
+        NotCompiledError: says so.
+    """
+    raise NotCompiledError(_("under DeepSpeed's engine it is not tried"))
 
 
 def too_late(seconds: float) -> str:

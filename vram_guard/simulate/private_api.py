@@ -248,6 +248,7 @@ COLLECTIVE_NAMES: tuple[PrivateName, ...] = (
 
 _REDUCER = "test_the_reducer_takes_what_it_takes_in_real_processes_in_that_order"
 _BY_METHOD = "test_methods_of_the_model_are_reduced_too"
+_BUCKETS = "test_under_ddp_graphs_end_where_buckets_do_whoever_calls_the_wrapper"
 _FLAT = "test_fsdp1_holds_a_flat_shard_of_each_block_and_frees_with_other_streams"
 
 #: Only for DistributedDataParallel, ZeroRedundancyOptimizer and FSDP1, beside the three above.
@@ -266,6 +267,10 @@ REDUCER_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.nn.parallel:DistributedDataParallel._post_forward", "a step that is reduced as a whole", _BY_METHOD
     ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._active_ddp_module", "compiled code ends where buckets do", _BUCKETS
+    ),
+    PrivateName("torch._compile:_disable_dynamo", "the wrapper's own code is not compiled", _BUCKETS),
     PrivateName("torch._C:StorageBase.data_ptr", "which parameters are views of a flat one", _FLAT),
     PrivateName(
         "torch.distributed.fsdp._flat_param:FlatParamHandle._alloc_padded_unsharded_flat_param",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import Message, _
@@ -20,8 +23,6 @@ from vram_guard.simulate.parallel.groups import pretended_ranks
 from vram_guard.simulate.private_api import COLLECTIVE_NAMES, PARALLEL_NAMES, REDUCER_NAMES
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vram_guard.parallel.spec import Parallel
     from vram_guard.simulate.memory.recorder import Recorder
 
@@ -127,12 +128,39 @@ class Reduction:
         with replaced(model, ignored), replicas_followed(), pretended_ranks(layout) as mesh:
             self._replica: Any = replicated(model, mesh, options)
 
-    def begins(self, *_args: Any) -> None:
-        """A forward begins: before the second one, the buckets are made anew in the order of the gradients."""
-        self._replica._pre_forward()
+    @property
+    def running(self) -> bool:
+        """True within a forward."""
+        return DistributedDataParallel._active_ddp_module is self._replica
 
-    def ended(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
-        """A forward is over; what goes on in place of its results."""
+    def call(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function returns that runs as the forward of the part that DistributedDataParallel wraps.
+
+        Compiled code that runs inside is divided where the buckets end (Dynamo's DDPOptimizer), so that each is sent
+        while the next is computed.
+        """
+        before = self._begin()
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            self._end(before)
+        return self._replica_output(output)
+
+    # Dynamo, which compiles what runs inside, leaves these alone, as it leaves the wrapper's own code alone.
+
+    @_disable_dynamo
+    def _begin(self) -> Any:
+        """Before the second forward, the buckets are made anew in the order of the gradients."""
+        self._replica._pre_forward()
+        before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self._replica
+        return before
+
+    @_disable_dynamo
+    def _end(self, before: Any) -> None:
+        DistributedDataParallel._active_ddp_module = before
+
+    @_disable_dynamo
+    def _replica_output(self, output: Any) -> Any:
         return self._replica._post_forward(output)
 
     def around(self, loss: Callable[[Any, Any], Any], micro_batches: int) -> Callable[[Any, Any], Any]:
@@ -144,10 +172,30 @@ class Reduction:
         def wrapped(model: Any, batch: Any) -> Any:
             last = self._recorder.micro_batch == micro_batches - 1
             self._replica.require_backward_grad_sync = last or self._replica.static_graph
-            self.begins()
-            return self.ended(model, batch, loss(model, batch))
+            return self.call(loss, model, batch)
 
         return wrapped
+
+
+@contextlib.contextmanager
+def calls_reduced(reductions: Iterable[tuple[nn.Module, Reduction]]) -> Iterator[None]:
+    """Inside the block calls of these modules are those of a DistributedDataParallel around each.
+
+    Hooks would be compiled with the module, and the wrapper is not.
+    """
+    original = nn.Module.__call__
+    known = {id(model): reduction for model, reduction in reductions}
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # What compiles a module holds it, or names it (Accelerate's regional compilation: a module of the same parts).
+        compiled = self._modules.get("_orig_mod") or vars(self).get("_orig_mod")
+        reduction = known.get(id(self)) or known.get(id(compiled))
+        if reduction is None or reduction.running:
+            return original(self, *args, **kwargs)
+        return reduction.call(original, self, *args, **kwargs)
+
+    with replaced(nn.Module, {"__call__": called}):
+        yield
 
 
 def states_of_the_fullest(optimizer: torch.optim.Optimizer, mesh: Any, rank: int | None) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.patching import replaced
-from vram_guard.simulate.compiled import check_compiler
+from vram_guard.simulate.compiled import check_compiler, refuse_engine
 from vram_guard.simulate.device.cuda_module import accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
@@ -30,7 +30,7 @@ from vram_guard.simulate.operators.cudnn_choice import asked_as_chosen
 from vram_guard.simulate.parallel.engines import EngineOptimizer, classify_engine
 from vram_guard.simulate.parallel.flat_parameters import flat_parameters_followed
 from vram_guard.simulate.parallel.ranks import one_rank
-from vram_guard.simulate.parallel.replicas import reduction_of
+from vram_guard.simulate.parallel.replicas import calls_reduced, reduction_of
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
 from vram_guard.simulate.tracing._interrupts import Interrupts
@@ -218,11 +218,10 @@ class ExternalLoopTracer:
             ranks: processes that share the work.
             given: its arguments.
         """
-        for model in models:
-            reduction = reduction_of(model, data_parallel(ranks), chosen_options(given), self.recorder)
-            if reduction is not None:
-                model.register_forward_pre_hook(reduction.begins)
-                model.register_forward_hook(reduction.ended)
+        options = chosen_options(given)
+        made = ((model, reduction_of(model, data_parallel(ranks), options, self.recorder)) for model in models)
+        found = [(model, reduction) for model, reduction in made if reduction is not None]
+        self._stack.enter_context(calls_reduced(found))
 
     def compile(self, adapter: str) -> None:
         """From here on what ``torch.compile`` compiles is followed as compiled, and no longer runs uncompiled.
@@ -231,8 +230,10 @@ class ExternalLoopTracer:
             adapter: the folder of the code that observes the loop from within it, with a separator at its end.
 
         Raises:
-            NotCompiledError: this torch lacks what that rests on.
+            NotCompiledError: this torch lacks what that rests on, or DeepSpeed's engine trains the model.
         """
+        if self._by_engine:
+            refuse_engine()
         check_compiler()
         from vram_guard.simulate.compiler.following import compiler_followed
 

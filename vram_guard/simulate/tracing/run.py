@@ -20,7 +20,7 @@ from vram_guard.parallel.deepspeed import STAGES, check_config
 from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
-from vram_guard.simulate.compiled import EAGER, compiles
+from vram_guard.simulate.compiled import EAGER, compiles, refuse_engine
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -243,6 +243,8 @@ class _Run:
     ) -> contextlib.AbstractContextManager[Followed | None]:
         if not self.compiled:
             return self._eager(model)
+        if self._by_engine:
+            refuse_engine()
         # Imported here: torch's compiler takes as long as torch itself.
         from vram_guard.simulate.compiler.following import compiler_followed
 

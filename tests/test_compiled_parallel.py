@@ -1,0 +1,121 @@
+"""Compiled steps of several processes: DDP, where Dynamo divides graphs at the ends of buckets, and FSDP2 by blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiled_cases import MISSING, graphs_under_ddp
+from parallel_cases import Net, batch, loss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vram_guard import TrainingStep
+from vram_guard.parallel.spec import Parallel
+from vram_guard.plan import plan
+from vram_guard.report import text
+from vram_guard.simulate.compiled import Compiler
+from vram_guard.simulate.tracing.run import run_step
+from vram_guard.timeline import Timeline
+
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"this torch's compiler is not followed: {MISSING}"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+#: Three blocks of 4 MiB each: more than DDP's first bucket of 1 MiB.
+WIDTH = 512
+SAMPLES = 2048
+CAPABILITY = (8, 0)
+
+
+def compiled(how: str, compiler: Callable[..., Any] = torch.compile) -> nn.Module:
+    model: nn.Module = Net(3, WIDTH)
+    if how == "blocks":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = compiler(block)
+    return compiler(model) if how == "whole" else model
+
+
+def step_of(how: str, **settings: Any) -> TrainingStep:
+    return TrainingStep(
+        model=compiled(how), batch=batch, loss=loss, optimizer=lambda given: torch.optim.AdamW(given), **settings
+    )
+
+
+def followed(step: TrainingStep, size: int = SAMPLES) -> Timeline:
+    return Compiler(lambda size: run_step(step, size, CAPABILITY, compiled=True), 300)(size)
+
+
+def really_compiled(how: str) -> int:
+    """Graphs of the forward in a real process group."""
+
+    def made(compiler: Callable[..., Any]) -> nn.Module:
+        replica = DistributedDataParallel(compiled(how, compiler))
+        return compiler(replica) if how == "around" else replica
+
+    return graphs_under_ddp(made, lambda model: loss(model, batch(2)))
+
+
+def compiled_around(model: nn.Module, mesh: Any) -> nn.Module:
+    made: nn.Module = torch.compile(DistributedDataParallel(model, device_mesh=mesh))  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_under_ddp_graphs_end_where_buckets_do_whoever_calls_the_wrapper(how: str) -> None:
+    ours = followed(step_of(how, parallel=Parallel(2, kind="ddp")))
+    frameworks = followed(step_of(how, data_parallel_ranks=2))
+    assert ours.compiled is not None
+    assert ours.compiled.breaks == ()
+    assert ours.compiled.graphs == 2 * really_compiled(how) == 4  # each with its backward
+    assert frameworks.compiled == ours.compiled
+    peaks = {one.at(SAMPLES).peak_reserved for one in (ours, frameworks)}
+    assert len(peaks) == 1
+    assert peaks.pop() < run_step(step_of(how, data_parallel_ranks=2), SAMPLES, CAPABILITY).at(SAMPLES).peak_reserved
+
+
+def test_a_ddp_that_is_compiled_itself_takes_what_its_compiled_module_takes() -> None:
+    layout = Parallel(2, apply=compiled_around, init="cuda")
+    made = followed(step_of("", parallel=layout))
+    assert made.compiled is not None
+    assert made.compiled.graphs == 2 * really_compiled("around") == 4
+    assert any("skipped" in reason for reason in made.compiled.breaks)  # the wrapper's own code
+    inside = followed(step_of("whole", parallel=Parallel(2, kind="ddp")))
+    assert made.at(SAMPLES).peak_reserved == inside.at(SAMPLES).peak_reserved
+
+
+def test_blocks_compiled_under_fsdp2_gather_their_weights_outside_the_compiled_code() -> None:
+    step = step_of("blocks", parallel=Parallel(2, kind="fsdp2"))
+    small, large = followed(step), followed(step, 2 * SAMPLES)
+    eager = run_step(step, SAMPLES, CAPABILITY)
+    assert small.compiled is not None
+    assert (small.compiled.graphs, small.compiled.breaks) == (2, ())
+    assert [one.name for one in small.collectives] == [one.name for one in eager.collectives]
+    assert small.at(SAMPLES).peak_reserved < eager.at(SAMPLES).peak_reserved
+    assert small.events == large.events
+
+
+def test_a_plan_of_several_gpus_is_followed_compiled() -> None:
+    step = step_of("blocks", data_parallel_ranks=2)
+    made = plan(step, SAMPLES, "1GiB")
+    assert made.compiled is not None
+    assert (made.compiled.why, made.compiled.graphs) == ("", 4)
+    assert made.estimate.peak_reserved == followed(step).at(SAMPLES).peak_reserved
+    assert made.estimate.peak_reserved < made.compiled.eager.peak_reserved
+    assert "uncompiled" in text.render(made, unicode=False)
+
+
+def test_layouts_are_compared_uncompiled_and_the_one_that_is_taken_is_followed_compiled() -> None:
+    told: list[str] = []
+    made = plan(
+        step_of("blocks"), SAMPLES, "RTX 4090", gpus=2, layouts=("ddp", "fsdp2"), progress=told.append, allow=()
+    )
+    assert made.spread is not None
+    assert made.spread.layout is not None
+    assert made.compiled is not None
+    assert (made.compiled.why, bool(made.compiled.graphs)) == ("", True)
+    assert sum("following the compiled step" in line for line in told) == 1
+    assert made.estimate.peak_reserved < made.compiled.eager.peak_reserved
