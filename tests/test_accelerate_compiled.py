@@ -17,7 +17,10 @@ if sys.platform == "win32":
 import accelerate_cases as cases
 from compiled_cases import MISSING, graphs_under_ddp
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed"),
+    pytest.mark.filterwarnings("ignore"),  # torch's own, of its compiler
+]
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -62,13 +65,11 @@ def test_what_accelerate_compiles_under_ddp_is_divided_as_in_real_processes(
     wide = importlib.import_module("sharded").Wide(depth=3)
 
     def made(compiler: Any) -> Any:
-        if name == "whole":
-            return compiler(DistributedDataParallel(wide, bucket_cap_mb=2))
-        for parts in (wide.blocks, wide._modules):  # as Accelerate's compile_regions has it
-            for key, part in list(parts.named_children() if parts is wide.blocks else parts.items()):
-                if part is not wide.blocks:
-                    (wide.blocks._modules if parts is wide.blocks else parts)[key] = compiler(part)
-        return DistributedDataParallel(wide, bucket_cap_mb=2)
+        if name == "regions":  # as Accelerate's compile_regions has it
+            for parts in (wide.blocks._modules, wide._modules):
+                parts.update({key: compiler(part) for key, part in parts.items() if part is not wide.blocks})
+        replica = DistributedDataParallel(wide, bucket_cap_mb=2)
+        return compiler(replica) if name == "whole" else replica
 
     assert followed(replicated[name]) == graphs_under_ddp(made, lambda model: model(torch.ones(4, 8)).sum())
 

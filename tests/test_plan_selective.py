@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from vram_guard import TrainingStep, plan
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.parallel.spec import Parallel
 from vram_guard.plan._option import Option
 from vram_guard.plan.source import source_of
 from vram_guard.plan.step_time import recompute_seconds, worth_keeping
@@ -89,6 +90,33 @@ def test_where_a_kept_result_is_changed_in_place_blocks_are_computed_again_whole
     assert any(
         "cached during selective activation checkpoint has been mutated" in str(one.why) for one in made.rejected
     )
+
+
+def block_compiled() -> nn.Module:
+    made = nn.Sequential(*(Feed(64) for _ in range(2)), nn.Linear(64, 1))
+    for part in made[:2]:
+        part.compile()
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its compiler
+@pytest.mark.parametrize("allow", [BOTH, ["checkpoint"]])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": block_compiled}, "compiled blocks cannot keep results of single operators"),
+        ({"parallel": Parallel(2, kind="ddp")}, "it is not planned over several GPUs"),
+        ({}, ""),
+    ],
+)
+def test_where_it_is_named_and_not_planned_the_plan_says_why(
+    changes: dict[str, Any], why: str, allow: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "0")
+    made = plan(feed(64, **changes), 2, 2**20, margin=0, allow=allow)
+    assert not made.fits
+    said = f"selective activation checkpointing is not possible here: {why}"
+    assert any(line.startswith(said) for line in made.reasons) is bool(why and allow == BOTH)
 
 
 def test_it_is_not_taken_where_one_more_kind_of_change_saves_little() -> None:

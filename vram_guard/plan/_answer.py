@@ -101,7 +101,7 @@ def changed(
         why.append(Reason(Why.RECIPE, recipe=RecipeText(option.recipe)))
     if option.recipe.expandable_segments:
         why.append(Reason(Why.EXPANDABLE, setting="=".join(with_expandable_segments())))
-    why += request.why_not_checkpointed
+    why += (*request.why_not_checkpointed, *request.left_out)
     cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
     kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST
     why += [Reason(kind, time=StepTime(slowdown)), *tier_reasons(after.estimate)]
@@ -122,7 +122,7 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
         why.append(request.why_not_split)
     if request.batch_size == 1:
         why.append(Reason(Why.ONE_SAMPLE))
-    why += request.why_not_checkpointed
+    why += (*request.why_not_checkpointed, *request.left_out)
     why.append(Reason(Why.UNCHANGED))
     return make_plan(request, before, before, request.as_written, request.batch_size, False, tuple(why), rejected, 1.0)
 

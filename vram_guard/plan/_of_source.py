@@ -26,12 +26,12 @@ from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.model import Plan
 from vram_guard.plan.search_space import Candidates, Request
 from vram_guard.plan.source import Source
-from vram_guard.plan.techniques import half_precision, mixed_precision
+from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
 from vram_guard.plan.tracing import Traces
 from vram_guard.simulate.compiled import EAGER, Compiler
 from vram_guard.simulate.operators.cudnn_choice import under
 from vram_guard.techniques.compatibility import incompatible
-from vram_guard.techniques.recipe import Sharding
+from vram_guard.techniques.recipe import Recipe, Sharding
 
 #: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
 _NOT_SPREAD = frozenset(
@@ -40,6 +40,10 @@ _NOT_SPREAD = frozenset(
         *("chunked_loss", "selective_checkpoint", "activation_memory_budget"),
     }
 )
+
+
+#: Some block that keeps some results.
+_KEEPING = Recipe(checkpoint=("",), checkpoint_keeps=("mm",))
 
 
 class _Explored(NamedTuple):
@@ -127,16 +131,9 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}
         reasons["accumulate"] = refused_reason("accumulate", again)
-    if source.compiles:
-        techniques -= {"selective_checkpoint"}
-        if asked.pins.checkpoint_keeps:
-            raise UnsupportedStepError(
-                _(
-                    "{pin} is pinned, but {refusal}",
-                    pin="checkpoint_keeps",
-                    refusal=_("compiled blocks cannot keep results of single operators"),
-                )
-            )
+    refusal = incompatible(_KEEPING, compiled=source.compiles)
+    if refusal and asked.pins.checkpoint_keeps:
+        raise UnsupportedStepError(_("{pin} is pinned, but {refusal}", pin="checkpoint_keeps", refusal=refusal))
     precisions, why_precision = _precisions(asked, source.precision)
     return Request(
         batch_size=asked.batch_size,
@@ -155,6 +152,7 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
         why_precision=reasons.get("precision", why_precision),
         why_not_split=reasons.get("accumulate", _why_not_split(asked, trains=source.trains)),
         why_not_checkpointed=why_not_checkpointed(changes) if asked.may_checkpoint else (),
+        left_out=_left_out(asked, source),
         accumulate=source.accumulate,
         ranks=source.ranks,
         grow=asked.grow,
@@ -171,9 +169,23 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
 
 def _techniques(asked: Asked, source: Source) -> frozenset[str]:
     """The techniques that this source's plan may take."""
+    left = asked.techniques - _not_spread(source)
+    return left - {"selective_checkpoint"} if incompatible(_KEEPING, compiled=source.compiles) else left
+
+
+def _not_spread(source: Source) -> frozenset[str]:
+    """The techniques that are not planned because several GPUs train."""
     if source.topology is not None:
-        return asked.techniques - _NOT_SPREAD
-    return asked.techniques - {"activation_memory_budget"} if source.ranks > 1 else asked.techniques
+        return _NOT_SPREAD
+    return frozenset({"activation_memory_budget"}) if source.ranks > 1 else frozenset()
+
+
+def _left_out(asked: Asked, source: Source) -> tuple[Reason, ...]:
+    """The reasons why techniques that were asked for by name are not planned."""
+    left_out = asked.techniques - _techniques(asked, source) - checked_techniques(DEFAULT_ALLOW)
+    spread, compiled = Message("it is not planned over several GPUs"), incompatible(_KEEPING, compiled=source.compiles)
+    not_spread = _not_spread(source)
+    return tuple(refused_reason(name, spread if name in not_spread else compiled) for name in sorted(left_out))
 
 
 def _host_usable(asked: Asked, source: Source) -> int | None:
@@ -215,6 +227,7 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
             ranks=source.ranks,
             sharded=source.sharded,
             accumulate=source.accumulate * option.splits,
+            compiled=source.compiles,
         )
 
     return why

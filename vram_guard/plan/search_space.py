@@ -173,6 +173,8 @@ class Request:
     """The reason why there are no smaller micro-batches in the space, where there are none."""
     why_not_checkpointed: tuple[Reason, ...] = ()
     """The reasons why blocks are left out of those that may be checkpointed."""
+    left_out: tuple[Reason, ...] = ()
+    """The reasons why techniques that were asked for by name are not planned."""
     accumulate: int = 1
     ranks: int = 1
     grow: bool = False

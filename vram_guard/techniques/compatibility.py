@@ -33,6 +33,7 @@ def incompatible(
     torch_version: tuple[int, int] | None = None,
     sharded: bool = False,
     accumulate: int = 1,
+    compiled: bool = False,
 ) -> str:
     """The reason why a recipe cannot run in this step; "" if nothing is known against it.
 
@@ -48,7 +49,10 @@ def incompatible(
         torch_version: (major, minor); None: the installed one is not asked.
         sharded: whether parameters on the host are sharded over the processes.
         accumulate: backward passes of an optimizer step.
+        compiled: whether ``torch.compile`` compiles the model, or blocks of it.
     """
+    if compiled and recipe.checkpoint_keeps:
+        return _("compiled blocks cannot keep results of single operators")
     if recipe.optimizer_in_backward and accumulate > 1:
         return _("a step has {count} backward passes, and the optimizer would step after each", count=accumulate)
     checks = (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked, _selective)
