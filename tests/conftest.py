@@ -57,13 +57,16 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+    of_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    of_releases = [(item, mark.args) for item in items for mark in item.iter_markers("torch_since")]
+    if not of_gpus and not of_releases:
         return
     import torch  # only here: a run of the light tests does not wait for it
 
-    if torch.cuda.is_available():
-        return
-    reason = f"needs a CUDA device; torch {torch.__version__} sees none"
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason=reason))
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    for item, since in of_releases:
+        if release < since:
+            item.add_marker(pytest.mark.skip(reason=f"needs torch {since[0]}.{since[1]}, not {torch.__version__}"))
+    if not torch.cuda.is_available():
+        for item in of_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none"))

@@ -129,6 +129,7 @@ def test_accumulation_counts_what_the_loop_does(answers: Any) -> None:
         assert answers[name]["plan"]["accumulate"]["before"] == batches, name
 
 
+@pytest.mark.torch_since(2, 6)
 def test_several_processes_have_gradient_buckets(answers: Any) -> None:
     alone, together = (answers[name]["plan"]["before"]["peak_allocated"] for name in ("plain", "ranks"))
     assert together > alone
@@ -187,6 +188,7 @@ def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any
     assert answers["mixed"]["fits"]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     answer = answers["compiled"]
     assert "error" not in answer, answer
@@ -195,6 +197,7 @@ def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     assert answer["plan"]["compiled"]["followed"]  # by Dynamo's backend that compiles nothing
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_compiled_model_is_not_put_under_fsdp2(answers: Any) -> None:
     answer = answers["compiled"]
     why = "parameters on the host are not possible here: torch.compile over FSDP2 is not followed"
@@ -202,6 +205,7 @@ def test_a_compiled_model_is_not_put_under_fsdp2(answers: Any) -> None:
     assert not answer["plan"]["recipe"]["parameters_on_host"]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_accelerates_compiled_step_is_shown_beside_the_eager_one(answers: Any) -> None:
     answer = answers["by_inductor"]
     assert "error" not in answer, answer
@@ -213,6 +217,7 @@ def test_accelerates_compiled_step_is_shown_beside_the_eager_one(answers: Any) -
     assert "uncompiled" in answer["text"]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_accelerates_compiled_step_saves_less_where_that_is_allowed_and_needed(answers: Any) -> None:
     answer = answers["less_saved"]
     assert "error" not in answer, answer
@@ -222,6 +227,7 @@ def test_accelerates_compiled_step_saves_less_where_that_is_allowed_and_needed(a
     assert answer["plan"]["estimate"]["peak_reserved"] < answer["plan"]["before"]["peak_reserved"]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_accelerates_step_that_cannot_be_followed_compiled_is_counted_as_eager_and_said(answers: Any) -> None:
     answer = answers["reduce_overhead"]
     assert "error" not in answer, answer

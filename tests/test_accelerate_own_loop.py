@@ -84,6 +84,7 @@ def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
     assert (casts["peak_reserved"], casts["peak_allocated"]) == traced("16-mixed")
 
 
+@pytest.mark.torch_since(2, 6)
 def test_distributed_data_parallel_of_the_script_s_own_is_followed(answers: Any) -> None:
     spread = answers["spread_over_4"]
     assert "rank 0 of 4" in spread["printed"]
@@ -93,6 +94,7 @@ def test_distributed_data_parallel_of_the_script_s_own_is_followed(answers: Any)
     assert spread["plan"]["effective_batch_size"] == {"before": 256, "after": 256}
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_default_device_is_as_one_that_is_named(answers: Any) -> None:
     """``torch.set_default_device("cuda")`` at the start of a script; a proof runs it on the CPU all the same."""
     default, named = answers["default"], answers["named"]

@@ -176,6 +176,7 @@ def _step(then: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Trainin
     )
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_trace_shows_what_is_saved() -> None:
     step = _step(_shifted)
     whole, chunked = (trace(step.with_(recipe=recipe)).at(64).peak_allocated for recipe in (Recipe(), IN_CHUNKS))
@@ -183,6 +184,7 @@ def test_the_trace_shows_what_is_saved() -> None:
     assert whole - chunked > 2 * logits  # logits, their softmax and gradient; a chunk of each stays
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_plan_takes_it_where_it_is_allowed_and_a_cross_entropy_follows() -> None:
     made = plan(_step(_shifted), 256, "30MiB", margin=0, allow=["chunked_loss"])
     assert made.fits

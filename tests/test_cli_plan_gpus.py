@@ -42,6 +42,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_report_for_people(folder: Path) -> None:
     wishes = ("--gpus", "16", "--node-gpus", "8", "--link", "nvlink,ib200", "--layouts", "fsdp2", "--compare-gpus", "8")
     made = run(folder, *COMMON, "--set", "batch_size=4", *wishes, "--verbose")
@@ -59,6 +60,7 @@ def test_a_report_for_people(folder: Path) -> None:
         assert words in made.stdout, made.stdout
 
 
+@pytest.mark.torch_since(2, 6)
 def test_an_answer_for_programs_and_the_exit_code(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from vram_guard.timeline import SYNCHRONISED_NORM, Collective  # noqa: E402
 SCRIPT = Path(__file__).with_name("collectives_script.py")
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="torch was built without gloo",

@@ -219,6 +219,7 @@ def test_blocks_that_work_in_place_are_composed_in_any_way() -> None:
     assert modules == {*blocks}
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp", "zero1"])
 def test_one_rank_of_several_is_composed(kind: Any) -> None:
     layout = Parallel(gpus=4, kind=kind)
@@ -338,6 +339,7 @@ def test_a_plan_of_few_traces_is_the_one_of_many() -> None:
     assert asked[True] < asked[False]
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_parameters_on_the_host_are_composed_of_two_traces_at_their_own_size() -> None:
     source = source_of(step(*MODELS["layers"]), AMPERE)

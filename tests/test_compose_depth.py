@@ -51,6 +51,7 @@ def traced(model: nn.Module, depth: int, settings: dict[str, Any], treated: str 
         return run.run_step(step(model=model, recipe=recipe, **settings), 2, (9, 0), marked=True)
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize(("settings", "treated"), CASES.values(), ids=CASES)
 def test_five_and_six_blocks_say_what_more_do_event_by_event(settings: dict[str, Any], treated: str) -> None:
     divided = getattr(settings.get("parallel"), "tensor", 1) > 1
@@ -69,6 +70,7 @@ def test_five_and_six_blocks_say_what_more_do_event_by_event(settings: dict[str,
     assert not law.holds(high, depth)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_states_dealt_out_tensor_by_tensor_follow_no_law() -> None:
     """ZeRO-1 gives each parameter to the rank that holds least: no round is like the one before."""
     model, settings = Net(blocks=DEPTH), {"parallel": Parallel(4, kind="zero1")}
@@ -172,6 +174,7 @@ def planned(since: int) -> Plan:
     return plan(asked, 1, "140MiB" if since == DEPTH else "165MiB", margin=0.0, **wishes)
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("since", [DEPTH, 9], ids=["the law holds", "the law breaks unseen"])
 def test_a_plan_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = planned(since)

@@ -28,7 +28,7 @@ ROWS = [
     ("sparsemax", "full", 8192),  # rows sorted by CUB
     ("group_norm", "full", 1024),  # sums by channel and group
     ("jsd", "full", 2048),
-    ("megatron_rms_norm", "full", 16384),  # one fused kernel
+    pytest.param("megatron_rms_norm", "full", 16384, marks=pytest.mark.torch_since(2, 9)),  # one fused kernel
     ("fused_add_rms_norm", "full", 32768),
     ("fused_neighborhood_attention", "full", 512),
     ("kl_div", "full", 131072),

@@ -483,18 +483,12 @@ def test_ranges_for_a_profiler_stop_no_trace(loss) -> None:
 
 def test_compiled_models_are_counted_as_eager_and_said() -> None:
     step = step_of(torch.compile(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), backend="eager"))
-    if not hasattr(torch.compiler, "set_stance"):
-        with pytest.raises(UnsupportedStepError, match=r"torch 2\.6 or later"):
-            trace(step)
-        return
     timeline = trace(step)
     assert timeline.tier == "partly symbolic"
     assert any("torch.compile" in note.message for note in timeline.notes)
 
 
 def test_compiled_functions_inside_a_step_run_eagerly() -> None:
-    if not hasattr(torch.compiler, "set_stance"):
-        pytest.skip("torch before 2.6 cannot be told to run compiled functions eagerly")
     compiled = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")
     traced, written = (
         trace(step_of(linear, loss)) for loss in (lambda m, b: compiled(m(b)), lambda m, b: m(b).sin().sum())

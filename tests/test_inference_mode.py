@@ -48,6 +48,7 @@ def test_autocast_keeps_no_copies_of_weights():
     assert casts(requests(torch.inference_mode, "bf16-mixed")) == 2 * both_steps
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize(("region", "copies"), [(torch.no_grad, 1), (torch.inference_mode, 2)])
 def test_torch_itself_does_so(region, copies):
     weight = nn.Parameter(torch.ones(8, 8))

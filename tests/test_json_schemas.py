@@ -53,7 +53,11 @@ def folder(tmp_path, monkeypatch):
         ("plan", "plan ok.yaml --gpu 4090"),
         ("plan", "plan steps.py:build --batch 65536 --budget 96MiB"),
         ("plan", "plan steps.py:build --batch 65536 --budget 16MiB --margin 0"),
-        ("plan", "plan steps.py:build --batch 64 --gpu 4090 --gpus 2 --layouts ddp,fsdp2"),
+        pytest.param(
+            "plan",
+            "plan steps.py:build --batch 64 --gpu 4090 --gpus 2 --layouts ddp,fsdp2",
+            marks=pytest.mark.torch_since(2, 6),
+        ),
         ("compare", "compare ok.yaml --set batch_size=8 --set lr=0.1 --gpu 4090"),
         ("variants", "variants a=steps.py:build --batch 64 --budget 1GiB"),
         ("variants", "variants a=steps.py:build --batch 64 --budget 4MiB --margin 0"),

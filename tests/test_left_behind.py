@@ -260,6 +260,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind() -> None:
     assert interrupted >= 5
 
 
+@pytest.mark.torch_since(2, 6)
 def test_switches_that_a_step_turns_are_turned_back() -> None:
     def loss(model, batch):
         torch.set_default_device("cuda")

@@ -96,6 +96,7 @@ def test_sums_are_sums(read: Any, name: str) -> None:
     assert read[name] == ("sum", "")
 
 
+@pytest.mark.torch_since(2, 5)
 @pytest.mark.parametrize(
     ("name", "why"),
     [

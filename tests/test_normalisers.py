@@ -68,6 +68,7 @@ def test_a_mask_that_leaves_nothing_out_tells_a_trace_nothing(name: str) -> None
     assert counted_in_a_trace(CASES[name].loss, make_batch(4, 3, full=True), 2) is None
 
 
+@pytest.mark.torch_since(2, 5)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # of one sample
 @settings(max_examples=150, deadline=None)
 @given(

@@ -56,7 +56,9 @@ def _trained(kind: str, *, in_backward: bool) -> tuple[list[torch.Tensor], objec
     return [p.detach() for p in net.parameters()], optimizer.state_dict(), rates, steps
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "kind", [*sorted(MAKERS.keys() - {"Adafactor"}), pytest.param("Adafactor", marks=pytest.mark.torch_since(2, 5))]
+)
 def test_it_is_the_same_training(kind: str) -> None:
     weights, states, rates, _count = _trained(kind, in_backward=False)
     again, own, same_rates, left = _trained(kind, in_backward=True)

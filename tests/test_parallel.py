@@ -153,6 +153,7 @@ def _on_two(apply: Any, **settings: Any) -> Any:
     return estimate(step, 4)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_errors_of_apply_say_what_to_do() -> None:
     def moved(model: Any, _mesh: Any) -> Any:
         return model.cuda()
@@ -168,6 +169,7 @@ def test_errors_of_apply_say_what_to_do() -> None:
         _on_two(again)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_fsdp1_takes_its_gpu_by_number() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -22,6 +22,8 @@ from vram_guard.simulate import holds_at
 from vram_guard.simulate.parallel import replicas
 from vram_guard.simulate.tracing.run import run_step
 
+pytestmark = pytest.mark.torch_since(2, 6)
+
 AMPERE = (8, 0)
 BYTES = sum(parameter.numel() * 4 for parameter in Net().parameters())
 DDP = Parallel(4, kind="ddp")

@@ -18,12 +18,10 @@ from equal_weights_script import CASES, FAULTS, HALF, Case, Weights
 from parallel_cases import loss
 
 from vram_guard import Plan, TrainingStep, plan
-from vram_guard.parallel.install import FULLY_SHARD_SINCE
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copies (fork)"),
-    pytest.mark.skipif(VERSION < FULLY_SHARD_SINCE, reason="fully_shard is public since torch 2.6"),
+    pytest.mark.torch_since(2, 6),
 ]
 
 ROOT = Path(__file__).parents[1]

@@ -7,12 +7,10 @@ import torch
 from parallel_cases import Net, Transformer, step
 
 from vram_guard import Parallel
-from vram_guard.parallel.install import FULLY_SHARD_SINCE
 from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing.run import run_step
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < FULLY_SHARD_SINCE, reason="fully_shard is public since torch 2.6")
+pytestmark = pytest.mark.torch_since(2, 6)
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps),

@@ -14,14 +14,13 @@ from torch import nn
 
 from vram_guard import Parallel, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
-from vram_guard.parallel.install import FULLY_SHARD_SINCE, install
+from vram_guard.parallel.install import install
 from vram_guard.parallel.meshes import make_mesh
 from vram_guard.simulate import holds_at
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < FULLY_SHARD_SINCE, reason="fully_shard is public since torch 2.6")
+pytestmark = pytest.mark.torch_since(2, 6)
 
 LAYOUTS = {
     "resharded": Parallel(8, kind="fsdp2"),

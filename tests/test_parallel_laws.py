@@ -14,13 +14,11 @@ from parallel_cases import Net, Transformer, loss, step
 from torch import nn
 
 from vram_guard import Parallel, trace
-from vram_guard.parallel.install import FULLY_SHARD_SINCE
 from vram_guard.simulate import holds_at
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < FULLY_SHARD_SINCE, reason="fully_shard is public since torch 2.6")
+pytestmark = pytest.mark.torch_since(2, 6)
 
 CHECKPOINTED = {"recipe": Recipe(checkpoint=("blocks.0", "blocks.2"))}
 SPLIT = {"accumulate": 2, "whole_batch": True, "keeps": "nothing"}

@@ -15,12 +15,10 @@ from torch import nn
 
 from vram_guard import Parallel, trace
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
-from vram_guard.parallel.install import FULLY_SHARD_SINCE
 from vram_guard.simulate import holds_at
 from vram_guard.simulate.tracing.run import run_step
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < FULLY_SHARD_SINCE, reason="fully_shard is public since torch 2.6")
+pytestmark = pytest.mark.torch_since(2, 6)
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 32

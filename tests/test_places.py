@@ -185,6 +185,7 @@ def test_a_function_mode_that_is_on_changes_no_place(form: Any) -> None:
     assert plain == [(block.size, block.operator) for block in traced(form(by_way_of_a_mode)).blocks]
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_default_device_is_the_one_that_could_have_been_named(form: Any) -> None:
     """``torch.set_default_device`` is a function mode that stays on: in the backward, in the optimizer, ever after."""

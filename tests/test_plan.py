@@ -140,6 +140,7 @@ def test_a_budget_object_is_taken_as_it_is() -> None:
     assert plan(STEP, 16, budget).budget == budget
 
 
+@pytest.mark.torch_since(2, 6)
 def test_progress_names_every_trace_once() -> None:
     lines: list[str] = []
     plan(STEP, 64, "60MiB", progress=lines.append)

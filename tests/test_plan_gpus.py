@@ -63,6 +63,7 @@ def test_less_memory_takes_what_needs_less(roomy: Plan) -> None:
     assert tight.peak <= tight.budget.usable
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_change_within_a_layout_is_the_planners_own() -> None:
     """What does not fit in any layout as it is, is changed as on one GPU, and named."""
     made = planned(64, "160MiB", margin=0.0, layouts=["fsdp2"], allow=["accumulate"])
@@ -75,6 +76,7 @@ def test_the_change_within_a_layout_is_the_planners_own() -> None:
     assert taken.changes == f"{made.splits} micro-batches of {64 // made.splits}"
 
 
+@pytest.mark.torch_since(2, 6)
 def test_nothing_fits_is_said_with_the_nearest() -> None:
     made = planned(4, "2MiB", layouts=["fsdp2"], allow=[])
 
@@ -86,6 +88,7 @@ def test_nothing_fits_is_said_with_the_nearest() -> None:
 # --- beside the plan ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_whole_card_leaves_room_for_nccl() -> None:
     made = plan(a_step(), 4, gpu="A100 80GB", gpus=16, link=LINK, layouts=["fsdp2"])
     alone = plan(a_step(), 4, gpu="A100 80GB")
@@ -96,12 +99,14 @@ def test_a_whole_card_leaves_room_for_nccl() -> None:
     assert planned(layouts=["fsdp2"]).budget.available == 2**30  # an amount is PyTorch's own
 
 
+@pytest.mark.torch_since(2, 6)
 def test_host_memory_is_that_of_a_node() -> None:
     made = planned(layouts=["offload"])
 
     assert spread(made).host_per_node == made.estimate.host_peak * 8 > 0
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_layout_of_ones_own_is_planned_as_it_is() -> None:
     layout = Parallel(gpus=8, kind="fsdp2")
     made = plan(a_step(parallel=layout), 64, "160MiB", link=LINK, allow=["accumulate"])
@@ -136,6 +141,7 @@ def test_the_report_and_the_json_say_all_of_it(roomy: Plan) -> None:
     assert "spread" not in as_dict(plan(a_step(), 4, "1GiB", allow=[]))
 
 
+@pytest.mark.torch_since(2, 6)
 def test_least_memory_is_a_lower_bound() -> None:
     size = ModelSize.of(build())
     for layout in layouts_of(16, 8, PLAIN, "bf16-mixed"):

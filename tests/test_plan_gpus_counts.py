@@ -23,6 +23,7 @@ def test_the_samples_of_a_step_stay_under_every_layout() -> None:
         assert shares(16, layout, 4 * 16) * layout.data_ranks == 4 * 16
 
 
+@pytest.mark.torch_since(2, 6)
 def test_other_numbers_of_gpus_share_the_same_samples() -> None:
     made = planned(4, layouts=["fsdp2"], compare_gpus=[8, 32, 48])
 
@@ -37,6 +38,7 @@ def test_other_numbers_of_gpus_share_the_same_samples() -> None:
     assert "64 samples do not divide over 48 GPUs" in str(uneven.why)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_accumulated_batches_are_samples_too() -> None:
     made = plan(a_step(accumulate=3), 4, "1GiB", gpus=8, link=LINK, layouts=["fsdp2"])
 
@@ -52,6 +54,7 @@ def test_weights_travel_in_the_precision_of_the_step() -> None:
     assert dtypes("32-true") == {(None, None)}
 
 
+@pytest.mark.torch_since(2, 6)
 def test_what_half_precision_weights_change_is_said() -> None:
     def said(precision: str, layout: str) -> str:
         made = plan(a_step(precision=precision), 4, "1GiB", gpus=8, link=LINK, layouts=[layout])
@@ -73,6 +76,7 @@ def test_layouts_have_names() -> None:
 # --- how many GPUs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torch_since(2, 6)
 def test_more_gpus_never_need_more_memory_for_the_same_samples_of_a_rank() -> None:
     peaks = []
     for count in (1, 2, 4, 8, 16, 64):
@@ -83,6 +87,7 @@ def test_more_gpus_never_need_more_memory_for_the_same_samples_of_a_rank() -> No
     assert peaks[-1] < peaks[1]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_auto_finds_the_fewest() -> None:
     wishes: dict[str, Any] = {"layouts": ["fsdp2"], "margin": 0.0, "allow": ["accumulate"]}
     made = planned(8, "70MiB", gpus="auto", **wishes)

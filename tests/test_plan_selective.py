@@ -66,6 +66,7 @@ def peak(recipe: Recipe, size: int = 32) -> int:
     return traced(recipe).at(size).peak_reserved
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_plan_takes_it_where_it_is_named_and_saves_time() -> None:
     budget = peak(KEEPING)
     named, not_named = (plan(feed(), 32, budget, margin=0, allow=allow) for allow in (BOTH, ["checkpoint"]))
@@ -79,6 +80,7 @@ def test_a_plan_takes_it_where_it_is_named_and_saves_time() -> None:
     assert not plan(feed(), 32, budget, margin=0, allow=["selective_checkpoint"]).fits, "a kind of checkpointing"
 
 
+@pytest.mark.torch_since(2, 6)
 def test_where_a_kept_result_is_changed_in_place_blocks_are_computed_again_whole() -> None:
     def model() -> nn.Module:
         return nn.Sequential(*(WritesOver(1024) for _ in range(6)), nn.Linear(1024, 1))
@@ -153,6 +155,7 @@ def test_blocks_that_keep_results_are_composed(made: str, precision: str) -> Non
             assert composed == direct
 
 
+@pytest.mark.torch_since(2, 6)
 def test_it_takes_few_traces() -> None:
     budget, source = peak(KEEPING), source_of(feed(), AMPERE)
     counted: list[Any] = []

@@ -14,10 +14,9 @@ from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
-from vram_guard.techniques.sharding import SINCE, offload_parameters
+from vram_guard.techniques.sharding import offload_parameters
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(VERSION < SINCE, reason="fully_shard is public since torch 2.6")
+pytestmark = pytest.mark.torch_since(2, 6)
 
 WIDTH, BLOCKS = 64, 3
 NAMES = tuple(f"blocks.{i}" for i in range(BLOCKS))

@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-#: Whether torch can be told to run compiled code as it is written (``torch.compiler.set_stance``).
-needs_stances = pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_stance"), reason="compiled models need torch 2.6 or later"
-)
 
 #: What a trace of a small step holds at most, by its loss; the compiler's modules that are there.
 _STEP = """
@@ -73,7 +67,6 @@ print(json.dumps({
     assert found["compiled"] == 2.0
 
 
-@needs_stances
 @pytest.mark.parametrize(
     "imported",
     [
@@ -98,7 +91,6 @@ print(json.dumps([compiled, peak(error), len(compiler()) > 10]))
     assert found[2]
 
 
-@needs_stances
 def test_a_model_that_is_compiled_as_it_is_built_is_traced_uncompiled() -> None:
     found = in_a_process("""
 compiled = peak(error, lambda: torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))))

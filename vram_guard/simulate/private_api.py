@@ -186,13 +186,19 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.cuda:_DeviceGuard", "generated code runs on a device", _COMPILED),
 )
 
-#: Of the compiler too, where they are there: without the first, what runs uncompiled outside the model is not said;
-#: without the second, checkpointed blocks that draw are counted as eager; without the third, no such budget is tried.
+#: Of the compiler too, where they are there: without the first, what runs uncompiled outside the model is not said; the
+#: second is needed before torch 2.6; without the third, checkpointed blocks that draw are counted as eager; without the
+#: fourth, no such budget is tried.
 COMPILER_EXTRAS: tuple[PrivateName, ...] = (
     PrivateName(
         "torch._dynamo.eval_frame:_callback_from_stance",
         "calls of compiled functions that run uncompiled are noted",
         "test_a_compiled_loss_that_is_not_followed_is_said",
+    ),
+    PrivateName(
+        "torch._dynamo.eval_frame:set_eval_frame",
+        "compiled functions run uncompiled where torch has no stances",
+        "test_compiled_functions_inside_a_step_run_eagerly",
     ),
     PrivateName(
         "torch._prims.rng_prims:graphsafe_run_with_rng_state",

@@ -173,10 +173,12 @@ def _in_backward(
 
 
 def _chunked(
-    recipe: Recipe, _clip: bool, _precision: str, _name: str, ranks: int, _version: tuple[int, int] | None
+    recipe: Recipe, _clip: bool, _precision: str, _name: str, ranks: int, version: tuple[int, int] | None
 ) -> str:
     if not recipe.chunked_head:
         return ""
+    if version is not None and version < (2, 6):  # 2.4 lets no dispatch mode make scores that are chunks
+        return _("a loss in chunks needs torch 2.6 or later")
     if ranks > 1 or recipe.sharding is not None:
         return _("the weights of the last layer, which chunks use several times, are gathered or reduced by others")
     if recipe.parameters_on_host:
@@ -187,8 +189,10 @@ def _chunked(
 
 
 def _selective(
-    recipe: Recipe, _clip: bool, _precision: str, _name: str, _ranks: int, _version: tuple[int, int] | None
+    recipe: Recipe, _clip: bool, _precision: str, _name: str, _ranks: int, version: tuple[int, int] | None
 ) -> str:
+    if recipe.checkpoint_keeps and version is not None and version < (2, 6):  # 2.4 lets a kept result be changed
+        return _("blocks that keep results of operators need torch 2.6 or later")
     if recipe.checkpoint_keeps and (recipe.sharding is not None or recipe.parameters_on_host):
         return _("FSDP gathers weights within blocks by operators of its own, which differ when a block runs again")
     return ""

@@ -202,7 +202,13 @@ def _eight_bit(optimizer: torch.optim.Optimizer, library: str) -> torch.optim.Op
     kept = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [{name: group[name] for name in (*kept, *_extras(optimizer, group))} for group in optimizer.param_groups]
     options = {name: optimizer.defaults[name] for name in kept if name in optimizer.defaults}
-    return kind(groups, **{**options, "lr": float(options["lr"])})  # type: ignore[no-any-return]
+    import torch
+
+    made: torch.optim.Optimizer = kind(groups, **{**options, "lr": float(options["lr"])})
+    if isinstance(made.defaults["lr"], torch.Tensor):
+        for group in made.param_groups:  # torchao 0.11 makes a tensor of its own rate only, and refuses other numbers
+            group["lr"] = torch.as_tensor(group["lr"])
+    return made
 
 
 def _extras(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import resource
 import sys
@@ -38,6 +39,8 @@ from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswe
 
 def main() -> NoReturn:
     """Follow the script that the request names, and write the answer next to the request."""
+    # Before torch 2.6 this module writes one that it imports; where it is first imported in a copy, that fails.
+    importlib.import_module("torch.distributed.nn.jit.instantiator")
     folder = Path(sys.argv[1])
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
     early = (EarlyPrograms(folder, for_programs()), EarlyConnections())

@@ -27,6 +27,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::embedding": kernels.embedding,
     "aten::embedding_dense_backward": kernels.embedding_backward,
     "aten::_embedding_bag_backward": kernels.embedding_bag_backward,
+    "aten::_embedding_bag_dense_backward": kernels.embedding_bag_dense_backward,
     **dict.fromkeys(kernels.CONTIGUOUS, kernels.contiguous_first),
     "aten::_softmax_backward_data": kernels.softmax_backward,
     "aten::native_group_norm": _norms.group_norm,

@@ -131,15 +131,36 @@ def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwa
 
 
 def embedding_bag_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of a bag of embeddings; a sparse one is made of other operators, which follow."""
+    grad, indices, _offsets, _bags, _sizes, _maxima, rows, by_frequency, mode, sparse = args[:10]
+    if sparse or not indices.numel():
+        return func(*args, **kwargs)
+    return _bag_gradient(recorder, str(func), grad, indices, rows, mode, by_frequency=by_frequency)
+
+
+def embedding_bag_dense_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dense gradient of a bag of embeddings, which is all that torch before 2.6 shows of it."""
+    grad, indices, _bags, _sizes, _maxima, rows, by_frequency, mode = args[:8]
+    if not indices.numel():
+        return func(*args, **kwargs)
+    return _bag_gradient(recorder, str(func), grad, indices, rows, mode, by_frequency=by_frequency)
+
+
+def _bag_gradient(
+    recorder: Recorder,
+    name: str,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    rows: int,
+    mode: int,
+    *,
+    by_frequency: bool,
+) -> torch.Tensor:
     """The dense gradient; sums and means sort any number of indices and sum their rows as an embedding's does.
 
     EmbeddingBag.cu, ``embedding_bag_backward_cuda_sum_avg``; ``embedding_bag_backward_cuda_max`` only adds. The storage
     of the scans for ``scale_grad_by_freq`` is not counted.
     """
-    grad, indices, _offsets, _bags, _sizes, _maxima, rows, by_frequency, mode, sparse = args[:10]
-    if sparse or not indices.numel():
-        return func(*args, **kwargs)
-    name = str(func)
     out = torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device="meta")
     held = [] if grad.is_contiguous() else [recorder.hold(grad.numel() * grad.element_size(), name)]
     if mode == _MAXIMA:

@@ -254,10 +254,6 @@ class _Run:
         """Compiled models run uncompiled here; what the compiler changes is another trace's (``compiled``)."""
         if compiles(model):
             self.recorder.note(EAGER, tier="partly symbolic")
-            if not hasattr(torch.compiler, "set_stance"):
-                raise UnsupportedStepError(
-                    _("compiled models need torch 2.6 or later here; give vram_guard the eager model")
-                )
         return uncompiled(self.device)
 
     def build(self) -> nn.Module:

@@ -50,15 +50,18 @@ def uncompiled(device: FakeCudaState) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(flex_attention_followed(SymbolicMode))
-        set_stance = getattr(torch.compiler, "set_stance", None)
         told = False
 
         def look() -> None:
             nonlocal told
-            if not told and set_stance is not None and _imported():
+            if not told and _imported():
                 told = True
-                stack.enter_context(set_stance("force_eager"))
-                stack.enter_context(_calls_noted(device))
+                set_stance = getattr(torch.compiler, "set_stance", None)
+                if set_stance is None:
+                    stack.enter_context(_frames_left_alone(device))
+                else:
+                    stack.enter_context(set_stance("force_eager"))
+                    stack.enter_context(_calls_noted(device))
 
         device.imported.append(look)
         stack.callback(device.imported.remove, look)
@@ -88,6 +91,22 @@ def _calls_noted(device: FakeCudaState) -> Iterator[None]:
         return answered
 
     with replaced(frames, {"_callback_from_stance": noted}):
+        yield
+
+
+@contextlib.contextmanager
+def _frames_left_alone(device: FakeCudaState) -> Iterator[None]:
+    """Inside the block, compiled functions run uncompiled, and are noted, where torch has no stances (before 2.6)."""
+    frames = sys.modules[f"{_COMPILER}.eval_frame"]
+    compile_with = frames.set_eval_frame
+
+    def noted(callback: Any) -> Any:
+        if not callable(callback):  # None and False: nothing is compiled
+            return compile_with(callback)
+        device.recorder.note(EAGER, tier="partly symbolic")
+        return compile_with(None)
+
+    with replaced(frames, {"set_eval_frame": noted}):
         yield
 
 
