@@ -17,6 +17,7 @@ import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard_lightning import VramGuard, _closure, _namespaces
+from vram_guard_lightning._step_log import _Call, _combined, _combined_arguments, _is_loss
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -438,3 +439,68 @@ def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(
     assert guard.plan.splits == 3
     assert set(guarded.shapes[-9:]) == {(3, 4, 4)}
     torch.testing.assert_close(cases.weights(guarded), cases.weights(run()), rtol=2e-5, atol=2e-6)
+
+
+# --- values that are logged, by themselves ------------------------------------------------------------------------
+
+
+def calls(
+    *values: Any, samples: tuple[int, ...] = (3, 1), sizes: tuple[Any, ...] = (), **arguments: Any
+) -> list[_Call]:
+    """Calls of ``self.log`` in micro-batches, each with a ``batch_size=`` of its own where ``sizes`` are given."""
+    given = [{**arguments, "batch_size": size} for size in sizes] or [arguments] * len(values)
+    together = zip(values, samples, given, strict=False)
+    return [_Call(value, count, own, None, at) for at, (value, count, own) in enumerate(together)]
+
+
+@pytest.mark.parametrize(
+    ("made", "value"),
+    [
+        (calls(torch.tensor(1.0), torch.tensor(5.0)), torch.tensor(2.0)),
+        (calls(torch.tensor([1.0, 2.0]), torch.tensor([5.0, 2.0])), torch.tensor([2.0, 2.0])),
+        (calls(torch.tensor(1), torch.tensor(5)), torch.tensor(2.0)),
+        (calls(torch.tensor(1), torch.tensor(5), reduce_fx="sum"), torch.tensor(6)),
+        (calls(torch.tensor(1.0), torch.tensor(5.0), reduce_fx=torch.max), torch.tensor(5.0)),
+        (calls(torch.tensor(1.0), torch.tensor(5.0), reduce_fx="MIN"), torch.tensor(1.0)),
+        (calls(torch.tensor(1)), torch.tensor(1)),
+        (calls(torch.tensor(1.0), torch.tensor(7.0), sizes=(2, 1)), torch.tensor(3.0)),
+        (calls(torch.tensor(1.0), torch.tensor(5.0), sizes=(4, 4)), torch.tensor(2.0)),
+    ],
+)
+def test_a_value_is_combined_as_its_reduction_says(made: list[_Call], value: torch.Tensor) -> None:
+    torch.testing.assert_close(_combined(made), value)
+
+
+def test_numbers_that_are_no_tensors_are_those_of_the_last_micro_batch() -> None:
+    assert _combined(calls(1.0, 5.0)) == 5.0
+    assert _combined(calls(torch.tensor(1.0), 5.0)) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes", "combined"),
+    [((3, 1), (3, 1), 4), ((3, 1), (4, 4), 4), ((2, 2), (2, 2), 4), ((3, 1), (2, 1), 3)],
+)
+def test_batch_sizes_that_count_samples_are_summed(
+    samples: tuple[int, ...], sizes: tuple[int, ...], combined: int
+) -> None:
+    made = calls(torch.tensor(1.0), torch.tensor(5.0), samples=samples, sizes=sizes, on_step=True)
+    assert _combined_arguments(made) == {"batch_size": combined, "on_step": True}
+    assert _combined_arguments(calls(1.0, 2.0, sizes=(None, None))) == {"batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "reduction", "is_loss"),
+    [
+        (torch.tensor(2.0), 2.0, "mean", True),
+        (torch.tensor([2.0]), 2.0, torch.mean, True),
+        (torch.tensor(2.1), 2.0, "mean", False),
+        (torch.tensor(2.0), 2.0, "sum", False),
+        (torch.tensor(2), 2.0, "mean", False),
+        (torch.tensor([2.0, 2.0]), 2.0, "mean", False),
+        (2.0, 2.0, "mean", False),
+        (torch.tensor(2.0), None, "mean", False),
+    ],
+)
+def test_a_logged_loss_is_known_by_its_value(value: Any, loss: float | None, reduction: Any, is_loss: bool) -> None:
+    (call,) = calls(value, reduce_fx=reduction)
+    assert _is_loss(call, None if loss is None else (loss, 0.5)) == is_loss
