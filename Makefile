@@ -14,7 +14,7 @@ MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas clean
+.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas compare-pages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -107,6 +107,9 @@ messages: $(STAMP) ## bring the translations up to date with the code and compil
 
 schemas: $(STAMP) ## write docs/schemas.json, the JSON schemas of the commands' answers
 	$(BIN)/python tools/json_schemas.py
+
+compare-pages: $(STAMP) ## make the pages anew that are too dear for the tests, and show which figures differ: PAGES="plans recorded"
+	PYTHONPATH=.:integrations $(BIN)/python tools/compare_pages.py $(PAGES)
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
