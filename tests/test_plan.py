@@ -315,6 +315,7 @@ def priced() -> tuple[Traces, CostModel]:
     return traces, CostModel(source, traces, 16, None)
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_no_option_takes_less_than_its_lower_bound(priced, precision: str, splits: int) -> None:

@@ -38,6 +38,7 @@ def seconds_of(layout: Parallel, batch_size: int) -> float:
     return (time + communication(timeline, batch_size, card, wires).step_time).seconds
 
 
+@pytest.mark.torch_since(2, 6)
 def test_of_those_that_fit_the_fastest_is_taken(roomy: Plan) -> None:
     """None that fits and is faster was passed over: each was traced again, by itself."""
     layouts = [layout for layout in layouts_of(16, 8, PLAIN, "bf16-mixed") if layout is not None]
@@ -51,6 +52,7 @@ def test_of_those_that_fit_the_fastest_is_taken(roomy: Plan) -> None:
     assert [way.layout for way in spread(roomy).ways] == layouts
 
 
+@pytest.mark.torch_since(2, 6)
 def test_less_memory_takes_what_needs_less(roomy: Plan) -> None:
     """A budget between two layouts: the faster one no longer fits as it is."""
     keeps = next(way for way in spread(roomy).ways if way.layout.reshard is False)
@@ -118,6 +120,7 @@ def test_a_layout_of_ones_own_is_planned_as_it_is() -> None:
     assert made.splits > 1
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_report_and_the_json_say_all_of_it(roomy: Plan) -> None:
     made = roomy
     text, found = render(made, width=100), json.loads(json.dumps(as_dict(made)))["spread"]

@@ -110,6 +110,7 @@ def traced_events(case, lists):
     return found
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_rank_allocates_and_frees_what_is_traced_in_the_same_order(name, recordings):
     case = CASES[name]

@@ -42,6 +42,7 @@ def test_pairs_are_of_rows_that_were_measured_apart() -> None:
     assert not is_near(slower, replace(faster, measured=120.0))
 
 
+@pytest.mark.torch_since(2, 6)
 def test_larger_micro_batches_are_predicted_to_be_faster_as_they_were_measured() -> None:
     row = next(row for row in published() if (row.model, row.micro_batch, row.length) == ("125m", 32, 2048))
     small = replace(row, micro_batch=1)

@@ -165,6 +165,7 @@ def test_a_stream_made_by_the_constructor_is_the_same_one_in_every_trace() -> No
     assert set(one.streams or ()) == {0, 1}
 
 
+@pytest.mark.torch_since(2, 6)
 def test_streams_of_one_priority_are_handed_out_in_turn() -> None:
     seen: list[Any] = []
 
@@ -354,6 +355,7 @@ def test_older_releases_note_streams_in_collectives(version: str, environment: d
     assert _collectives.nccl_records_streams(version, environment) is records
 
 
+@pytest.mark.torch_since(2, 6)
 def test_what_an_older_nccl_has_sent_is_free_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(inputs.mul(2))

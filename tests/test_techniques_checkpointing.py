@@ -563,6 +563,7 @@ def test_a_training_that_keeps_results_is_the_one_as_written(
         assert torch.equal(tensor, results[1][name]), name
 
 
+@pytest.mark.torch_since(2, 6)
 def test_what_is_kept_does_not_run_again_unless_it_is_random() -> None:
     def ran(dropout: float, keeps: tuple[str, ...]) -> Counter[str]:
         model = nn.Sequential(Attention(dropout), Attention(dropout))
@@ -594,6 +595,7 @@ def is_random(dropout: float) -> bool:
     return any(item.random for item in work if kept_as(item.operator) == "attention")
 
 
+@pytest.mark.torch_since(2, 6)
 def test_what_is_kept_lies_between_as_written_and_all_computed_again() -> None:
     written, *kept, whole = (
         trace(stack_step(recipe=recipe)).at(64).peak_allocated
