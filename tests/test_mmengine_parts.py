@@ -66,6 +66,11 @@ class Holder:
         (4, 5, False),
         ([1, 2], [1, 3], False),
         ({"size": 1}, {"size": 2}, False),
+        ({"of": {"size": 1}}, {"of": {"size": 2}}, False),
+        ({"of": {"of": {"size": 1}}}, {"of": {"of": {"size": 2}}}, True),  # too far inside
+        ("pad", "crop", False),
+        (True, False, False),
+        (None, "pad", False),
         (torch.ones(2), torch.zeros(2), True),
         (torch.ones(2), torch.ones(3), False),
         (torch.ones(2), torch.ones(2, requires_grad=True), False),
@@ -138,6 +143,7 @@ class Called:
         ((OfEpochs(),), 5, [5, 10, 15]),
         ((OfEpochs(),), None, []),
         ((OfIterations(at=7),), None, [6, 7, 8]),
+        ((OfIterations(at=1),), None, [1, 2]),
         ((OfIterations(at=3),), 5, [2, 3, 4, 10, 15]),
         ((OfIterations(at=[19, 0, -4], on=True),), None, [18, 19]),
     ],
@@ -147,6 +153,14 @@ def test_hooks_of_the_user_say_where_steps_may_differ(
 ) -> None:
     shadow: Any = Called(*hooks)
     assert list(schedule(batches)._places(shadow)) == places
+
+
+def test_the_last_step_is_looked_at_where_the_model_asks_how_far_the_training_is() -> None:
+    shadow: Any = Called()
+    asking = schedule(None, by_epoch=False)
+    assert not list(asking._places(shadow))
+    assert asking.asked.answer("iter", 0) != 7
+    assert list(asking._places(shadow))[-1] == 19
 
 
 def test_places_have_the_names_that_users_count_by() -> None:

@@ -1,0 +1,121 @@
+"""Parts of Lightning's adapter by themselves: what is followed of later epochs."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning")
+
+from vram_guard.capture.loader import read_loader
+from vram_guard.techniques import Recipe
+from vram_guard_lightning import _epochs
+from vram_guard_lightning._epochs import LaterEpochs, _groups, _State, _switches
+
+#: Parameters with their switches, modes of modules, groups of optimizers, shapes: a signature as an epoch has it.
+FROZEN: tuple[Any, ...] = (((1, "weight", False, (2,)), (1, "bias", True, (2,))), (), ((1,),), ())
+
+
+class Data(TensorDataset):
+    """With a switch as augmentations have them."""
+
+    size = 2
+
+
+def epochs(*, reload: int = 0, total: float = 10, samples: int = 8, **more: Any) -> Any:
+    return LaterEpochs(
+        total, 4, read_loader(loader(samples)), reload, lambda: read_loader(loader(3)), lambda one: one.make, **more
+    )
+
+
+def loader(batch_size: int) -> Any:
+    return DataLoader(Data(torch.ones(24, 2)), batch_size)
+
+
+def test_what_later_epochs_change_is_held_against_a_plan() -> None:
+    found, host = epochs(), Recipe(frozen_on_host=("layer",), optimizer_on_host=True)
+    state = _State(0, FROZEN, 1)
+    assert not found._takes_over(state, FROZEN, 0)
+    assert found.objection(host) is None
+    other_groups = (*FROZEN[:2], ((1, 2),), ())
+    assert found._takes_over(state, other_groups, 0)
+    assert state.known == other_groups
+    assert found.objection(host).technique == "offload_optimizer"
+    trained = (((1, "weight", True, (2,)), FROZEN[0][1]), *other_groups[1:])
+    assert found._takes_over(state, trained, 0)
+    assert found.objection(host).technique == "offload_frozen"
+    assert found.objection(Recipe()) is None
+
+
+def test_a_step_that_was_followed_is_followed_again_where_more_has_been_trained() -> None:
+    found, other = epochs(), (*FROZEN[:3], ((8, 2),))
+    state = _State(0, FROZEN, 1, seen={(FROZEN, 1), (other, 1)})
+    assert (state.shapes, state.followed) == ((), 0)
+    assert not found._takes_over(state, other, 1)
+    assert not found._takes_over(state, FROZEN, 1)
+    assert found._takes_over(state, other, 2)
+    assert not found._takes_over(state, other, 2), "nothing has changed since"
+
+
+def test_every_trace_follows_as_many_epochs_as_the_first() -> None:
+    found, never, past = epochs(), math.inf, -1.0
+    most = _epochs.MOST_EPOCHS
+    assert [found._stops(2 + count, 2, never) for count in (0, most - 1, most)] == [False, False, True]
+    assert found._stops(0, 0, past)
+    found.reached = 5
+    assert [found._stops(epoch, 0, past) for epoch in (4, 5, 6)] == [False, True, True]
+
+
+def test_loaders_are_asked_for_anew_once_in_so_many_epochs() -> None:
+    found = epochs(reload=2)
+    read = [found._sample(1, epoch) for epoch in range(1, 6)]
+    assert read[0] is read[1] is found.sample
+    assert read[2] is read[3] is not read[4]
+    assert read[4].batch_size == 3
+    assert found._shapes(found.sample) == ((8, 2),)
+
+
+def test_a_loader_that_hooks_switch_is_read_anew() -> None:
+    found = epochs()
+    data = found.sample.loader.dataset
+    assert found._sample(0, 0) is found._sample(0, 1) is found.sample
+    assert found._shapes(found.sample) == ()
+    with found.loaders_kept():
+        data.size = 3
+        switched = found._sample(0, 2)
+        assert switched is not found.sample
+        assert found._sample(0, 3) is switched
+    assert "size" not in vars(data)
+    assert found._sample(0, 4) is found.sample
+
+
+@pytest.mark.parametrize(("loaded", "size", "accumulate", "asked"), [(8, 8, None, 6), (8, 4, 3, 3)])
+def test_batches_of_another_size_are_taken_as_the_loop_would(
+    loaded: int, size: int, accumulate: int | None, asked: int
+) -> None:
+    """A loader of 6 in place of 8 samples; where micro-batches are cut out of it, there are fewer of them."""
+    taken: list[int] = []
+    sample: Any = SimpleNamespace(batch_size=6, make=taken.append)
+    playing: Any = SimpleNamespace(run=SimpleNamespace(loaded_samples=loaded, batch_size=size))
+    changes = epochs()._batches(playing, sample, 4)
+    changes["batch"](8 if accumulate is None else 3)
+    assert taken == [asked]
+    assert changes.get("accumulate") == accumulate
+
+
+def test_attributes_and_weights_are_told_apart() -> None:
+    one, other = SimpleNamespace(size=2, names=["a"]), SimpleNamespace(size=3, names=["a"])
+    assert _switches([one]) == _switches([one]) != _switches([other])
+    unhashable = [SimpleNamespace(size=(2, [3])) for _ in range(2)]
+    assert _switches(unhashable[:1]) != _switches(unhashable[1:]), "by identity"
+    weight = torch.nn.Parameter(torch.ones(2))
+    groups = [
+        _groups(torch.optim.SGD([weight], lr=rate, nesterov=on, momentum=0.5))
+        for rate, on in ((1, True), (2, True), (1, False))
+    ]
+    assert groups[0] == groups[1] != groups[2]
