@@ -76,6 +76,9 @@ class Source:
     def known(self, option: Option, size: int) -> bool:
         return True
 
+    def confirms(self, option: Option, size: int) -> bool:
+        return False
+
     def begin(self, option: Option, size: int) -> None:
         """Nothing is made ahead."""
 
@@ -233,6 +236,24 @@ def test_a_way_that_costs_hardly_more_is_named_if_no_trace_is_needed_for_it() ->
 
     unknown = search(asked, Unknown(p32_true=line(10 * MIB, 2 * MIB)), Even(0.01))
     assert not any(option.fits for option in unknown.rejected)
+
+
+@pytest.mark.parametrize(("each", "named"), [(0.052, True), (0.054, False)])
+def test_a_neighbour_costs_no_more_than_the_model_can_tell_and_is_the_first_that_fits(each: float, named: bool) -> None:
+    """Three checkpointed blocks are taken at 1.003; as many offloaded ones fit too, at 1.052 and 1.054."""
+
+    class Priced(Prices):
+        def relative(self, option: Option) -> float:
+            return 1 + 0.001 * len(option.recipe.checkpoint) + each / 3 * len(option.recipe.offload_activations)
+
+    prefixes = BlockPrefix("checkpoint", BLOCKS), BlockPrefix("offload_activations", BLOCKS)
+    asked = request(95 * MIB, mixed=False, accumulates=False, prefixes=prefixes)
+    found = search(asked, Source(p32_true=line(10 * MIB, 2 * MIB)), Priced())
+    assert found.checkpointed_modules == BLOCKS[:3]
+    near = [option for option in found.rejected if option.fits]
+    assert [option.reason.kind for option in near] == [Why.HARDLY_DEARER] * named
+    # 10 MiB of weights, and five of eight parts of 128 MiB: one block fewer does not fit, one more costs too much.
+    assert [option.peak_reserved for option in near] == [90 * MIB] * named
 
 
 def test_fewer_treated_blocks_are_worth_as_much_as_a_kind_of_change() -> None:
@@ -649,6 +670,9 @@ class Composed(Source):
 
     def composed(self, option: Option, size: int) -> bool:
         return self.trusted and bool(option.recipe) and option not in self.traced
+
+    def confirms(self, option: Option, size: int) -> bool:
+        return False
 
     def begin(self, option: Option, size: int) -> None:
         """Nothing is made ahead."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batches, with_optimizer_of
 from vram_guard.plan.source import Source, TraceRequest
-from vram_guard.techniques.recipe import Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -151,9 +151,11 @@ class Composer:
         if none == every:
             return self._law(none)
         if bases not in self._mixtures:
-            # The first step of the other end suffices, where this one is known anyhow. By a law in the depth of the
-            # model both steps cost little, and a mixture of other blocks needs them.
-            first = not none.recipe and not every.recipe.offload_activations and self._source.direct is None
+            # The first step of the other end suffices, where this one is known anyhow, or where the models are those
+            # whose blocks come to the GPU one by one: few of them need no block checkpointed. By a law in the depth of
+            # the model both steps cost little, and a mixture of other blocks needs them.
+            alone = none.recipe.with_(parameters_on_host=()) == AS_WRITTEN
+            first = alone and not every.recipe.offload_activations and self._source.direct is None
             if not first and treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
                 return self._law(every)
             other = self._law(replace(every, part="first")) if first else self._law(every)
