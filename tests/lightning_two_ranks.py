@@ -15,7 +15,13 @@ import torch
 
 
 def run(
-    script: Path, out: Path, cases: list[str], *, limit: float, libraries: tuple[str, ...] = ("lightning.pytorch",)
+    script: Path,
+    out: Path,
+    cases: list[str],
+    *,
+    limit: float,
+    libraries: tuple[str, ...] = ("lightning.pytorch",),
+    survivors: tuple[int, ...] = (0, 1),
 ) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results and weights of every training, in the same two processes; ranks that hang fail the test.
 
@@ -25,6 +31,7 @@ def run(
         cases: of the script.
         limit: seconds for all of them.
         libraries: that both processes begin with.
+        survivors: ranks that have results.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -48,7 +55,7 @@ def run(
             rank.kill()
     found: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        paths = [out / f"{case}-{rank}.json" for rank in (0, 1)]
+        paths = [out / f"{case}-{rank}.json" for rank in survivors]
         assert all(path.exists() for path in paths), errors[0][-2000:] + errors[1][-2000:]
         found[case] = [
             {**json.loads(path.read_text()), "weights": torch.load(path.with_suffix(".pt"), weights_only=True)}

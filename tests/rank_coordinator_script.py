@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -63,8 +64,22 @@ def late_rank() -> None:
     FOUND["late"] = [outcome.failure.kind, outcome.failure.unsupported]
 
 
+def killed_rank(rank: int) -> None:
+    """One is killed at its work when the other one waits for it."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def work() -> None:
+        if dist.get_rank() == rank:
+            store.wait(["vram_guard/0/arrived"], timedelta(seconds=60))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _ranks.attempt(Talking(), work)
+
+
 def main(how: str) -> None:
     dist.init_process_group("gloo")
+    if how.startswith("killed"):
+        killed_rank(int(how.split()[1]))
     if how == "closed":
         late_rank()
     torch.manual_seed(dist.get_rank())

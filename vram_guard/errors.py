@@ -51,6 +51,10 @@ class LostCopyError(UnsupportedStepError):
     """The copy of the process that looked at the training died or hung; says where, as far as that is known."""
 
 
+class LostRankError(VramGuardError, RuntimeError):
+    """A process of the training ended while the ranks planned: none of them goes on."""
+
+
 class DoesNotFitError(VramGuardError, RuntimeError):
     """``mode="strict"``, or nothing that is allowed makes the step fit; names the nearest miss in bytes."""
 

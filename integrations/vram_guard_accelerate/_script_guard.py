@@ -21,7 +21,7 @@ from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.hanging import IDLE_SECONDS
 from vram_guard.forks.isolation import isolate
-from vram_guard.guard.arrivals import all_arrive, late
+from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.report.html import where_to_read_on
@@ -82,6 +82,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     Raises:
         InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
         DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
+        LostRankError: a process of the training ended meanwhile.
         UnsupportedStepError: the script cannot be followed from here. Where the copy dies or hangs, the training goes
             on as it is written, and a warning says where the copy was.
 
@@ -164,6 +165,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         from accelerate.utils import broadcast_object_list
 
         answers: list[Any] = [None]
+        if accelerator.num_processes > 1:
+            begin(accelerator.num_processes)
         if accelerator.is_main_process:
             try:
                 answers = [self._looked_at()]

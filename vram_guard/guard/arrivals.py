@@ -4,15 +4,21 @@ Looking at a training takes one rank longer than another, and a copy that hangs 
 that waited for it in a collective would be ended by their backend's timeout, which may be shorter (NCCL's ends the
 process), or would wait for half an hour. So each rank first says in the store of the process group that it has arrived:
 nothing of the backend waits then. The last one to arrive lets all of them go on together; one that has waited too long
-says so, and then all, the late one too, know that nobody is to be waited for. Whoever writes first decides.
+says so, and then all, the late one too, know that nobody is to be waited for. Whoever writes first decides. A rank
+whose process has ended is not waited for at all (:mod:`._companions`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+from collections.abc import Iterator
+from typing import Any
 
+from vram_guard.errors import LostRankError
 from vram_guard.forks.hanging import IDLE_SECONDS
+from vram_guard.guard._companions import Companions
 from vram_guard.language import _
 
 #: Seconds that ranks may be apart in any case: the default timeout of NCCL's collectives (torch.distributed's
@@ -21,7 +27,7 @@ APART_SECONDS = 600.0
 #: Seconds between two looks at the store, at first and at most.
 _SOON, _LATER = 0.005, 0.5
 
-_TOGETHER, _LATE = "together", "late"
+_TOGETHER, _LATE, _ENDED = "together", "late", "ended "
 _numbers = itertools.count()
 
 
@@ -35,6 +41,14 @@ def late() -> str:
     return _("a rank did not say what it has planned in the time that others wait for it")
 
 
+def begin(world_size: int) -> None:
+    """Say which process this rank is, before work in which it may be killed; every rank calls it at the same points."""
+    store = _store(world_size)
+    if store is not None:
+        with _lost_store():
+            Companions(store).announce(_rank())
+
+
 def all_arrive(world_size: int, most_seconds: float) -> bool:
     """Wait for the other ranks; every rank calls it at the same points, and every rank gets the same answer.
 
@@ -45,21 +59,73 @@ def all_arrive(world_size: int, most_seconds: float) -> bool:
     Returns:
         False where a rank did not arrive in time: there must be no collective until that has been dealt with. True also
         where there is no store to ask, as ranks that talk by other means than torch.distributed have none.
-    """
-    import torch.distributed as dist
 
-    number = next(_numbers)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != world_size:
+    Raises:
+        LostRankError: the process of a rank has ended, on every other rank.
+    """
+    number, store = next(_numbers), _store(world_size)
+    if store is None:
         return True
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - see simulate/private_api.py
+    with _lost_store():
+        decided = _decided(store, number, world_size, most_seconds)
+    if decided.startswith(_ENDED):
+        raise LostRankError(_ended(decided.removeprefix(_ENDED)))
+    return decided == _TOGETHER
+
+
+def _decided(store: Any, number: int, world_size: int, most_seconds: float) -> str:
     arrived, decided = f"vram_guard/{number}/arrived", f"vram_guard/{number}/decided"
     if store.add(arrived, 1) == world_size:
         store.compare_set(decided, "", _TOGETHER)
+    companions = Companions(store)
     until, pause = time.monotonic() + most_seconds, _SOON
     while not store.check([decided]):
-        if time.monotonic() > until:
+        # As nothing has been decided, not all have arrived: nobody has gone on, and ended well after that.
+        ended = companions.ended()
+        if ended:
+            store.compare_set(decided, "", f"{_ENDED}{', '.join(map(str, ended))}")
+        elif time.monotonic() > until:
             store.compare_set(decided, "", _LATE)
         else:
             time.sleep(pause)
             pause = min(2 * pause, _LATER)
-    return bool(store.get(decided) == _TOGETHER.encode())
+    return str(store.get(decided).decode())
+
+
+def _ended(ranks: str) -> str:
+    return _(
+        "the process of rank {ranks} ended while the training was planned, without a word: killed, perhaps, by hand or "
+        "for want of host memory. All ranks end",
+        ranks=ranks,
+    )
+
+
+@contextlib.contextmanager
+def _lost_store() -> Iterator[None]:
+    """The store lies in the process of rank 0, or in the launcher's: it ends with that."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise LostRankError(
+            _(
+                "the process through which the ranks talk (that of rank 0, or the launcher) ended while the training "
+                "was planned. All ranks end"
+            )
+        ) from error
+
+
+def _store(world_size: int) -> Any:
+    """The store of the process group; None where there is none of so many ranks."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != world_size:
+        return None
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - see simulate/private_api.py
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()

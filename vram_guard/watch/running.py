@@ -128,7 +128,7 @@ def live_tensors(device_type: str) -> dict[str, int]:
 
 def running_here(predicted: int, context: int) -> Running:
     """This process's training, known to who watches from now on."""
-    own = Running(os.getpid(), _started(os.getpid()), predicted, context)
+    own = Running(os.getpid(), started(os.getpid()), predicted, context)
     own.write()
     return own
 
@@ -140,7 +140,7 @@ def running() -> dict[int, Running]:
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         with suppress(OSError, ValueError, TypeError):
             one = _read(json.loads(path.read_text(encoding="utf-8")))
-            if one.started == _started(one.pid) and str(one.pid) == path.stem:
+            if one.started == started(one.pid) and str(one.pid) == path.stem:
                 found[one.pid] = one
     return found
 
@@ -158,10 +158,14 @@ def _folder() -> Path | None:
     return None if cache is None else cache / "running"
 
 
-def _started(pid: int) -> str:
-    """The start of a process: field 22 of /proc/PID/stat (man 5 proc). Elsewhere "alive", where it is."""
+def started(pid: int) -> str:
+    """The start of a process: field 22 of /proc/PID/stat (man 5 proc). Elsewhere "alive", where it is.
+
+    "" where it has ended, whether or not its parent has taken notice of that (states Z and X).
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
     except OSError:
         pass
     try:
