@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from vram_guard.errors import MissingLibraryError
 from vram_guard.simulate import estimate
 from vram_guard.techniques import Recipe
 from vram_guard_accelerate._launch_plan import LaunchPlan
+from vram_guard_accelerate._sharding_change import ShardingChange
 
 SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
 ON_HOST = {"device": "cpu"}
@@ -49,7 +51,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     for ranks in (2, 8):
         cases.request(asked / f"stage2_{ranks}", SHARDED, "clipping", "--out", "never.pt", ranks=ranks, allow=())
     cases.request(asked / "two_models", SHARDED, "two_models", "--out", "never.pt", ranks=2)
-    small = ("accumulate", "checkpoint", "shard", "offload_optimizer")
+    small = ("accumulate", "checkpoint")
     cases.request(asked / "tight", SHARDED, "clipping", "--out", "never.pt", ranks=2, budget="20MiB", allow=small)
     trainer = (cases.TRAINER, "--output_dir", asked.parent / "trainer", "--out", "never.pt", "--report_to", "none")
     configs = {
@@ -85,9 +87,8 @@ def test_what_the_engine_leaves_no_room_for_is_refused_with_the_reason(answers: 
     """And nothing else helps here: the engine's own buckets alone take more than that."""
     answer = answers["tight"]
     assert (answer["fits"], answer["changed"]) == (False, False)
-    divides, once = "and divides it as it is launched", "reduces each gradient once in a backward pass"
-    for words in (divides, once, "DeepSpeed, which can separate them, is set up by the launch itself"):
-        assert any(words in note for note in answer["notes"]), answer["notes"]
+    once = "reduces each gradient once in a backward pass"
+    assert any(once in note for note in answer["notes"]), answer["notes"]
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +109,17 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return cases.dry_runs(asked, **config)
 
 
-def by_engine(folder: Path, stage: int) -> dict[str, str]:
-    """Variables of a launch by a config whose buckets are smaller than the model, as those of large models are."""
+def by_engine(folder: Path, stage: int, *, whole: int = 0, **settings: float) -> dict[str, str]:
+    """Variables of a launch by a config whose buckets are smaller than the model, as those of large models are.
+
+    ``whole``: weights of no more elements stay whole under stage 3; 0: as DeepSpeed has it, 100,000.
+    """
     sizes = dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"), SMALL)
     more = {"stage": stage, "overlap_comm": False, "stage3_gather_16bit_weights_on_model_save": True}
+    more |= {"stage3_param_persistence_threshold": whole} if whole else {}
     counted = dict.fromkeys((name for name in AUTO if "batch" in name or "steps" in name), "auto")
     path = folder / f"small{stage}.json"
-    path.write_text(json.dumps({"zero_optimization": {**sizes, **more}, **counted}))
+    path.write_text(json.dumps({"zero_optimization": {**sizes, **more}, **counted, **settings}))
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
 
 
@@ -134,6 +139,51 @@ def test_blocks_are_checkpointed_and_batches_made_smaller_where_it_does_not_fit(
         plan = changed[name]["launch_plan"]
         assert (plan["batch_option"], plan["batch_size"]) == (option, size)
         assert (plan["accumulation_option"], plan["accumulation"]) == ("--gradient_accumulation_steps", 2)
+
+
+@pytest.fixture(scope="module")
+def by_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The same, by settings of DeepSpeed's own."""
+    if not INSTALLED:
+        pytest.skip("deepspeed is not installed")
+    asked = tmp_path_factory.mktemp("settings") / "asked"
+    large = ("in_batches", "--out", "never.pt", "--batch_size", 1024, "--samples", 4096)
+    cases.request(asked / "divided", SHARDED, *large, ranks=2, budget="150MiB", allow=("shard", "offload_optimizer"))
+    other = ("clipping", *large[1:], "--gradient_accumulation_steps", 3)  # an option which this loop does not use
+    cases.request(asked / "by_config", SHARDED, *other, ranks=2, budget=LITTLE, allow=("accumulate",))
+    return cases.dry_runs(asked, **by_engine(asked.parent, 2))
+
+
+@engine
+def test_another_stage_and_states_on_the_host_are_taken_where_they_are_named(by_settings: Any) -> None:
+    answer = by_settings["divided"]
+    assert answer["fits"], answer
+    assert answer["tried"][0] == "zero_optimization.stage=3"
+    sharding = answer["launch_plan"]["sharding"]
+    assert (sharding["stage"], sharding["states_on_host"]) == (3, True)
+    before, after = answer["plan"]["before"]["breakdown"], answer["plan"]["estimate"]["breakdown"]
+    assert after["optimizer_states"] == 0
+    assert after["parameters"] == pytest.approx(before["parameters"] / 2, rel=0.01)
+    assert answer["plan"]["slowdown"] > 1
+    for words in (
+        "the same samples and learning rates",
+        "are resumed under the same plan",
+        "weights are empty outside",
+    ):
+        assert any(words in note for note in answer["notes"]), answer["notes"]
+    assert not any("not possible here" in note for note in answer["notes"]), answer["notes"]
+
+
+@engine
+def test_batches_are_made_smaller_by_deepspeeds_own_accumulation_where_the_script_has_no_option(
+    by_settings: Any,
+) -> None:
+    answer = by_settings["by_config"]
+    assert answer["fits"], answer
+    assert answer["tried"][0] == "gradient_accumulation_steps=2 --batch_size 512"
+    plan = answer["launch_plan"]
+    assert (plan["batch_option"], plan["batch_size"], plan["accumulation_option"]) == ("--batch_size", 512, "")
+    assert plan["sharding"]["accumulation"] == 2
 
 
 @engine
@@ -171,17 +221,93 @@ def test_two_processes_under_the_engine_train_to_equal_weights_with_both(stage: 
 
 
 @engine
-def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_with_both(tmp_path: Path) -> None:
+def test_two_processes_under_another_stage_and_with_states_on_the_host_train_to_equal_weights(tmp_path: Path) -> None:
+    """Clipped gradients of two batches each, or of four half as large; the optimizer stays the script's own."""
+    variables = {**by_engine(tmp_path, 1, gradient_clipping=0.05), "DS_ACCELERATOR": "cpu"}
+    words = ("in_batches", "--batch_size", 2, "--gradient_accumulation_steps", 2)
+    halves = {"batch_size": 1, "grown_batch_size": 1, "micro_batch_size": 1, "batch_option": "--batch_size"}
+    written = cases.trained(tmp_path, *words, **variables)
+    assert written["zero"] == (1, False, "AdamW")
+    for change in (
+        ShardingChange(states_on_host=True),
+        ShardingChange(stage=2),
+        ShardingChange(stage=3),
+        ShardingChange(stage=3, states_on_host=True, accumulation=4),
+    ):
+        whole = {"batch_size": 2, "grown_batch_size": 2, "micro_batch_size": 2}
+        plan = LaunchPlan(**(halves if change.accumulation else whole), sharding=change)
+        found = cases.trained(tmp_path, *words, plan=to_json(plan), **variables)
+        assert found["zero"] == (change.stage or 1, change.states_on_host, "AdamW")
+        assert len(found["losses"]) == len(written["losses"]) * (2 if change.accumulation else 1)
+        assert cases.difference(written, found) < 1e-5
+
+
+def test_settings_of_deepspeed_are_changed_wherever_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import DeepSpeedPlugin
+
+    change = ShardingChange(stage=3, states_on_host=True, accumulation=4)
+    plugins = [DeepSpeedPlugin(zero_stage=2)]
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", by_engine(tmp_path, 1)["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
+    plugins.append(DeepSpeedPlugin())
+    for plugin in plugins:
+        change.put_on_engine(plugin)
+        section = plugin.hf_ds_config.config["zero_optimization"]
+        assert (section["stage"], plugin.zero_stage, plugin.hf_ds_config.is_zero3()) == (3, 3, True)
+        assert (section["offload_optimizer"]["device"], plugin.offload_optimizer_device) == ("cpu", "cpu")
+        assert section["stage3_gather_16bit_weights_on_model_save"]
+        assert plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] is False
+        assert plugin.deepspeed_config["gradient_accumulation_steps"] == 4
+        assert plugin.is_auto("train_batch_size")
+    assert plugins[1].deepspeed_config["zero_optimization"]["reduce_bucket_size"] == SMALL
+
+
+class EightBit(torch.optim.Adam):
+    """Not one of torch's own."""
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer", "resumed", "words"),
+    [
+        ({}, torch.optim.AdamW, False, ("", "")),
+        ({"optimizer": {"type": "AdamW"}}, torch.optim.AdamW, False, ("names the optimizer", "")),
+        ({"zero_optimization": {"offload_optimizer": ON_HOST}}, torch.optim.AdamW, False, ("already", "")),
+        ({}, EightBit, False, ("EightBit is not one of torch's optimizers", "")),
+        ({}, torch.optim.AdamW, True, ("goes on from a checkpoint", "goes on from a checkpoint")),
+    ],
+)
+def test_what_would_be_another_training_under_deepspeed_is_refused(
+    config: Any, optimizer: Any, resumed: bool, words: tuple[str, str]
+) -> None:
+    from vram_guard_accelerate.relaunch import engine
+
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer([torch.nn.Parameter(torch.zeros(1))])))
+    accelerator = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config), _optimizers=[wrapped])
+    script = SimpleNamespace(resumed=SimpleNamespace(files={"checkpoint": None} if resumed else {}))
+    first: Any = SimpleNamespace(accelerator=accelerator, script=script, engine=Parallel(gpus=2, kind="deepspeed2"))
+    found = (engine.why_not_states_on_host(first), engine.why_not_next_stage(first))
+    for why, meant in zip(found, words, strict=True):
+        assert meant in why
+        assert bool(why) == bool(meant)
+    first.engine = Parallel(gpus=2, kind="deepspeed3")
+    assert "divides everything already" in engine.why_not_next_stage(first)
+
+
+@engine
+def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_with_all_of_it(tmp_path: Path) -> None:
+    """Half the batch twice as often, blocks checkpointed, stage 3 in place of 2, states on the host."""
     plan = LaunchPlan(
         batch_size=2,
         grown_batch_size=2,
         micro_batch_size=2,
         recipe=Recipe(checkpoint=("transformer.h.0", "transformer.h.1")),
+        sharding=ShardingChange(stage=3, states_on_host=True),
         batch_option="--per_device_train_batch_size",
         accumulation=2,
         accumulation_option="--gradient_accumulation_steps",
     )
-    variables = {**by_engine(tmp_path, 2), "DS_ACCELERATOR": "cpu"}
+    variables = {**by_engine(tmp_path, 2, whole=1000), "DS_ACCELERATOR": "cpu"}
     words = {"output_dir": tmp_path / "trainer", "deepspeed": variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"],
              "report_to": "none", "save_strategy": "no", "num_train_epochs": 1, "learning_rate": 1e-3,
              "adam_epsilon": 1e-4, "per_device_train_batch_size": 4}  # fmt: skip
@@ -192,6 +318,7 @@ def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_wit
     )
     assert (written["forwards"], found["forwards"]) == (["method"] * 4, ["Checkpointed"] * 2 + ["method"] * 2)
     assert written["steps"] == found["steps"] == 2
+    assert (written["zero"], found["zero"]) == ((2, False, "AdamW"), (3, True, "AdamW"))
     assert cases.difference(written, found) < 1e-5
 
 

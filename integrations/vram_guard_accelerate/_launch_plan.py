@@ -86,7 +86,7 @@ class LaunchPlan:
     def within(self) -> bool:
         """True if something is changed inside the processes, not by their options alone."""
         recipe = self.recipe.with_(expandable_segments=False)
-        return self.slices or bool(recipe) or bool(self.sharding.kind) or bool(self.precision)
+        return self.slices or bool(recipe) or self.sharding != AS_LAUNCHED or bool(self.precision)
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""

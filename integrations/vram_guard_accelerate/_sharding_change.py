@@ -1,4 +1,4 @@
-"""Changes of how Accelerate's FSDP2 divides a model over the processes, by the options that Accelerate itself reads."""
+"""Changes of how a model is divided over the processes, by the options that Accelerate and DeepSpeed read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vram_guard.parallel import deepspeed
 from vram_guard.techniques.recipe import Sharding
 
 #: What ``accelerate launch`` passes to a script (``accelerate.utils.launch``) where the guard switches FSDP2 on.
@@ -23,6 +24,10 @@ INTRODUCED = {
 }
 
 
+#: Settings of DeepSpeed that Accelerate fills in by the loader.
+_OF_LOADERS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
 @dataclass(frozen=True)
 class ShardingChange:
     """A change of how the model is divided.
@@ -33,6 +38,9 @@ class ShardingChange:
         reshard: gathered weights are freed after the forward, and gathered again for the backward pass.
         strategy: for that, under FSDP1: the name of the strategy that does so; "": under FSDP2.
         offload: parameters, gradients and optimizer states lie in host memory.
+        stage: of DeepSpeed's ZeRO; None: as launched.
+        states_on_host: DeepSpeed keeps its optimizer's states, and weights in float32, in host memory.
+        accumulation: batches of an optimizer step, by DeepSpeed's config; 0: as launched.
     """
 
     introduced: bool = False
@@ -40,16 +48,30 @@ class ShardingChange:
     reshard: bool = False
     strategy: str = ""
     offload: bool = False
+    stage: int | None = None
+    states_on_host: bool = False
+    accumulation: int = 0
+
+    @property
+    def by_engine(self) -> bool:
+        """True if DeepSpeed is set up otherwise."""
+        return self.states_on_host or self.stage is not None or bool(self.accumulation)
 
     @property
     def kind(self) -> Literal["", "shard", "offload", "reshard"]:
         """The part of it that changes most."""
-        return "shard" if self.introduced else "offload" if self.offload else "reshard" if self.reshard else ""
+        if self.introduced:
+            return "shard"
+        if self.offload or self.states_on_host:
+            return "offload"
+        return "reshard" if self.reshard else "shard" if self.stage is not None else ""
 
     @property
     def planned(self) -> Sharding | None:
         """The same as plans have it; None where nothing is changed."""
-        return Sharding(self.introduced, self.reshard or None, self.offload) if self.kind else None
+        if not self.kind:
+            return None
+        return Sharding(self.introduced, self.reshard or None, self.offload, self.stage, self.states_on_host)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -67,14 +89,17 @@ class ShardingChange:
 
     @property
     def options(self) -> list[str]:
-        """The same, as options of ``accelerate launch``."""
+        """The same, as options of ``accelerate launch``; of DeepSpeed, as settings of its config."""
         words = ["--use_fsdp", "--fsdp_version", "2"] if self.introduced else []
         words += ["--fsdp_transformer_layer_cls_to_wrap", ",".join(self.wrapped)] if self.wrapped else []
         if self.strategy:
             words += ["--fsdp_sharding_strategy", self.strategy]
         elif self.reshard:
             words += ["--fsdp_reshard_after_forward", "true"]
-        return [*words, "--fsdp_offload_params", "true"] if self.offload else words
+        words += ["--fsdp_offload_params", "true"] if self.offload else []
+        words += [f"gradient_accumulation_steps={self.accumulation}"] if self.accumulation else []
+        words += [f"zero_optimization.stage={self.stage}"] if self.stage is not None else []
+        return [*words, "zero_optimization.offload_optimizer.device=cpu"] if self.states_on_host else words
 
     def announce(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Set up Accelerate before the script makes its Accelerator, in every process of the launch.
@@ -97,6 +122,21 @@ class ShardingChange:
         if self.offload:
             plugin.cpu_offload = True
             plugin.set_cpu_offload()
+
+    def put_on_engine(self, plugin: Any) -> None:
+        """Change Accelerate's settings of DeepSpeed, wherever they come from."""
+        if not self.by_engine:
+            return
+        config = deepspeed.changed(plugin.deepspeed_config, self.planned or Sharding())
+        if self.accumulation:
+            plugin.gradient_accumulation_steps = config["gradient_accumulation_steps"] = self.accumulation
+            # Of the script's loader, whose batches are smaller; a number would be of those that are launched.
+            config |= {name: "auto" for name in _OF_LOADERS if name in config}
+        plugin.deepspeed_config.update(config)
+        plugin.hf_ds_config.set_stage_and_offload()
+        plugin.zero_stage = plugin.get_value("zero_optimization.stage")
+        if self.states_on_host:
+            plugin.offload_optimizer_device = "cpu"
 
 
 def strategy_of(plugin: Any) -> Any:

@@ -112,14 +112,6 @@ def of_any_stage(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "zero_optimization": section} if config else {}
 
 
-def changed(config: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
-    """A strategy's config under a change of it."""
-    made = deepspeed.with_states_on_host(config) if sharding.states_on_host else dict(config)
-    if sharding.stage is not None:
-        made["zero_optimization"] = {**made["zero_optimization"], "stage": sharding.stage}
-    return made
-
-
 def refusals(trainer: Trainer) -> Iterator[Refusal]:
     """Techniques that DeepSpeed's engine leaves no room for."""
     name = type(trainer.strategy).__name__
@@ -133,7 +125,7 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.splits > 1 and plan.precision != "32-true":
         yield _("DeepSpeed adds up the gradients of micro-batches in half precision, as those of accumulated batches")
     if plan.recipe.sharding is not None:
-        yield _("checkpoints that DeepSpeed writes under this plan are resumed under the same plan")
+        yield deepspeed.resumed_under_the_same_plan()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.parallel import deepspeed
 from vram_guard.parallel.resharding import offloaded_where_unsaid, other_strategy, resharding_of, set_resharding
 from vram_guard.parallel.resharding import why_not_offloaded as why_not_flat_offloaded
 from vram_guard.parallel.spec import Parallel
@@ -217,7 +218,7 @@ def changed_settings(trainer: Trainer, sharding: Sharding) -> dict[str, Any]:
     """Attributes of FSDPStrategy under these changes; none where ``configure_model`` divides the model by FSDP2."""
     strategy: Any = trainer.strategy
     if _deepspeed.used(trainer):
-        return {"config": _deepspeed.changed(strategy.config, sharding)}
+        return {"config": deepspeed.changed(strategy.config, sharding)}
     if not _namespaces.is_a(strategy, FSDP):
         return {}
     settings: dict[str, Any] = {}

@@ -23,3 +23,16 @@ def take_for_gpus() -> None:
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
     unpinned = CPUOffloadPolicy(pin_memory=False)  # nothing can be pinned without a GPU
     CPUOffloadPolicy.__init__ = lambda self, **_: object.__setattr__(self, "pin_memory", unpinned.pin_memory)
+
+
+def zero_of(accelerator):
+    """The stage of DeepSpeed's engine, whether states are on the host, and the optimizer; None without an engine."""
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if wrapped is None:
+        return None
+    engine = wrapped.engine
+    return (
+        engine.zero_optimization_stage(),
+        bool(engine.zero_offload_optimizer()),
+        type(engine.basic_optimizer).__name__,
+    )

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, set_seed
 from common import Block, end_process_groups_at_exit
-from gloo import take_for_gpus
+from gloo import take_for_gpus, zero_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -119,6 +119,7 @@ def train(options, accelerator, model=None, before=None, clip=None):
                 ],
                 "processes": accelerator.num_processes,
                 "precision": accelerator.mixed_precision,
+                "zero": zero_of(accelerator),
             },
             options.out,
         )

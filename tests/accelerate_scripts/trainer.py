@@ -1,10 +1,11 @@
 """A script over Transformers' Trainer, its arguments read by HfArgumentParser, or from a file of settings."""
 
+import os
 import sys
 from dataclasses import dataclass
 
 import torch
-from gloo import take_for_gpus
+from gloo import take_for_gpus, zero_of
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -63,9 +64,12 @@ def main():
     rates = Rates()
     trainer = (ByItems if own.by_items else Trainer)(model=model, args=training, train_dataset=data, callbacks=[rates])
     trainer.train()
-    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    divided = trainer.is_deepspeed_enabled and "LOCAL_RANK" in os.environ
+    whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if divided else trainer.model.state_dict()
+    weights = {name: value.detach().clone() for name, value in (whole or {}).items()}  # the first process has all
     found = {"processes": trainer.accelerator.num_processes, "precision": trainer.accelerator.mixed_precision}
     found["forwards"] = [type(block.forward).__name__ for block in trainer.model.transformer.h]
+    found["zero"] = zero_of(trainer.accelerator)
     if trainer.accelerator.is_main_process:
         torch.save({**found, "weights": [weights], "rates": rates.rates, "steps": trainer.state.global_step}, own.out)
 

@@ -23,6 +23,10 @@ from vram_guard.tensors import without_modes
 #: Nodes of a graph that leave a number as it is.
 _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Identity", "Expand")
 
+#: Of DeepSpeed's stage 3, around the calls of modules: they gather and free weights, and hand on what they are given.
+_GATHERING = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
+_GATHERS = "deepspeed.runtime.zero.parameter_offload"
+
 #: torch's enumeration of reductions (``at::Reduction``): 0 is none.
 _REDUCTIONS = {1: "mean", 2: "sum"}
 
@@ -289,7 +293,7 @@ def _further(node: Any, factor: float) -> Iterator[tuple[Any, float, tuple[int, 
     behind = [other for other, _input in node.next_functions]
     if kind == "Neg":
         yield behind[0], -factor, ()
-    elif len(behind) == 1 and (kind in _SAME or (kind in ("Mean", "Sum") and _of_one_number(node))):
+    elif len(behind) == 1 and (kind in _SAME or _gathers(node) or (kind in ("Mean", "Sum") and _of_one_number(node))):
         yield behind[0], factor, ()
     elif kind in ("Add", "Sub", "Rsub") and behind:
         yield from _added(kind, behind, factor, float(getattr(node, "_saved_alpha", 1.0)))
@@ -311,6 +315,11 @@ def _divides_by(node: Any, number: float) -> bool:
     with without_modes():
         value = compute(saved)
         return value is not None and value.item() == number
+
+
+def _gathers(node: Any) -> bool:
+    made_by = getattr(node, "_forward_cls", None)
+    return made_by is not None and (made_by.__module__, made_by.__name__) in [(_GATHERS, name) for name in _GATHERING]
 
 
 def _of_one_number(node: Any) -> bool:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vram_guard.techniques import Sharding
+
 #: Releases whose engine was traced and looked at. The trace leans on many of its inner names.
 TESTED = ("0.19.8",)
 
@@ -263,6 +265,25 @@ def with_states_on_host(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     section = {**_section(config), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
     return {"zero_force_ds_cpu_optimizer": False, **config, "zero_optimization": section}
+
+
+def changed(config: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
+    """A config under a change of how it divides a training.
+
+    Args:
+        config: the user's.
+        sharding: the change. Under stage 3, what is saved as the model's weights is put together first.
+    """
+    made = with_states_on_host(config) if sharding.states_on_host else dict(config)
+    if sharding.stage is not None:
+        whole = {"stage3_gather_16bit_weights_on_model_save": True} if sharding.stage == STAGES["deepspeed3"] else {}
+        made["zero_optimization"] = {**_section(made), **whole, "stage": sharding.stage}
+    return made
+
+
+def resumed_under_the_same_plan() -> str:
+    """What is to be known of checkpoints of a training that is divided otherwise than it was written."""
+    return _("checkpoints that DeepSpeed writes under this plan are resumed under the same plan")
 
 
 def _handed_over(parallel: Parallel, own: Mapping[str, Any]) -> dict[str, Any]:

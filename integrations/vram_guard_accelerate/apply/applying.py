@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.microbatch import Layout
 from vram_guard_accelerate._patching import made_by_script, wrap
-from vram_guard_accelerate.apply import checkpoints, techniques
+from vram_guard_accelerate.apply import checkpoints, engine, techniques
 from vram_guard_accelerate.apply.fsdp import plugin_of, sharding
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
 
@@ -103,7 +103,7 @@ class PlanInstaller:
             if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
         ]
         self._models += new  # before: prepare itself calls prepare_model
-        with sharding(accelerator, new, self.plan.sharding):
+        with sharding(accelerator, new, self.plan.sharding), engine.changed(accelerator, new, self.plan.sharding):
             prepared = original(accelerator, *args, **kwargs)
         for model in new:
             self._treat(accelerator, model)

@@ -56,7 +56,7 @@ class Sharding:
     def configure_engine(self, plugin: Any, shape: LaunchShape) -> None:
         """The launch, or the script, has chosen DeepSpeed itself."""
         self.may_shard = False
-        self.configured = EngineProcess(plugin, shape)
+        self.configured = EngineProcess(plugin, shape, self.change)
 
     @property
     def may_be_proven(self) -> bool:

@@ -9,7 +9,7 @@ from vram_guard.language import _
 from vram_guard.plan.descriptions import StepTime
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.requests import DryRunAnswer
-from vram_guard_accelerate.relaunch.relaunch import Relaunch
+from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch
 
 #: Relaunches that are run dry for one launch, at most: each costs the script's start once more. Other ways to divide
 #: the model come on top.
@@ -29,10 +29,12 @@ def best_of(
         progress: called with a relaunch's options before it is run.
     """
     best, waiting, notes, seconds = first, list(first.relaunches), list[str](), dict(first.seconds)
+    tried = set[LaunchChange]()  # several ways lead to one
     for _number in range(MOST + sum(bool(one.change.sharding.kind) for one in first.relaunches)):
         if not waiting:
             break
         change = waiting[0].change
+        tried.add(change)
         progress(change.words)
         answer = run(waiting.pop(0))
         if isinstance(answer, DryRunFailure):
@@ -42,11 +44,12 @@ def best_of(
         seconds = {name: seconds[name] + answer.seconds[name] for name in seconds}
         told = bool(best.only_told) and not answer.only_told
         if answer.fits and (not best.fits or told or answer.slowdown < best.slowdown):
-            best, waiting = answer, list(answer.relaunches)
+            best, waiting = answer, [other for other in answer.relaunches if other.change not in tried]
         else:
             worse = _("takes {time}", time=StepTime(answer.slowdown))
             notes.append(_not_taken(change.words, worse if answer.fits else _("it does not fit")))
-            waiting = [*answer.relaunches, *waiting]
+            further = [other for other in answer.relaunches if other.change not in tried]
+            waiting = [*further, *(other for other in waiting if other.change not in {one.change for one in further})]
     return replace(best, notes=(*best.notes, *notes), seconds=seconds, relaunches=())
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
+from vram_guard.parallel import deepspeed
 from vram_guard.plan import Plan
 from vram_guard.proof.prove import not_in_copy
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.relaunch.divisible import why_not_fsdp2
+from vram_guard_accelerate.relaunch.engine import LAST, stage_of
 
 #: Techniques that only a relaunch can have.
 SHARDINGS = ("reshard", "shard")
@@ -72,9 +74,21 @@ def divided_notes(first: FirstBatch, plan: Plan) -> list[str]:
     return [divided, *_of_shards(first, plan)]
 
 
+def engine_notes(first: FirstBatch, plan: Plan) -> list[str]:
+    """Notes on a script whose DeepSpeed is set up otherwise, for a reader of its plan."""
+    notes = [deepspeed.resumed_under_the_same_plan()]
+    if stage_of(first) < LAST:
+        return notes
+    divided = _(
+        "stage {stage} of DeepSpeed's ZeRO: weights are empty outside of the forward and backward of their modules",
+        stage=LAST,
+    )
+    return [divided, *notes, *_of_shards(first, plan)]
+
+
 def _of_shards(first: FirstBatch, plan: Plan) -> list[str]:
     notes = []
-    if plan.precision == "bf16-mixed":
+    if plan.precision == "bf16-mixed" and first.engine is None:
         notes.append(
             _(
                 "under FSDP2, Accelerate's bf16 is no autocast: the model computes in bfloat16 throughout, losses that "

@@ -34,7 +34,14 @@ from vram_guard_accelerate.dry_run.proofs import Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._by_graph import GraphProof
 from vram_guard_accelerate.planning._proven import Judge, Verdict, only_running_shows
-from vram_guard_accelerate.planning._sharding_notes import SHARDINGS, divided_notes, sharding_notes, why_not_on_host
+from vram_guard_accelerate.planning._sharding_notes import (
+    SHARDINGS,
+    divided_notes,
+    engine_notes,
+    sharding_notes,
+    why_not_on_host,
+)
+from vram_guard_accelerate.relaunch import engine
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
@@ -164,6 +171,8 @@ def _decided(
         return ScriptPlan(made, launch_plan, tuple(notes), relaunches, told)
     if current.change.sharding.introduced:
         notes += divided_notes(first, made)
+    if current.change.sharding.by_engine:
+        notes += engine_notes(first, made)
     notes = [*current.notes(made), *notes]
     combined = current.combined(made, first)
     return ScriptPlan(combined, current.change.applied_to(launch_plan), tuple(notes), relaunches, told)
@@ -361,7 +370,11 @@ def _beside_shards(first: FirstBatch) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
     if first.engine is not None:
         divides = _("DeepSpeed's engine trains the model, and divides it as it is launched")
-        return {name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint", "offload_optimizer")}
+        return {
+            **{name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint")},
+            "shard": engine.why_not_next_stage(first),
+            "offload_optimizer": engine.why_not_states_on_host(first),
+        }
     if first.fsdp_plugin.fsdp_version == 2:
         return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
     # A name that leads through a wrapper is not there in a model that is not divided yet.

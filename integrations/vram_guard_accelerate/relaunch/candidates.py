@@ -17,6 +17,7 @@ from vram_guard_accelerate.apply.fsdp import on_host, wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
+from vram_guard_accelerate.relaunch import engine
 from vram_guard_accelerate.relaunch.divisible import why_not_divided
 from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated, why_not_counted, why_not_weighed
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
@@ -83,16 +84,16 @@ class RelaunchCandidates:
         if change.splits == 1:
             smaller = self._smaller_batches(change, made, accumulated)
             divided = [Relaunch(replace(change, sharding=one), baseline) for one in self._divided(change.sharding)]
-            found += [one for one in divided if not one.change.sharding.offload]
+            found += [one for one in divided if one.change.sharding.kind != "offload"]
             found += [Relaunch(one, baseline, one.splits, self._halved().samples) for one in smaller]
-            found += [one for one in divided if one.change.sharding.offload]  # takes most time
+            found += [one for one in divided if one.change.sharding.kind == "offload"]  # takes most time
         return tuple(found)
 
     def _divided(self, present: ShardingChange) -> list[ShardingChange]:
         """Other ways in which Accelerate divides the model."""
         allowed, plugin = self._settings.techniques, self._first.fsdp_plugin
         if self._first.engine is not None:
-            return []
+            return self._by_engine(present)
         if plugin is None:
             if "shard" not in allowed or self._first.shape.ranks == 1:
                 return []
@@ -112,13 +113,23 @@ class RelaunchCandidates:
             found.append(replace(present, offload=True))
         return found
 
+    def _by_engine(self, present: ShardingChange) -> list[ShardingChange]:
+        """Other settings of DeepSpeed. They change what its checkpoints hold: only those that are named."""
+        found, asks = [], self._settings.asks
+        if asks("shard") and not engine.why_not_next_stage(self._first):
+            found.append(replace(present, stage=engine.stage_of(self._first) + 1))
+        if asks("offload_optimizer") and not engine.why_not_states_on_host(self._first):
+            found.append(replace(present, states_on_host=True))
+        return found
+
     def _smaller_batches(self, change: LaunchChange, made: Plan, accumulated: Callable[[], Plan]) -> list[LaunchChange]:
         """Smaller batches, more of them: where slices would run forwards twice, or cannot be made."""
         facts, options, size = self._look.facts, self._first.script.options, self._first.sample.batch_size
         batch, accumulation = self._first.batch_size_option, options.accumulation(facts.batches_per_step)
-        if not (batch and accumulation and "accumulate" in self._settings.techniques):
+        by_engine = not accumulation and self._first.engine is not None
+        if not (batch and (accumulation or by_engine) and "accumulate" in self._settings.techniques):
             return []
-        names = {"batch": batch, "accumulation": accumulation}
+        names = {"batch": batch, "accumulation": accumulation or _("DeepSpeed's gradient_accumulation_steps")}
         if facts.returns_loss and made.splits > 1:
             self.notes.append(
                 _(
@@ -165,6 +176,7 @@ class RelaunchCandidates:
                 batch_option=batch,
                 accumulation=facts.batches_per_step * count,
                 accumulation_option=accumulation,
+                sharding=replace(change.sharding, accumulation=facts.batches_per_step * count if by_engine else 0),
             )
             for count in [count for count in splits_of(size) if count >= found.splits][:SIZES]
         ]

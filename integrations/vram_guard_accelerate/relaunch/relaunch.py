@@ -81,7 +81,7 @@ class LaunchChange:
 
     def applied_to(self, plan: LaunchPlan) -> LaunchPlan:
         """The launch plan of a relaunch, for a launch of the script as it was typed."""
-        own: dict[str, Any] = {"sharding": self.sharding} if self.sharding.kind else {}
+        own: dict[str, Any] = {"sharding": self.sharding}
         if self.precision:
             own.update(precision=self.precision, precision_option=self.precision_option)
         if self.splits > 1:
@@ -136,7 +136,9 @@ class Relaunch:
     @property
     def settled(self) -> set[str]:
         """Techniques that this launch has been chosen for already, and that are not to be planned once more."""
-        done = {"grow": True, "accumulate": self.change.splits > 1, "precision": bool(self.change.precision)}
+        change = self.change
+        done = {"grow": True, "accumulate": change.splits > 1, "precision": bool(change.precision)}
+        done |= {"shard": change.sharding.stage is not None, "offload_optimizer": change.sharding.states_on_host}
         return {name for name, chosen in done.items() if chosen}
 
     def check(self, precision: str, profile: LoopProfile, ranks: int) -> None:
@@ -153,9 +155,8 @@ class Relaunch:
                 _("with these options it trains in {precision}, not in {wanted}", precision=found, wanted=wanted)
             )
         # Another precision makes losses of other operators, and under FSDP2 so does mixed precision.
-        losses = self.splits > 1 or (
-            bool(self.change.sharding.kind) and precision == self.baseline.precision == "32-true"
-        )
+        alike = precision == self.baseline.precision == "32-true" or self.change.sharding.by_engine
+        losses = self.splits > 1 or (bool(self.change.sharding.kind) and alike)
         why = disagreement(self.baseline.profile, profile, self.splits, ranks, losses=losses)
         if why:
             raise UnsupportedStepError(_("with these options, {difference}", difference=why))
