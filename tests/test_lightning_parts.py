@@ -12,11 +12,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
 
+import lightning_cases as cases
+from lightning.pytorch import Callback
+
 from vram_guard.capture.loader import read_loader
+from vram_guard.guard.places import Asked
 from vram_guard.techniques import Recipe
 from vram_guard_lightning import _epochs
 from vram_guard_lightning._epochs import LaterEpochs, _groups, _State, _switches
 
+# Lightning warns about small loaders and few workers.
+pytestmark = pytest.mark.filterwarnings("ignore")
 #: Parameters with their switches, modes of modules, groups of optimizers, shapes: a signature as an epoch has it.
 FROZEN: tuple[Any, ...] = (((1, "weight", False, (2,)), (1, "bias", True, (2,))), (), ((1,),), ())
 
@@ -119,3 +125,46 @@ def test_attributes_and_weights_are_told_apart() -> None:
         for rate, on in ((1, True), (2, True), (1, False))
     ]
     assert groups[0] == groups[1] != groups[2]
+
+
+class Counters(Callback):
+    """Writes down what hooks between two epochs see of the Trainer's counters."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, name: str, trainer: Any) -> None:
+        loop = trainer.fit_loop
+        stepped = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed
+        current = loop.epoch_progress.current
+        self.seen.append((name, current.processed, current.completed, current.ready, current.started, stepped))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_epoch_end", trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_epoch_start", trainer)
+
+
+def test_hooks_between_epochs_see_the_counters_that_a_trainer_has_then(tmp_path: Any) -> None:
+    real, traced = Counters(), Counters()
+    trainer = cases.make_trainer("lightning.pytorch", tmp_path, [real], max_epochs=3)
+    trainer.fit(cases.make_module(), cases.loader(32, 8))
+    _start, first_end, second_start, *later = real.seen
+    shadow = cases.make_trainer("lightning.pytorch", tmp_path, max_epochs=3)
+    current = shadow.fit_loop.epoch_progress.current
+    _name, current.processed, current.completed, current.ready, current.started, stepped = first_end
+    shadow.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = stepped
+    playing: Any = SimpleNamespace(shadow=shadow, has=lambda _name: True, hook=lambda name: traced.note(name, shadow))
+    epochs()._next(playing, 0)
+    assert traced.seen == [first_end, second_start]
+    epochs()._next(playing, 1)
+    assert [one[:5] for one in traced.seen[2:]] == [one[:5] for one in later[:2]]
+
+
+def test_steps_that_decide_otherwise_are_looked_for_in_one_epoch() -> None:
+    playing: Any = SimpleNamespace(asked=Asked())
+    assert list(epochs()._differing(playing, 1, 4)) == []
+    assert playing.asked.answer("global_step", 0) not in (2, 5, 9)
+    playing.asked.followed({"current_epoch": 0, "global_step": 0})
+    assert [list(epochs()._differing(playing, epoch, 4 * epoch)) for epoch in range(3)] == [[2], [5], [9]]
