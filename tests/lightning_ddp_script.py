@@ -13,7 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
+from compiled_cases import WIDTH
 from lightning.pytorch.strategies import DDPStrategy
+from test_lightning_compiled import Module, Stop
 
 from vram_guard.guard import _decide
 from vram_guard.watch.process_groups import end_process_groups
@@ -27,7 +29,7 @@ def budget(case: str, rank: int) -> Any:
     tight = int(os.environ.get("TIGHT", "0"))
     if case == "least":
         return tight if rank == 1 else "64GiB"
-    return "64GiB" if case == "fits" else tight
+    return "64GiB" if case in ("fits", "compiled") else tight
 
 
 def broken_plan(*_: Any, **__: Any) -> Any:
@@ -45,16 +47,25 @@ def main(case: str, out: Path) -> None:
     )
     module = cases.make_module("lightning.pytorch", scheduler="one_cycle", width=512, hidden=2048, optimizer="sgd")
     data = cases.loader(dataset=cases.Vectors(4096 * 2 + 333, 512), batch_size=2048)
+    callbacks: list[Any] = [guard] if guard else []
+    if case == "compiled":
+        module, callbacks = Module("setup"), [*callbacks, Stop()]
+        data = cases.loader(dataset=cases.Vectors(8192, WIDTH), batch_size=4096)
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=200))
-    trainer = cases.make_trainer(
-        "lightning.pytorch", out, [guard] if guard else [], devices=2, strategy=strategy, max_epochs=2
-    )
+    trainer = cases.make_trainer("lightning.pytorch", out, callbacks, devices=2, strategy=strategy, max_epochs=2)
     pl.seed_everything(7)
     result: dict[str, Any] = {}
     try:
         trainer.fit(module, data)
     except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
         result["error"] = f"{type(error).__name__}: {error}"
+    if case == "compiled":
+        assert guard is not None
+        plan: Any = guard.plan
+        result |= {"why": plan.compiled.why, "graphs": plan.compiled.graphs}
+        result |= {"peaks": [plan.estimate.peak_allocated, plan.compiled.eager.peak_allocated]}
+        (out / f"result-{rank}.json").write_text(json.dumps(result))
+        return
     vector = cases.weights(module).double()
     result |= {
         "rates": module.rates,

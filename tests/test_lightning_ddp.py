@@ -11,6 +11,7 @@ from typing import Any
 
 import preloaded
 import pytest
+from compiled_cases import MISSING
 
 pytest.importorskip("lightning")
 torch = pytest.importorskip("torch")
@@ -69,6 +70,17 @@ def test_the_least_memory_counts_and_the_training_stays_the_same(
         torch.testing.assert_close(
             guarded, torch.load(folder / f"weights-{rank}.pt", weights_only=True), rtol=2e-5, atol=2e-6
         )
+
+
+@pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
+def test_a_compiled_module_is_followed_in_two_processes(tmp_path: Path) -> None:
+    results, _ = run("compiled", tmp_path / "compiled")
+    assert [result.get("error") for result in results] == [None, None]
+    assert results[0] == results[1]
+    assert results[0]["why"] == ""
+    assert results[0]["graphs"] >= 2
+    compiled, uncompiled = results[0]["peaks"]
+    assert compiled < uncompiled
 
 
 def test_one_rank_cannot_plan_and_all_train_as_written(tmp_path: Path) -> None:

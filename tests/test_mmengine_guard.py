@@ -371,13 +371,20 @@ def test_the_loss_of_a_model_that_was_placed_on_a_gpu_is_run_on_the_cpu(pretrain
 
 @pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_mmengines_compiled_train_step_is_followed(pretrain: Style) -> None:
-    runner = cases.build(pretrain.cfg("compiled"))
+@pytest.mark.parametrize(
+    ("kind", "given"), [("", True), ("FlexibleRunner", {"target": "forward", "backend": "inductor"})]
+)
+def test_what_mmengine_compiles_is_followed(pretrain: Style, kind: str, given: Any) -> None:
+    cfg = pretrain.cfg(f"compiled{kind}")
     said = "MMEngine compiles the optimizer's step too, which is counted as uncompiled"
-    assert said not in RunnerTraining(runner).capture().notes
-    runner.cfg.compile = True
+    if kind:
+        cfg.runner_type, cfg.compile = kind, given
+    runner = cases.build(cfg)
+    if not kind:
+        assert said not in RunnerTraining(runner).capture().notes
+        runner.cfg.compile = given
     captured = RunnerTraining(runner, whole_job=False).capture()
-    assert said in captured.notes
+    assert (said in captured.notes) is not bool(kind)
     with captured.symbolic_run():
         made = plan(captured.step, captured.sample.batch_size, "1GiB")
     assert made.compiled is not None

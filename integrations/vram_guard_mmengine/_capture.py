@@ -6,10 +6,10 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from mmengine.device import get_device
@@ -31,6 +31,7 @@ from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.parallel.data_parallel import options_of
+from vram_guard.patching import replaced
 from vram_guard.proof.effects import StepEffects
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.state.random_generators import random_state_kept
@@ -165,6 +166,14 @@ class Captured(CapturedTraining):
         return _refusals.refusals(self.runner, self.optim, settings, growable=self.sample.growable)
 
 
+class CompiledMethod(NamedTuple):
+    """A method of the model that a runner puts under torch.compile."""
+
+    name: str
+    options: Mapping[str, Any]
+    """Of torch.compile."""
+
+
 class HostBatch:
     """A batch in host memory: the model's own data preprocessor takes it to the GPU, in its own time."""
 
@@ -235,25 +244,31 @@ class _Loss:
 
     Args:
         recorder: takes the loss.
-        compiled: options of torch.compile, under which the Runner will put ``train_step``; None: it does not.
+        compiled: what the runner will compile of the model; None: nothing.
     """
 
-    def __init__(self, recorder: RecordingOptimWrapper, compiled: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, recorder: RecordingOptimWrapper, compiled: CompiledMethod | None = None) -> None:
         self.recorder = recorder
         self._compiled = compiled
 
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
-        train_step = model.train_step
-        if self._compiled is not None and is_symbolic(next(model.parameters())):
-            train_step = torch.compile(train_step, **self._compiled)
-        outputs = self.recorder.outputs = train_step(batch.data, optim_wrapper=self.recorder)
+        with self._as_compiled(model):
+            outputs = self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
         logged = outputs if isinstance(outputs, Mapping) else {}
         # Those with "loss" in their names are the parts of the loss, and are put together as it is.
         for name, value in logged.items():
             if "loss" not in name:
                 self.recorder.effects.log(name, value)
         return self.recorder.loss
+
+
+    def _as_compiled(self, model: Any) -> AbstractContextManager[None]:
+        """Inside the block the model has what the runner will put on it; on the host, for proofs, it runs uncompiled."""
+        if self._compiled is None or not is_symbolic(next(model.parameters())):
+            return nullcontext()
+        name, options = self._compiled
+        return replaced(model, {name: torch.compile(getattr(model, name), **options)})
 
 
 _LOSS_CODE = _Loss.__call__.__code__
@@ -265,7 +280,7 @@ class _AccumulatedLoss(_Loss):
     A trace runs two of them. ``OptimWrapper.optim_context`` has the backward pass inside, which here comes after.
     """
 
-    def __init__(self, recorder: RecordingOptimWrapper, compiled: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, recorder: RecordingOptimWrapper, compiled: CompiledMethod | None = None) -> None:
         super().__init__(recorder, compiled)
         self._calls = 0
         self._unsynchronised = ExitStack()
@@ -530,20 +545,22 @@ def _length(runner: Any, loader: Any) -> tuple[int, int]:
     return epochs, int(get("max_iters", 0) or epochs * iterations)
 
 
-def _compiled(runner: Any) -> Mapping[str, Any] | None:
-    """Options of torch.compile, under which the Runner puts ``train_step``; None: it does not, or not so."""
-    given = runner.cfg.get("compile")
-    if not given or not isinstance(runner, Runner):
+def _compiled(runner: Any) -> CompiledMethod | None:
+    """What the runner will compile of the model; None: nothing."""
+    flexible = not isinstance(runner, Runner)
+    given = runner._compile if flexible else runner.cfg.get("compile")  # noqa: SLF001 - it has no public name
+    if not given:
         return None
-    return {} if given is True else dict(given)
+    options = {} if given is True else dict(given)
+    target = options.pop("target", None) if flexible else None  # as its strategies take it
+    return CompiledMethod(target or "train_step", options)
 
 
 def _notes(runner: Any, model: nn.Module) -> list[str]:
     notes = []
-    if _compiled(runner) is not None:
+    compiled = _compiled(runner)
+    if compiled is not None and compiled.name == "train_step":
         notes.append(_("MMEngine compiles the optimizer's step too, which is counted as uncompiled"))
-    elif runner.cfg.get("compile"):
-        notes.append(_("torch.compile is not followed: counted as eager"))
     if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
         notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
     return notes
