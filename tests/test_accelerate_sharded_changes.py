@@ -199,6 +199,14 @@ def test_fsdp2_in_place_of_ddp_trains_to_equal_weights(answers: Any, written: An
     assert cases.difference(written, found) < 1e-6
 
 
+def test_selective_checkpointing_under_ddp_trains_to_equal_weights(written: Any, tmp_path: Any) -> None:
+    plan = LaunchPlan(recipe=Recipe(checkpoint=BLOCKS[:3], checkpoint_keeps=("addmm",)))
+    found = cases.trained(tmp_path, "clipping", "--own_seed", plan=to_json(plan), ACCELERATE_USE_CPU="true")
+    assert found["forwards"] == ["Checkpointed"] * 3 != written["forwards"]
+    assert found["losses"] == written["losses"]
+    assert cases.difference(written, found) < 1e-6
+
+
 def test_all_changes_of_a_launch_that_shards_itself_train_to_equal_weights(written: Any, tmp_path: Any) -> None:
     """Parameters on the host, gathered twice, blocks checkpointed, half the batch twice as often."""
     plan = LaunchPlan(

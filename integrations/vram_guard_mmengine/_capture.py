@@ -262,9 +262,8 @@ class _Loss:
                 self.recorder.effects.log(name, value)
         return self.recorder.loss
 
-
     def _as_compiled(self, model: Any) -> AbstractContextManager[None]:
-        """Inside the block the model has what the runner will put on it; on the host, for proofs, it runs uncompiled."""
+        """Inside the block the model has what the runner puts on it; on the host, for proofs, it runs uncompiled."""
         if self._compiled is None or not is_symbolic(next(model.parameters())):
             return nullcontext()
         name, options = self._compiled
@@ -547,7 +546,7 @@ def _length(runner: Any, loader: Any) -> tuple[int, int]:
 
 def _compiled(runner: Any) -> CompiledMethod | None:
     """What the runner will compile of the model; None: nothing."""
-    flexible = not isinstance(runner, Runner)
+    flexible = not isinstance(runner, Runner)  # whose ``from_cfg`` leaves a config's ``compile`` out
     given = runner._compile if flexible else runner.cfg.get("compile")  # noqa: SLF001 - it has no public name
     if not given:
         return None

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, set_seed
@@ -115,11 +116,12 @@ def train(options, accelerator, model=None, before=None, clip=None):
                 "groups": [groups_of(block) for block in model.blocks] if divided else [],
                 "forwards": [
                     type(getattr(block, "_fsdp_wrapped_module", block).forward).__name__
-                    for block in getattr(model, "blocks", [])
+                    for block in getattr(getattr(model, "module", model), "blocks", [])
                 ],
                 "processes": accelerator.num_processes,
                 "precision": accelerator.mixed_precision,
                 "zero": zero_of(accelerator),
+                "budget": torch._functorch.config.activation_memory_budget,
             },
             options.out,
         )

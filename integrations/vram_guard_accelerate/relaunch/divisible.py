@@ -35,7 +35,11 @@ def why_not_fsdp2(first: FirstBatch) -> str:
         return _("Accelerate's FSDP2 takes one model, and the script prepares {count}", count=len(first.models))
     if not any(parameter.requires_grad for parameter in first.root.parameters()):
         return _("FSDP2 is prepared with an optimizer of the model, and this one is not trained")
-    return _("torch.compile over FSDP2 is not followed") if first.compiled else ""
+    return (
+        _("FSDP2 under a model that torch.compile compiles as a whole, or wraps, was not proven")
+        if first.compiled
+        else ""
+    )
 
 
 def why_not_divided(first: FirstBatch, facts: LoopFacts) -> str:
