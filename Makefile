@@ -58,7 +58,7 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a whole job, a plan, a proof, looking for the longest batch, compiled steps, and what the guard adds to an iteration
+bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a whole job, a plan, curves of plans and batches, a proof, looking for the longest batch, compiled steps, and what the guard adds to an iteration
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_trace.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_job.py
 	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_plan.py
