@@ -208,6 +208,7 @@ def inductor_without_gpu(state: FakeCudaState, mode: type, capability: tuple[int
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=CUDA)
 
+    generator = _Generator()
     system = {"device": {"name": torch.cuda.get_device_name()}, "hash": "0"}
     with contextlib.ExitStack() as stack:
         codes = stack.enter_context(contextlib.closing(_Codes()))
@@ -232,8 +233,15 @@ def inductor_without_gpu(state: FakeCudaState, mode: type, capability: tuple[int
                 {"triton": kernel, "multi_kernel": kernel, "wait": lambda *_args: None, "use_process_pool": _false},
             ),
             (guards, {"_empty_strided_cuda": empty_strided}),
-            (torch._C, {"_cuda_getCurrentRawStream": lambda _device=0: 0}),
-            (torch.cuda, {"_DeviceGuard": _DeviceGuard, "default_generators": (_Generator(),)}),
+            (
+                torch._C,
+                {
+                    "_cuda_getCurrentRawStream": lambda _device=0: 0,
+                    # Asked from torch 2.14 on, where torch.cuda.default_generators was before.
+                    "_accelerator_getDefaultGenerator": lambda _device: generator,
+                },
+            ),
+            (torch.cuda, {"_DeviceGuard": _DeviceGuard, "default_generators": (generator,)}),
             *_passes(state),
         ):
             stack.enter_context(replaced(target, values))
