@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,7 +314,9 @@ def test_by_default_the_library_of_a_training_that_runs_here_is_asked(
     path = stub(tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: release)
+    # torch.backends.cudnn.version() asks each GPU what it can do, and so starts CUDA, in a copy of a process too.
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: pytest.fail("CUDA was started"))
+    monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: release), raising=False)
     monkeypatch.setattr(cudnn_choice, "installed", lambda: path)
     with cudnn_choice.asked_as_chosen((8, 0)):
         assert (cudnn.asked() is not None) == asked

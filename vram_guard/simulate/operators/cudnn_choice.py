@@ -118,10 +118,19 @@ def _of_this_training() -> Path | None:
         return None
     path = installed()
     try:
-        same = path is not None and _library(path).version == torch.backends.cudnn.version()
+        same = path is not None and _library(path).version == _loaded_by_torch()
     except OSError:  # too old to be asked, or without cuBLAS beside it: nobody asked for it
         return None
     return path if same else None
+
+
+def _loaded_by_torch() -> int | None:
+    """The release of cuDNN that torch has loaded, as a number.
+
+    ``torch.backends.cudnn.version()`` starts CUDA in newer releases, to see that this machine's GPUs go with it.
+    """
+    library: Any = getattr(torch._C, "_cudnn", None)
+    return None if library is None else int(library.getVersionInt())
 
 
 @cache
