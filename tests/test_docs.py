@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import yaml
 from docs_blocks import FENCE, START_PAGES, commands_of, files_of, missing, pinned
 from folders import write_cogvideox
 
@@ -245,6 +247,14 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{named(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_yaml_on_pages_can_be_read(page):
+    """What people copy into a workflow or a config."""
+    for block in FENCE.finditer(page.read_text(encoding="utf-8")):
+        if block["info"].partition(" ")[0] == "yaml":
+            assert yaml.safe_load(textwrap.dedent(block["body"])), block[0]
 
 
 @pytest.mark.parametrize(

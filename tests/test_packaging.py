@@ -214,7 +214,7 @@ import sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"lightning", "pytorch_lightning", "mmengine"}:
+        if name.partition(".")[0] in {"lightning", "pytorch_lightning", "mmengine", "accelerate"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
@@ -225,6 +225,10 @@ except ImportError as error:
     print(error)
 try:
     from vram_guard_mmengine import VramGuardHook
+except ImportError as error:
+    print(error)
+try:
+    from vram_guard_accelerate import guard
 except ImportError as error:
     print(error)
 """
@@ -238,3 +242,32 @@ def test_a_missing_framework_is_an_import_error_that_names_the_extra():
     )  # fmt: skip
     assert "pip install 'vram-guard[lightning]'" in run.stdout
     assert "pip install 'vram-guard[mmengine]'" in run.stdout
+    assert "pip install 'vram-guard[accelerate]'" in run.stdout
+
+
+WITHOUT_NUMPY = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from vram_guard.cli import main
+sys.exit(main(["plan", "net.py:net", "--input", "8", "--batch", "2", "--budget", "1GiB"]))
+"""
+
+
+def test_the_wheel_alone_which_has_no_numpy_prints_nothing_but_its_own_words(tmp_path):
+    (tmp_path / "net.py").write_text("from torch import nn\n\nnet = nn.Linear(8, 8)\n", encoding="utf-8")
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path))),
+        "VRAM_GUARD_CACHE": str(tmp_path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMPY],
+        cwd=tmp_path, capture_output=True, text=True, check=True, env={**os.environ, **own},
+    )  # fmt: skip
+    assert "FITS" in run.stdout
+    assert all(line.startswith("vram-guard: ") for line in run.stderr.splitlines()), run.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vram_guard.language import _
+
 if TYPE_CHECKING:
     from vram_guard_accelerate._script_guard import guard
 
@@ -11,10 +13,21 @@ __all__ = ["guard"]
 
 
 def __getattr__(name: str) -> object:
-    """Import Accelerate only when the guard is asked for (PEP 562)."""
+    """Import Accelerate only when the guard is asked for (PEP 562).
+
+    Raises:
+        ImportError: Accelerate is not here; the message says what to install.
+    """
     if name != "guard":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vram_guard_accelerate._script_guard import guard
+    try:
+        from vram_guard_accelerate._script_guard import guard
+    except ModuleNotFoundError as error:
+        if error.name != "accelerate":
+            raise
+        raise ImportError(
+            _("vram_guard_accelerate needs Accelerate, which is not installed: pip install 'vram-guard[accelerate]'")
+        ) from error
 
     globals()[name] = guard
     return guard

@@ -15,6 +15,7 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the terminal's encoding cannot show becomes a question mark: the answer is delivered all the same.
         sys.stdout.reconfigure(errors="replace")
+    # torch needs no numpy, and nor do we: an environment with the package alone has none.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     with speaking(spoken):
         return _run(given, found, problem) if python is None else _run_elsewhere(python, as_given)
 
