@@ -208,14 +208,35 @@ def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 LIBRARIES = {
     "torchvision/models/__init__.py": """
+from types import SimpleNamespace
 from torch import nn
 
 def list_models():
-    return ["resnet50"]
+    return list(BUILDERS)
 
-def get_model(name, weights):
+def resnet50(*, weights="downloaded", **more):
     assert weights is None
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000))
+
+def fcn(*, weights=None, weights_backbone="downloaded"):
+    assert weights_backbone is None
+    return nn.Conv2d(3, 4, 3)
+
+def fasterrcnn(*, weights=None):
+    raise RuntimeError("boxes")
+
+def r3d(*, weights=None):
+    return nn.Conv3d(3, 4, 3)
+
+fasterrcnn.__module__ = "torchvision.models.detection.faster_rcnn"
+r3d.__module__ = "torchvision.models.video.resnet"
+BUILDERS = {"resnet50": resnet50, "inception_v3": resnet50, "fcn": fcn, "fasterrcnn": fasterrcnn, "r3d": r3d}
+get_model_builder = BUILDERS.get
+SIDES = {"resnet50": 224, "inception_v3": 299}
+
+def get_model_weights(name):
+    preset = SimpleNamespace(transforms=lambda: SimpleNamespace(crop_size=[SIDES[name]]))
+    return SimpleNamespace(IMAGENET1K_V1=preset) if name in SIDES else SimpleNamespace(COCO_V1=None)
 """,
     "torchvision/__init__.py": "",
     "timm/__init__.py": """
@@ -239,13 +260,13 @@ def create_model(name):
 }
 
 
-def estimated_with_libraries(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
+def estimated_with_libraries(folder: Path, name: str, *more: str) -> subprocess.CompletedProcess[str]:
     """torchvision has no build that needs no GPU on every index: stand-ins with the functions that are called."""
     for file, text in LIBRARIES.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
     script = f"import sys; sys.path.insert(0, {str(folder)!r}); from vram_guard.cli import main; main(sys.argv[1:])"
-    words = ["estimate", "--model", name, "--batch", "2", "--gpu", "H100 SXM", "--json"]
+    words = ["estimate", "--model", name, "--batch", "2", "--gpu", "H100 SXM", "--json", *more]
     return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
 
 
@@ -257,10 +278,31 @@ def test_the_nearest_name_of_a_library_is_offered(tmp_path: Path, typed: str, me
     assert f"did you mean {meant}?" in said or meant is None
 
 
-@pytest.mark.parametrize("name", ["resnet50", "tiny_vit"])
-def test_models_of_picture_libraries_are_built_by_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "side"), [("resnet50", 224), ("inception_v3", 299), ("fcn", 224), ("tiny_vit", 96)])
+def test_models_of_picture_libraries_are_built_by_name_and_never_downloaded(
+    tmp_path: Path, name: str, side: int
+) -> None:
     done = estimated_with_libraries(tmp_path, name)
     answer = json.loads(done.stdout)
-    sides = 224 if name == "resnet50" else 96
-    labels = 512
-    assert answer["symbolic"]["estimate"]["breakdown"]["batch"] == 2 * 3 * sides * sides * 4 + labels, done.stderr
+    pictures, labels = -(-2 * 3 * side * side * 4 // 512) * 512, 512
+    assert answer["symbolic"]["estimate"]["breakdown"]["batch"] == pictures + labels, done.stderr
+    assert f"assumed for {name} with inputs of 3x{side}x{side}: " in done.stderr
+
+
+def test_a_model_that_takes_more_than_a_picture_says_what_to_give(tmp_path: Path) -> None:
+    assert "fasterrcnn learns from boxes beside its pictures" in estimated_with_libraries(tmp_path, "fasterrcnn").stderr
+    assert "--input 3x16x112x112" in estimated_with_libraries(tmp_path, "r3d").stderr
+    video = estimated_with_libraries(tmp_path, "r3d", "--input", "3x8x16x16")
+    assert "assumed for r3d: " in video.stderr
+    assert json.loads(video.stdout)["symbolic"]["estimate"]["breakdown"]["batch"] == 2 * 3 * 8 * 16 * 16 * 4 + 512
+
+
+def test_a_plan_takes_a_models_name_for_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "height=16,width=16,hidden_dim=4,num_layers=1"
+    words = ["--set", sizes, "--batch", "2", "--budget", "20GiB", "--json"]
+    assert main(["plan", "fno", *words]) == 0
+    named = json.loads(capsys.readouterr().out)["report"]
+    assert main(["plan", "--model", "fno", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] == named
+    assert main(["plan", "fnoo.yaml", *words]) == 2
+    assert "fnoo.yaml cannot be read" in capsys.readouterr().err

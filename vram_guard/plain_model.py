@@ -148,6 +148,11 @@ def is_assumed(step: TrainingStep) -> bool:
     return step.loss is _loss
 
 
+def shapes_of(batch: Sequence[torch.Tensor]) -> str:
+    """The inputs of a batch that :func:`step_of_model` makes, without its size: ``3x224x224``."""
+    return ", ".join("x".join(map(str, one.shape[1:])) for one in batch[:-1])
+
+
 def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:
     """A training step of what a public function was given: a plain model with its input's shape becomes one.
 
@@ -176,7 +181,7 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     except VramGuardError:
         raise
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        shapes = ", ".join("x".join(map(str, one.shape[1:])) for one in inputs)
+        shapes = shapes_of(batch)
         problem = f"{type(error).__name__}: {error}"
         if len(inputs) > 1 and isinstance(error, TypeError):
             # TypeError: Python's own for a wrong number of arguments.

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.plain_model import InputShape, step_of_model
 from vram_guard.quiet import quiet_imports
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 #: What torchvision's classification models are trained with where nothing else is said.
 _PICTURE: Final = (3, 224, 224)
+#: torchvision's models that take more than one picture, by the modules that they are in.
+_SEVERAL_PICTURES: Final = ("torchvision.models.optical_flow.", "torchvision.models.video.")
 
 #: Tables of transformers' classes by the kind of the config; the first that has the kind counts.
 _HEADS: Final = (
@@ -65,11 +70,12 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
         request: the numbers and the inputs that were given.
 
     Raises:
-        UnsupportedStepError: it is not known what the model's input looks like.
+        UnsupportedStepError: it is not known what the model's input looks like, or it is more than tensors.
     """
     library, numbers = library_of(name), request.numbers
     settings: Any = {"precision": request.precision or "32-true", "accumulate": numbers.get("accumulate", 1)}
     build: Callable[[], torch.nn.Module]
+    shape: tuple[int, ...]
     if library == "transformers":
         from vram_guard.capture.hugging_face import constructor, step_of
         from vram_guard.closed_form.inputs import InputSizes
@@ -84,9 +90,39 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
         build = lambda: timm.create_model(name)  # noqa: E731 - as the others are: built symbolically, later
         shape = tuple(timm.get_pretrained_cfg(name).input_size) if timm.is_model_pretrained(name) else _PICTURE
     else:
-        models: Any = _library("torchvision.models")
-        build, shape = (lambda: models.get_model(name, weights=None)), _PICTURE
+        build, shape = _torchvision_model(name, is_shape_given=request.inputs is not None)
     return step_of_model(build, _inputs(request, shape), **settings)
+
+
+def _torchvision_model(name: str, *, is_shape_given: bool) -> tuple[Callable[[], torch.nn.Module], tuple[int, ...]]:
+    """What builds a model, and the picture that its first published weights were evaluated with.
+
+    Raises:
+        UnsupportedStepError: its input is more than a picture.
+    """
+    models: Any = _library("torchvision.models")
+    builder = models.get_model_builder(name)
+    if builder.__module__.startswith("torchvision.models.detection."):
+        raise UnsupportedStepError(_("{model} learns from boxes beside its pictures: give a TrainingStep", model=name))
+    if builder.__module__.startswith(_SEVERAL_PICTURES) and not is_shape_given:
+        raise UnsupportedStepError(
+            _(
+                "{model} takes more than one picture: give the shape of its input, such as --input 3x16x112x112 for a "
+                "video, or --input 3x368x496,3x368x496 for two pictures",
+                model=name,
+            )
+        )
+    # Models of segmentation would otherwise download weights for their backbones.
+    nothing = {part: None for part in ("weights", "weights_backbone") if part in signature(builder).parameters}
+    published = getattr(models.get_model_weights(name), "IMAGENET1K_V1", None)
+    side = _PICTURE[1] if published is None else published.transforms().crop_size[0]
+
+    def build() -> torch.nn.Module:
+        with quiet_imports():  # Inception warns that its random weights will be drawn otherwise one day
+            made: torch.nn.Module = builder(**nothing)
+        return made
+
+    return build, (_PICTURE[0], side, side)
 
 
 def transformers_config(kind: str) -> Mapping[str, Any]:

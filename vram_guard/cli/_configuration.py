@@ -92,11 +92,19 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], giv
     return Configuration(name, step, request.numbers["batch"], _rate(merged))
 
 
-def tell_assumed(step: TrainingStep, name: str) -> None:
-    """Say, beside the answer, what was assumed of a plain model's training."""
-    from vram_guard.plain_model import ASSUMED, is_assumed
+def tell_assumed(step: TrainingStep, name: str, given: str | None) -> None:
+    """Say, beside the answer, what was assumed of a plain model's training.
+
+    Args:
+        step: that was traced.
+        name: of the model.
+        given: the inputs that ``--input`` names; None: they are assumed as well.
+    """
+    from vram_guard.plain_model import ASSUMED, is_assumed, shapes_of
 
     if is_assumed(step):
+        if given is None:
+            name = _("{model} with inputs of {shapes}", model=name, shapes=shapes_of(step.batch(1)))
         tell(_(ASSUMED, model=name))
 
 

@@ -108,7 +108,7 @@ def _estimate(options: argparse.Namespace) -> int:
     else:
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
     if symbolic is not None and step is not None:
-        tell_assumed(step, request.model or "")
+        tell_assumed(step, request.model or "", options.input)
     if symbolic is not None:
         tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
             "trained. The report is printed; plots are written on request."
         ),
     )
-    add_config(parser, _("the training config, YAML; or file.py:name of a step or a model"))
+    add_config(parser, _("the training config, YAML; or a step or a model: file.py:name, resnet50"))
     add_set(parser)
     add_options(parser, "model", "batch", "input", *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
@@ -116,12 +116,22 @@ def _one_of(options: argparse.Namespace) -> None:
     """The one thing to plan for: a config, or the name of a step or a model, which CONFIG may be as well."""
     from vram_guard.capture.object_reference import names_object
 
-    if options.config and names_object(options.config):
+    if options.config and (names_object(options.config) or _names_model(options.config)):
         if options.model is not None:
             raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
         options.config, options.model = None, options.config
     if not options.config and not options.model:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
+
+
+def _names_model(text: str) -> bool:
+    """True for an example, or a model of an installed library, where no file is called so."""
+    from vram_guard.capture.config_step import EXAMPLE_NAMES
+    from vram_guard.capture.model_names import library_of
+
+    if Path(text).exists() or Path(text).suffix in (".yaml", ".yml", ".json"):
+        return False
+    return text.lower() in EXAMPLE_NAMES or library_of(text) is not None
 
 
 @collector_paused()  # imports make hundreds of thousands of objects that all stay
@@ -159,7 +169,7 @@ def _plan(options: argparse.Namespace) -> int:
         **_several(options),
         progress=tell_progress,
     )
-    tell_assumed(one.step, name)
+    tell_assumed(one.step, name, options.input)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:
