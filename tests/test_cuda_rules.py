@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vram_guard.report import render
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import autocast
 from vram_guard.simulate.operators._attention import choose_backend
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
@@ -435,7 +436,7 @@ def test_the_attention_backend_is_the_one_cuda_picks(dtype, capability, mask, he
         dropout=0.0,
         is_causal=causal,
         enable_gqa=False,
-        capability=capability,
+        capability=Capability(capability),
     )
     assert chosen == expected
 
@@ -444,7 +445,7 @@ def test_the_users_choice_of_backend_is_honoured() -> None:
     query, key, value = _qkv(torch.float16)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         chosen = choose_backend(
-            *(query, key, value, None), dropout=0.0, is_causal=False, enable_gqa=False, capability=AMPERE
+            *(query, key, value, None), dropout=0.0, is_causal=False, enable_gqa=False, capability=Capability(AMPERE)
         )
     assert chosen == "math"
 

@@ -17,6 +17,7 @@ from vram_guard import Budget, TrainingStep, cli, plan, trace
 from vram_guard.errors import InvalidInputError
 from vram_guard.report import html_report, render
 from vram_guard.report.as_json import as_dict
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import cudnn, cudnn_choice, cudnn_library
 from vram_guard.step import Precision
 from vram_guard.timeline import CudnnAnswers, Timeline
@@ -318,7 +319,7 @@ def test_by_default_the_library_of_a_training_that_runs_here_is_asked(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: pytest.fail("CUDA was started"))
     monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: release), raising=False)
     monkeypatch.setattr(cudnn_choice, "installed", lambda: path)
-    with cudnn_choice.asked_as_chosen((8, 0)):
+    with cudnn_choice.asked_as_chosen(Capability((8, 0))):
         assert (cudnn.asked() is not None) == asked
     assert cudnn.asked() is None
 

@@ -38,7 +38,8 @@ def on_every_gpu(
     """The largest batch on each card, as written.
 
     Args:
-        trace: compute capability -> the step's timeline on such a card; called once for each capability.
+        trace: compute capability -> the step's timeline on such a card; called for those that no earlier
+            timeline serves (:meth:`vram_guard.Timeline.of_capability`).
         gpus: the cards.
         limit: the largest batch size that is considered.
         margin: the share of each card to leave free; None: the default.
@@ -46,7 +47,16 @@ def on_every_gpu(
     from vram_guard.budget import Budget
 
     checked_count("limit", limit)
-    timeline_for = cache(trace)
+    traced: list[Timeline] = []
+
+    @cache
+    def timeline_for(capability: tuple[int, int]) -> Timeline:
+        same = next(filter(None, (one.of_capability(capability) for one in traced)), None)
+        if same is None:
+            same = trace(capability)
+            traced.append(same)
+        return same
+
     peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).replay(size).peak_reserved)
 
     def one(gpu: GPU) -> OnGpu:

@@ -82,17 +82,21 @@ def trace(
         >>> timeline.at(1000).breakdown["batch"], timeline.at(2000).breakdown["batch"]
         (1024000, 2048000)
     """
+    from vram_guard.simulate.device.capability import Capability
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
     from vram_guard.simulate.tracing.run import run_step, with_built_model
 
     choice = checked_choice(cudnn)
     step = cast("TrainingStep", as_step(step, input_shape))
-    step = with_built_model(_with_third_step(step) if leaks else step, compute_capability)
+    capability = Capability(compute_capability)
+    step = with_built_model(_with_third_step(step) if leaks else step, capability)
 
     def run(size: int) -> Timeline:
-        return run_step(step, size, compute_capability)
+        return run_step(step, size, capability)
 
-    return law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors)
+    timeline = law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors)
+    # A trace that is yet to come may ask more.
+    return timeline if timeline.retrace is not None else replace(timeline, asked=capability.answers)
 
 
 def law(

@@ -105,6 +105,10 @@ class Timeline(ShownInNotebooks):
     """What ``torch.compile`` made of the step, where that was followed."""
     marks: Marks | None = field(default=None, repr=False, compare=False)
     """Where parts of it begin and end; None where that was not asked for."""
+    asked: tuple[tuple[Callable[[tuple[int, int]], Any], Any], ...] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """What the traces asked of the compute capability, each with the answer; None: not known."""
     retrace: Callable[[int], Timeline] | None = field(default=None, repr=False, compare=False)
     """Set where the sequence itself differs between batch sizes: then each size asked for is traced."""
 
@@ -128,6 +132,17 @@ class Timeline(ShownInNotebooks):
     def on(self, multiprocessors: int | None) -> Timeline:
         """The same step on a card of the same compute capability with so many multiprocessors; None: unknown."""
         return self if multiprocessors == self.multiprocessors else replace(self, multiprocessors=multiprocessors)
+
+    def of_capability(self, capability: tuple[int, int]) -> Timeline | None:
+        """The same step on a card of another compute capability; None where its trace may differ.
+
+        Kernels differ by classes of capabilities: a trace that was answered alike would be the same.
+        """
+        if capability == self.compute_capability:
+            return self
+        if self.asked is None or any(question(capability) != answer for question, answer in self.asked):
+            return None
+        return replace(self, compute_capability=capability)
 
     def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vram_guard.patching import replaced
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.cuda_module import CUDA, accelerator_answers, cuda_answers, while_active
 from vram_guard.simulate.device.fake_cuda import as_device, device_by_default, named_by_number
 from vram_guard.simulate.device.import_guard import imports_run_for_real
@@ -52,7 +53,7 @@ class CudaShim(TorchFunctionMode):
         """Off while a module is imported: what it finds out then, it keeps."""
         self._answers = {
             name: while_active(self, answer, getattr(torch.cuda, name))
-            for name, answer in cuda_answers(capability).items()
+            for name, answer in cuda_answers(Capability(capability)).items()
         }
         self._on_accelerator = {
             name: while_active(self, answer, getattr(torch.accelerator, name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.simulate.device.capability import Capability, Since
 from vram_guard.simulate.device.cuda_streams import stream_answers
 from vram_guard.simulate.device.import_guard import Activity
 
@@ -48,6 +49,8 @@ TOOLS = _Tools()
 #: What ``torch.cuda.get_device_name`` answers.
 _NAME = "vram_guard simulated GPU"
 
+_HAS_BFLOAT16 = Since((8, 0))
+
 
 #: Answers about the device's generator, of ``torch.cuda`` and of ``torch.cuda.random``, where they come from.
 GENERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
@@ -58,28 +61,29 @@ GENERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) -> dict[str, Any]:
+def cuda_answers(capability: Capability, total_memory: int = 80 * 2**30) -> dict[str, Any]:
     """The replaced functions and classes of ``torch.cuda`` by name."""
-    properties = SimpleNamespace(
-        name=_NAME,
-        major=capability[0],
-        minor=capability[1],
-        total_memory=total_memory,
-        multi_processor_count=108,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        warp_size=32,
-        L2_cache_size=40 * 2**20,
-    )
+
+    def properties(*_args: Any, **_kwargs: Any) -> SimpleNamespace:
+        major, minor = capability.version
+        return SimpleNamespace(
+            name=_NAME,
+            major=major,
+            minor=minor,
+            total_memory=total_memory,
+            multi_processor_count=108,
+            is_integrated=False,
+            is_multi_gpu_board=False,
+            warp_size=32,
+            L2_cache_size=40 * 2**20,
+        )
+
     constant = {
         **dict.fromkeys(("is_available", "is_initialized"), True),
         "device_count": 1,
         **dict.fromkeys(("current_device", "memory_allocated", "memory_reserved"), 0),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), 0),
         "get_device_name": _NAME,
-        "get_device_capability": capability,
-        "get_device_properties": properties,
-        "is_bf16_supported": capability >= (8, 0),
         "is_current_stream_capturing": False,
         "mem_get_info": (total_memory, total_memory),
         **dict.fromkeys(("_lazy_init", "_lazy_call", "init", "set_device", "empty_cache")),
@@ -87,6 +91,9 @@ def cuda_answers(capability: tuple[int, int], total_memory: int = 80 * 2**30) ->
     }
     return {
         **{name: _answering(value) for name, value in constant.items()},
+        "get_device_capability": lambda *args, **kwargs: capability.version,
+        "get_device_properties": properties,
+        "is_bf16_supported": lambda *args, **kwargs: capability.says(_HAS_BFLOAT16),
         "memory_stats": lambda *args, **kwargs: {},
         **GENERATOR_ANSWERS,
         "device": _DeviceGuard,

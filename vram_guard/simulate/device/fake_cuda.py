@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack, handle_torch_funct
 from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replace_attributes, replaced
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.compiled_kernels import CompiledKernels
 from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOLS, cuda_answers, while_active
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
@@ -448,7 +449,7 @@ def _answers_of(module: Any, answers: dict[str, Any], state: FakeCudaState) -> d
 
 
 @contextlib.contextmanager
-def simulated_cuda(state: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
+def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[None]:
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device of this compute capability inside the block."""
     group = "_group_tensors_by_device_and_dtype"
     torch.utils._device._device_constructors()  # cached for good: let it see torch's own factories, not these

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vram_guard.patching import replaced
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.import_guard import Activity
 
@@ -25,9 +26,14 @@ _CACHE = 256 * 2**20
 class _Driver:
     """Triton's driver, as code around kernels asks it."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.target = SimpleNamespace(backend="cuda", arch=10 * capability[0] + capability[1], warp_size=32)
+    def __init__(self, capability: Capability) -> None:
+        self._capability = capability
         self.utils = SimpleNamespace(get_device_properties=self._properties)
+
+    @property
+    def target(self) -> SimpleNamespace:
+        major, minor = self._capability.version
+        return SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32)
 
     def get_current_target(self) -> object:
         return self.target
@@ -59,7 +65,7 @@ class TritonLaunches:
         stack: gives Triton back.
     """
 
-    def __init__(self, state: Activity, capability: tuple[int, int], stack: contextlib.ExitStack) -> None:
+    def __init__(self, state: Activity, capability: Capability, stack: contextlib.ExitStack) -> None:
         self._state = state
         self._capability = capability
         self._stack = stack

@@ -6,16 +6,21 @@ The rules are those of ``sdp_utils.cpp`` (choice), ``attention.cu`` and ``attent
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from vram_guard.simulate.device.capability import Capability, Since, Version
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators._release import torch_release
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+#: Ampere and later, which flash attention needs too.
+_HAS_BFLOAT16 = Since((8, 0))
 
 
 def choose_backend(
@@ -27,7 +32,7 @@ def choose_backend(
     dropout: float,
     is_causal: bool,
     enable_gqa: bool,
-    capability: tuple[int, int],
+    capability: Capability,
 ) -> Backend:
     """The backend that ``select_sdp_backend`` picks on a GPU of this compute capability.
 
@@ -47,16 +52,15 @@ def choose_backend(
     equal_head = head == key.shape[-1] == value.shape[-1]
     common = dense and nonzero and query.shape[0] == key.shape[0] == value.shape[0]
 
-    if torch.backends.cuda.cudnn_sdp_enabled() and _prefers_cudnn(capability):
-        fits = head <= 128 and head % 8 == 0 and equal_head and (same_heads or gqa)
-        if common and fits and query.dtype in _HALVES and mask is None:
-            return "cudnn"
-    if torch.backends.cuda.flash_sdp_enabled() and common and mask is None and capability >= (8, 0):
-        square = not is_causal or query.shape[2] == key.shape[2]
-        consumer = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-        wide_backward = needs_grad and consumer and (head > 224 or (head > 192 and dropout > 0))
-        shapes = equal_head and head <= 256 and (same_heads or gqa) and square
-        if query.dtype in _HALVES and shapes and not wide_backward:
+    # The compute capability is asked last: what does not depend on it is the same on every GPU.
+    fused = common and mask is None and query.dtype in _HALVES and equal_head and (same_heads or gqa)
+    by_cudnn = torch.backends.cuda.cudnn_sdp_enabled() and fused and head <= 128 and head % 8 == 0
+    if by_cudnn and capability.says(_prefers_cudnn):
+        return "cudnn"
+    square = not is_causal or query.shape[2] == key.shape[2]
+    if torch.backends.cuda.flash_sdp_enabled() and fused and head <= 256 and square:
+        wide_backward = needs_grad and (head > 224 or (head > 192 and dropout > 0))
+        if capability.says(_HAS_BFLOAT16) and not (wide_backward and capability.says(_is_consumers)):
             return "flash"
     if torch.backends.cuda.mem_efficient_sdp_enabled() and common and same_heads and head == key.shape[-1]:
         mask_taken = mask is None or (not is_causal and (mask.stride(-1) == 1 or mask.shape[-1] == 1))
@@ -65,27 +69,44 @@ def choose_backend(
     return "math"
 
 
-def _prefers_cudnn(capability: tuple[int, int]) -> bool:
+def _prefers_cudnn(version: Version) -> bool:
     """CuDNN attention comes first on data-centre Hopper and Blackwell since torch 2.9.1 (cuDNN 9.15.1)."""
-    return capability[0] in (9, 10) and torch_release() >= (2, 10)
+    return version[0] in (9, 10) and torch_release() >= (2, 10)
 
 
-def _efficient_takes(query: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> bool:
-    """Dtype and alignment rules of the memory-efficient kernel (``minimum_gemm_alignment``)."""
+def _is_consumers(version: Version) -> bool:
+    """Multiprocessors whose shared memory is too small for the backward pass of wide heads."""
+    return version in ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+def _efficient_takes(query: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
+    """Dtype and alignment rules of the memory-efficient kernel."""
     half = query.dtype in _HALVES
-    if query.dtype == torch.bfloat16 and capability < (8, 0):
+    if query.dtype == torch.bfloat16 and not capability.says(_HAS_BFLOAT16):
         return False
     if not half and query.dtype != torch.float32:
         return False
-    tensor_cores = capability[0] >= 8 or (capability[0] >= 7 and half)
-    alignment = 4 if capability[0] >= 8 else 1
-    if tensor_cores:
-        alignment = max(alignment, 8 if half else 4)
-    return query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
+    return capability.says(_Aligned(half, (query.shape[-1], value.shape[-1])))
+
+
+@dataclass(frozen=True)
+class _Aligned:
+    """Whether heads of these sizes are aligned for the memory-efficient kernel (``minimum_gemm_alignment``)."""
+
+    half: bool
+    heads: tuple[int, int]
+
+    def __call__(self, version: Version) -> bool:
+        """The answer."""
+        tensor_cores = version[0] >= 8 or (version[0] >= 7 and self.half)
+        alignment = 4 if version[0] >= 8 else 1
+        if tensor_cores:
+            alignment = max(alignment, 8 if self.half else 4)
+        return all(head % alignment == 0 for head in self.heads)
 
 
 def attention(
-    capability: tuple[int, int],
+    capability: Capability,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

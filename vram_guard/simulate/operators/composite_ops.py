@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators._attention import attention
 from vram_guard.simulate.operators.autocast import operator
 
@@ -160,7 +161,7 @@ def _fused_rms_norm(
     return input.new_empty(input.shape), rows
 
 
-def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _kernels(capability: Capability) -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "linear", _linear
     yield "dropout", _dropout
     yield "batch_norm", _batch_norm
@@ -174,7 +175,7 @@ def _kernels(capability: tuple[int, int]) -> Iterator[tuple[str, Callable[..., A
 
 
 @contextlib.contextmanager
-def cuda_composites(capability: tuple[int, int]) -> Iterator[None]:
+def cuda_composites(capability: Capability) -> Iterator[None]:
     """Inside the block composites on symbolic tensors run the operators that CUDA would run."""
     library = torch.library.Library("aten", "IMPL")
     registry: Any = library.m

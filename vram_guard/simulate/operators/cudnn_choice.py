@@ -23,6 +23,7 @@ import torch
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.settings import settings
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import cudnn
 from vram_guard.simulate.operators.cudnn_library import Library, installed
 
@@ -78,7 +79,7 @@ def under(choice: str | None, run: Callable[[A], R]) -> Callable[[A], R]:
 
 
 @contextlib.contextmanager
-def asked_as_chosen(capability: tuple[int, int]) -> Iterator[None]:
+def asked_as_chosen(capability: Capability) -> Iterator[None]:
     """While the block runs, the chosen cuDNN is asked for the workspaces of convolutions on such a GPU.
 
     One that the caller asks already (:func:`.cudnn.asking`) goes on to be asked.
@@ -95,7 +96,7 @@ def asked_as_chosen(capability: tuple[int, int]) -> Iterator[None]:
         library: cudnn.WorkspaceSource = _library(path)
     except OSError as error:
         library = _Broken(str(error))
-    with cudnn.asking(library, cudnn.DeviceProperties.of(capability)):
+    with cudnn.asking(library, cudnn.DeviceProperties.of(capability.version)):
         yield
 
 

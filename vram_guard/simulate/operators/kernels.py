@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from vram_guard.scratch import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSort, Rule
+from vram_guard.simulate.device.capability import Capability, Since
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
@@ -20,6 +21,7 @@ from vram_guard.simulate.operators import shape_rules
 #: 32 MiB from compute capability 9.0 on. Taken from the caching allocator once per handle and stream.
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
+_HOPPER = Since((9, 0))
 
 #: ``Sort.h``, ``should_use_small_sort``: up to this many elements a row is sorted in place.
 SMALL_SORT = 4096
@@ -35,9 +37,9 @@ class Matmuls:
         {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmv", "aten::mv", "aten::dot"}
     )
 
-    def __init__(self, recorder: Recorder, capability: tuple[int, int]) -> None:
+    def __init__(self, recorder: Recorder, capability: Capability) -> None:
         self._recorder = recorder
-        self._size = CUBLAS_WORKSPACE if capability < (9, 0) else CUBLAS_WORKSPACE_HOPPER
+        self._capability = capability
         self._threads: set[tuple[bool, int]] = set()
 
     def after(self, func: Any) -> None:
@@ -45,7 +47,8 @@ class Matmuls:
         thread = self._recorder.in_backward, self._recorder.streams.current
         if thread not in self._threads:
             self._threads.add(thread)
-            self._recorder.permanent(self._size, str(func), "workspace")
+            size = CUBLAS_WORKSPACE_HOPPER if self._capability.says(_HOPPER) else CUBLAS_WORKSPACE
+            self._recorder.permanent(size, str(func), "workspace")
 
 
 #: Operators whose kernels first copy operands that are not contiguous -> the positions of these operands.

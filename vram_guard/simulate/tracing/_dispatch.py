@@ -16,6 +16,7 @@ from vram_guard.forks import autograd_threads
 from vram_guard.language import _
 from vram_guard.simulate.cost.op_cost import CostMeter, network_of
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
@@ -50,7 +51,7 @@ class SymbolicMode(TorchDispatchMode):
         self,
         recorder: Recorder,
         state: FakeCudaState,
-        capability: tuple[int, int],
+        capability: Capability,
         interrupts: Interrupts,
         *,
         on_cpu: bool = False,
@@ -399,7 +400,7 @@ class SymbolicMode(TorchDispatchMode):
             traced=(batch_size,),
             tier=recorder.tier,
             notes=tuple(recorder.notes),
-            compute_capability=self.capability,
+            compute_capability=self.capability.label,
             precision=precision,
             work=self.meter.work(),
             host_blocks=recorder.host.blocks(),

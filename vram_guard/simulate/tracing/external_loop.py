@@ -22,6 +22,7 @@ from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiled import check_compiler, refuse_engine
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.cuda_module import accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
@@ -71,12 +72,12 @@ class ExternalLoopTracer:
     def __init__(
         self, capability: tuple[int, int], on_step: Callable[[torch.optim.Optimizer], None], *, on_cpu: bool = False
     ) -> None:
-        self.capability = capability
+        self.capability = Capability(capability)
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
         self._device = FakeCudaState(self.recorder)
-        self._mode = SymbolicMode(self.recorder, self._device, capability, Interrupts(), on_cpu=on_cpu)
+        self._mode = SymbolicMode(self.recorder, self._device, self.capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
         self._in_backward = 0
@@ -237,7 +238,7 @@ class ExternalLoopTracer:
         check_compiler()
         from vram_guard.simulate.compiler.following import compiler_followed
 
-        follow = compiler_followed(self._device, self._mode, self.capability, self._module_call, adapter)
+        follow = compiler_followed(self._device, self._mode, self.capability.version, self._module_call, adapter)
         self._followed = self._stack.enter_context(follow)
 
     def train(self, model: nn.Module) -> None:

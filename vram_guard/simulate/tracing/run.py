@@ -21,6 +21,7 @@ from vram_guard.parallel.install import check as check_layout
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiled import EAGER, compiles, refuse_engine
+from vram_guard.simulate.device.capability import Capability, Version
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
 from vram_guard.simulate.device.symbolic import is_symbolic
@@ -74,7 +75,7 @@ _NUMBERS_AND_NAMES = (bool, int, float, str, type(None), FunctionType, torch.dty
 def run_step(
     step: TrainingStep,
     batch_size: int,
-    capability: tuple[int, int],
+    capability: Capability | Version,
     watched: Iterable[str] = (),
     rank: int | None = None,
     *,
@@ -87,7 +88,7 @@ def run_step(
     Args:
         step: to trace.
         batch_size: samples of a micro-batch.
-        capability: of the GPU that is meant.
+        capability: of the GPU that is meant; it keeps what the trace asks of it.
         watched: modules whose forwards are watched: what they change is in the result.
         rank: of the ranks that the step's layout has, the one that is traced; None: one that holds most.
         marked: whether the result has marks.
@@ -100,6 +101,7 @@ def run_step(
         UnsupportedStepError: the step cannot be run symbolically, or it ran no operator at all.
         Exception: whatever the user's own code raises, unchanged.
     """
+    capability = Capability.of(capability)
     with asked_as_chosen(capability), _alone() as interrupts:
         try:
             return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
@@ -111,16 +113,16 @@ def run_step(
         return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
-def with_built_model(step: TrainingStep, capability: tuple[int, int]) -> TrainingStep:
+def with_built_model(step: TrainingStep, capability: Capability | Version) -> TrainingStep:
     """The step with its model built, symbolically, so that several traces share it."""
     if isinstance(step.model, nn.Module):
         return step
     with _alone() as interrupts:
-        return step.with_(model=_Run(step, 1, capability, interrupts).build())
+        return step.with_(model=_Run(step, 1, Capability.of(capability), interrupts).build())
 
 
 @contextlib.contextmanager
-def on_simulated_cuda(device: FakeCudaState, capability: tuple[int, int]) -> Iterator[None]:
+def on_simulated_cuda(device: FakeCudaState, capability: Capability) -> Iterator[None]:
     """Symbolic tensors behave as CUDA tensors inside the block, down to autocast and composite operators."""
     with device_of_factories(), simulated_cuda(device, capability), cuda_composites(capability), cuda_autocast():
         yield
@@ -170,7 +172,7 @@ class _Run:
         self,
         step: TrainingStep,
         batch_size: int,
-        capability: tuple[int, int],
+        capability: Capability,
         interrupts: Interrupts,
         watched: Iterable[str] = (),
         rank: int | None = None,
@@ -248,7 +250,7 @@ class _Run:
         # Imported here: torch's compiler takes as long as torch itself.
         from vram_guard.simulate.compiler.following import compiler_followed
 
-        return compiler_followed(self.device, self.mode, self.capability, module_call)
+        return compiler_followed(self.device, self.mode, self.capability.version, module_call)
 
     def _eager(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Compiled models run uncompiled here; what the compiler changes is another trace's (``compiled``)."""
