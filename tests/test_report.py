@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from vram_guard.budget import Budget
 from vram_guard.module_names import ModuleName, with_class
@@ -24,6 +24,7 @@ from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.search_space import LowerBound, Request, Space
 from vram_guard.plan.techniques import splits_of
+from vram_guard.report._console import as_text, words
 from vram_guard.report._modules import module_rows
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
 from vram_guard.report.files import NotWrittenWarning, write_atomically
@@ -240,6 +241,17 @@ def test_no_line_is_wider_than_asked(width: int, unicode: bool) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii() or unicode
     assert "attention" in text.replace("\n", "").replace(" ", "")
+
+
+def test_a_cell_of_wide_signs_is_broken_between_them() -> None:
+    """By rich alone the first line ends before the name, and the rest of it is cut within its words."""
+    place = "反向传播，第 2 步，模块 'decoder.layers'（Linear），aten.convolution_backward.default"
+    assert as_text(Group(words(place)), 40).splitlines() == [
+        "反向传播，第 2 步，模块 'decoder.layers'",
+        "（Linear），",
+        "aten.convolution_backward.default",
+    ]
+    assert as_text(Group(words("放得下  需要 1 GiB")), 40).rstrip() == "放得下  需要 1 GiB"
 
 
 def test_names_with_brackets_are_no_markup() -> None:

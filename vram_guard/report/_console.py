@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from vram_guard.printable import printable
-from vram_guard.terminal import encodable
+from vram_guard.terminal import display_width, encodable, wrapped
+
+if TYPE_CHECKING:
+    from rich.containers import Lines
 
 
 def as_text(report: RenderableType, width: int) -> str:
@@ -24,7 +27,18 @@ def as_text(report: RenderableType, width: int) -> str:
 
 def words(text: str, style: str = "") -> Text:
     """Text without markup, whatever characters it has."""
-    return Text(printable(text), style=style)
+    return _Words(printable(text), style=style)
+
+
+class _Words(Text):
+    """Text of one style, broken as all other lines of ours: between wide signs too, where rich knows only spaces."""
+
+    def wrap(self, console: Console, width: int, **how: Any) -> Lines:
+        """Lines of at most ``width`` columns."""
+        if self.plain.isascii() or how.get("no_wrap") or display_width(self.plain) <= width:
+            return super().wrap(console, width, **how)
+        broken = "\n".join(one for line in self.plain.split("\n") for one in wrapped(line, width))
+        return Text(broken, self.style).wrap(console, width, **how)
 
 
 def is_unicode(encoding: str | None = None) -> bool:
