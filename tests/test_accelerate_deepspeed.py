@@ -109,14 +109,16 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return cases.dry_runs(asked, **config)
 
 
-def by_engine(folder: Path, stage: int, *, whole: int = 0, **settings: float) -> dict[str, str]:
+def by_engine(folder: Path, stage: int, *, whole: int = 0, group: int = 0, **settings: float) -> dict[str, str]:
     """Variables of a launch by a config whose buckets are smaller than the model, as those of large models are.
 
-    ``whole``: weights of no more elements stay whole under stage 3; 0: as DeepSpeed has it, 100,000.
+    ``whole``: weights of no more elements stay whole under stage 3; 0: as DeepSpeed has it, 100,000. ``group``: of how
+    many elements the optimizer updates at once under stage 3; 0: as DeepSpeed has it, 1e9.
     """
     sizes = dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size", "stage3_prefetch_bucket_size"), SMALL)
     more = {"stage": stage, "overlap_comm": False, "stage3_gather_16bit_weights_on_model_save": True}
     more |= {"stage3_param_persistence_threshold": whole} if whole else {}
+    more |= {"sub_group_size": group} if group else {}
     counted = dict.fromkeys((name for name in AUTO if "batch" in name or "steps" in name), "auto")
     path = folder / f"small{stage}.json"
     path.write_text(json.dumps({"zero_optimization": {**sizes, **more}, **counted, **settings}))
@@ -167,7 +169,7 @@ def test_another_stage_and_states_on_the_host_are_taken_where_they_are_named(by_
     assert answer["plan"]["slowdown"] > 1
     for words in (
         "the same samples and learning rates",
-        "are resumed under the same plan",
+        "to resume it, set zero_optimization.stage=3, zero_optimization.offload_optimizer.device=cpu",
         "weights are empty outside",
     ):
         assert any(words in note for note in answer["notes"]), answer["notes"]
@@ -186,18 +188,46 @@ def test_batches_are_made_smaller_by_deepspeeds_own_accumulation_where_the_scrip
     assert plan["sharding"]["accumulation"] == 2
 
 
+def launched(folder: Path, *options: object, **config: int) -> tuple[dict[str, Any], str]:
+    """What two processes over gloo have come to under ``vram-guard launch``, and what it said."""
+    file = by_engine(folder, 2, **config)["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+    given = ("--margin", "0", "--use_deepspeed", "--deepspeed_config_file", file, "--num_processes", "2", *cases.QUIET)
+    done = cases.launch(*given, *options, "--out", folder / "out.pt", cache=folder, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = torch.load(folder / "out.pt")
+    assert found["processes"] == 2
+    return found, done.stderr
+
+
 @engine
 def test_a_real_launch_with_deepspeed_is_predicted_changed_and_trains(tmp_path: Path) -> None:
-    """Two processes over gloo, by accelerate's own launcher."""
-    config = by_engine(tmp_path, 2)["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
-    options = ("--budget", LITTLE, "--margin", "0", "--use_deepspeed", "--deepspeed_config_file", config)
-    large = ("in_batches", "--out", tmp_path / "out.pt", "--batch_size", 1024, "--samples", 4096)
-    done = cases.launch(*options, "--num_processes", "2", *cases.QUIET, SHARDED, *large, cache=tmp_path,
-                        DS_ACCELERATOR="cpu")  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "out.pt")
-    assert found["processes"] == 2
+    large = (SHARDED, "in_batches", "--batch_size", 1024, "--samples", 4096)
+    found, _said = launched(tmp_path, "--budget", LITTLE, *large)
     assert "Checkpointed" in found["forwards"]
+
+
+@engine
+def test_a_real_launch_takes_another_stage_where_it_is_named(tmp_path: Path) -> None:
+    """Of a model whose weights outweigh all else; the stage before and its states on the host would do as well."""
+    deep = (SHARDED, "in_batches", "--batch_size", 64, "--samples", 256, "--depth", 8)
+    found, said = launched(tmp_path, "--budget", "300MiB", "--allow", "shard,offload_optimizer", *deep, group=2_000_000)
+    assert found["zero"] == (3, False, "AdamW")
+    for words in (
+        "fits with: stage 3 of DeepSpeed's ZeRO",
+        "is launched with zero_optimization.stage=3.",
+        "settings of DeepSpeed's config change where the script calls prepare",
+        "to resume it, set zero_optimization.stage=3 in the DeepSpeed config",
+    ):
+        assert words in said, said
+
+
+@engine
+def test_a_real_launch_keeps_states_on_the_host_where_it_is_named(tmp_path: Path) -> None:
+    large = (SHARDED, "in_batches", "--batch_size", 1024, "--samples", 4096)
+    found, said = launched(tmp_path, "--budget", LITTLE, "--allow", "offload_optimizer", *large)
+    assert found["zero"] == (2, True, "AdamW")
+    assert "fits with: DeepSpeed's optimizer in host memory" in said, said
+    assert "zero_force_ds_cpu_optimizer=false in the DeepSpeed config" in said, said
 
 
 @engine

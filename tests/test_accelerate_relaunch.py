@@ -27,6 +27,7 @@ from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard.releases.installed import Releases  # noqa: E402
 from vram_guard.timeline import Estimate, Note, Phase  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
+from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver, LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
 from vram_guard_accelerate.planning._best_relaunch import MOST, best_of  # noqa: E402
@@ -293,7 +294,8 @@ def test_rates_are_known_of_an_optimizer_that_is_wrapped_twice_and_steps_group_b
 
 
 def answer(slowdown: float, *, fits: bool = True, relaunches: tuple[Relaunch, ...] = ()) -> DryRunAnswer:
-    plan, seconds, memory = {"slowdown": slowdown}, {"plan": 1.0}, {"plan": 1}
+    plan: dict[str, Any] = {"slowdown": slowdown, "estimate": {"peak_reserved": 3 * 1024**3}}
+    seconds, memory = {"plan": 1.0}, {"plan": 1}
     releases = Releases("3.11.7", (("torch", "2.13.0"),))
     return DryRunAnswer(plan, "", LaunchPlan(), (), relaunches, {}, fits, True, "", seconds, memory, releases)
 
@@ -312,7 +314,17 @@ def test_the_cheapest_that_fits_is_taken() -> None:
     assert tried == ["--batch 8", "--batch 4"]
     assert taken.slowdown == 1.2
     assert taken.seconds == {"plan": 3.0}
-    assert any("--batch 8" in note and "does not fit" in note for note in taken.notes)
+    assert any("--batch 8" in note and "takes 3.00 GiB, which does not fit" in note for note in taken.notes)
+
+
+def test_states_on_the_host_are_tried_alone_before_another_stage_is_added() -> None:
+    stage, states, both = (
+        changed(sharding=ShardingChange(**one))
+        for one in ({"stage": 3}, {"states_on_host": True}, {"stage": 3, "states_on_host": True})
+    )
+    runs = {stage.change: answer(1.5, fits=False, relaunches=(both,)), states.change: answer(2.0)}
+    taken = best_of(answer(1.0, fits=False, relaunches=(stage, states)), lambda one: runs[one.change])
+    assert (taken.fits, taken.slowdown) == (True, 2.0)
 
 
 def test_a_relaunch_that_fails_or_costs_more_leaves_the_plan_as_it_was() -> None:
@@ -329,11 +341,14 @@ def test_a_relaunch_that_fails_or_costs_more_leaves_the_plan_as_it_was() -> None
 
 
 def test_relaunches_of_relaunches_come_to_an_end() -> None:
-    endless = changed(precision="bf16")
     tried: list[str] = []
-    first = answer(9.0, relaunches=(endless,))
-    best_of(first, lambda one: answer(9.0 - len(tried), relaunches=(endless,)), tried.append)
+
+    def better(_relaunch: Relaunch) -> DryRunAnswer:
+        return answer(9.0 - len(tried), relaunches=(changed(splits=2 ** len(tried)), changed(precision="bf16")))
+
+    best_of(answer(9.0, relaunches=(changed(precision="bf16"),)), better, tried.append)
     assert len(tried) == MOST
+    assert tried.count("--mixed_precision bf16") == 1
 
 
 def test_a_relaunch_travels_as_text() -> None:

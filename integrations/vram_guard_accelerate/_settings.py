@@ -26,7 +26,7 @@ NOT_HERE: dict[str, str] = {
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
         "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
-        "(offload_parameters); DeepSpeed, which can separate them, is set up by the launch itself"
+        "(offload_parameters); alone it goes there under DeepSpeed (--use_deepspeed)"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
     "evaluation": marked("what a script makes of the outputs of its evaluations is not known"),

@@ -98,8 +98,7 @@ class ShardingChange:
             words += ["--fsdp_reshard_after_forward", "true"]
         words += ["--fsdp_offload_params", "true"] if self.offload else []
         words += [f"gradient_accumulation_steps={self.accumulation}"] if self.accumulation else []
-        words += [f"zero_optimization.stage={self.stage}"] if self.stage is not None else []
-        return [*words, "zero_optimization.offload_optimizer.device=cpu"] if self.states_on_host else words
+        return [*words, *deepspeed.settings_of(self.planned or Sharding())]
 
     def announce(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Set up Accelerate before the script makes its Accelerator, in every process of the launch.

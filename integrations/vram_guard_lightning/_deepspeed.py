@@ -125,7 +125,7 @@ def notes(plan: Plan) -> Iterator[str]:
     if plan.splits > 1 and plan.precision != "32-true":
         yield _("DeepSpeed adds up the gradients of micro-batches in half precision, as those of accumulated batches")
     if plan.recipe.sharding is not None:
-        yield deepspeed.resumed_under_the_same_plan()
+        yield deepspeed.how_to_resume(plan.recipe.sharding)
 
 
 @contextlib.contextmanager

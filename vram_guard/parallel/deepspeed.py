@@ -281,9 +281,20 @@ def changed(config: Mapping[str, Any], sharding: Sharding) -> dict[str, Any]:
     return made
 
 
-def resumed_under_the_same_plan() -> str:
+def settings_of(sharding: Sharding) -> list[str]:
+    """A change of how a training is divided, as settings of DeepSpeed's config."""
+    stage = [] if sharding.stage is None else [f"zero_optimization.stage={sharding.stage}"]
+    return [*stage, "zero_optimization.offload_optimizer.device=cpu"] if sharding.states_on_host else stage
+
+
+def how_to_resume(sharding: Sharding) -> str:
     """What is to be known of checkpoints of a training that is divided otherwise than it was written."""
-    return _("checkpoints that DeepSpeed writes under this plan are resumed under the same plan")
+    own = ["zero_force_ds_cpu_optimizer=false"] if sharding.states_on_host else []
+    return _(
+        "DeepSpeed's checkpoints hold other files under this plan. A training that goes on from one is not changed: "
+        "to resume it, set {settings} in the DeepSpeed config yourself",
+        settings=_(", ").join([*settings_of(sharding), *own]),
+    )
 
 
 def _handed_over(parallel: Parallel, own: Mapping[str, Any]) -> dict[str, Any]:

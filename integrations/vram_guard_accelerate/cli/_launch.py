@@ -122,7 +122,8 @@ def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Seque
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
     text = answer.text if verbose else answer.brief
-    lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks))]
+    told = answer.plan["reasons"]
+    lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks) if note not in told)]
     if prediction.remembered:
         lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))
     if not verbose:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from vram_guard.language import _
 from vram_guard.plan.descriptions import StepTime
+from vram_guard.units import format_bytes
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch
@@ -46,11 +47,23 @@ def best_of(
         if answer.fits and (not best.fits or told or answer.slowdown < best.slowdown):
             best, waiting = answer, [other for other in answer.relaunches if other.change not in tried]
         else:
-            worse = _("takes {time}", time=StepTime(answer.slowdown))
-            notes.append(_not_taken(change.words, worse if answer.fits else _("it does not fit")))
+            notes.append(_not_taken(change.words, _why_worse(answer)))
             further = [other for other in answer.relaunches if other.change not in tried]
-            waiting = [*further, *(other for other in waiting if other.change not in {one.change for one in further})]
+            others = [other for other in waiting if other.change not in {one.change for one in further}]
+            waiting = sorted([*further, *others], key=_lateness)
     return replace(best, notes=(*best.notes, *notes), seconds=seconds, relaunches=())
+
+
+def _lateness(relaunch: Relaunch) -> int:
+    """States on the host take most time; with another stage as well they change more than alone."""
+    sharding = relaunch.change.sharding
+    return sharding.states_on_host and 1 + (sharding.stage is not None)
+
+
+def _why_worse(answer: DryRunAnswer) -> str:
+    if answer.fits:
+        return _("takes {time}", time=StepTime(answer.slowdown))
+    return _("it takes {peak}, which does not fit", peak=format_bytes(answer.plan["estimate"]["peak_reserved"]))
 
 
 def _not_taken(options: str, why: str) -> str:

@@ -11,10 +11,11 @@ from vram_guard.parallel import deepspeed
 from vram_guard.plan import Plan
 from vram_guard.proof.prove import not_in_copy
 from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._sharding_change import ShardingChange
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.relaunch.divisible import why_not_fsdp2
-from vram_guard_accelerate.relaunch.engine import LAST, stage_of
+from vram_guard_accelerate.relaunch.engine import LAST, why_not_next_stage, why_not_states_on_host
 
 #: Techniques that only a relaunch can have.
 SHARDINGS = ("reshard", "shard")
@@ -43,6 +44,8 @@ def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: s
     if not plan.recipe.parameters_on_host:
         if why_not:
             return [Refusal("offload_parameters", why_not).words()]
+        if first.engine is not None and not plan.fits:
+            return _unnamed(first, settings)
         if plan.fits or first.sharded or "offload_parameters" in settings.techniques or len(first.models) != 1:
             return []
         notes = [] if first.shape.ranks == 1 or "shard" in settings.techniques else [_not_divided()]
@@ -65,6 +68,20 @@ def _not_divided() -> str:
     )
 
 
+def _unnamed(first: FirstBatch, settings: Settings) -> list[str]:
+    """What DeepSpeed could do besides, and was not allowed by name."""
+    possible = {"shard": why_not_next_stage(first), "offload_optimizer": why_not_states_on_host(first)}
+    names = [name for name, why in possible.items() if not why and not settings.asks(name)]
+    if not names:
+        return []
+    untried = _(
+        "DeepSpeed can divide more, or keep optimizer states on the host; its checkpoints hold other files then, so "
+        "this is used only where it is named (--allow ...,{names})",
+        names=",".join(names),
+    )
+    return [untried]
+
+
 def divided_notes(first: FirstBatch, plan: Plan) -> list[str]:
     """Notes on a script that FSDP2 was switched on for, for a reader of its plan."""
     divided = _(
@@ -74,10 +91,13 @@ def divided_notes(first: FirstBatch, plan: Plan) -> list[str]:
     return [divided, *_of_shards(first, plan)]
 
 
-def engine_notes(first: FirstBatch, plan: Plan) -> list[str]:
+def engine_notes(first: FirstBatch, plan: Plan, change: ShardingChange) -> list[str]:
     """Notes on a script whose DeepSpeed is set up otherwise, for a reader of its plan."""
-    notes = [deepspeed.resumed_under_the_same_plan()]
-    if stage_of(first) < LAST:
+    where = _("settings of DeepSpeed's config change where the script calls prepare; the file stays as it is")
+    if change.planned is None:
+        return [where]
+    notes = [where, deepspeed.how_to_resume(change.planned)]
+    if change.stage != LAST:
         return notes
     divided = _(
         "stage {stage} of DeepSpeed's ZeRO: weights are empty outside of the forward and backward of their modules",
@@ -106,7 +126,10 @@ def _of_shards(first: FirstBatch, plan: Plan) -> list[str]:
         )
         lines = lines_that_save_shards(sys.argv[0])
         if lines:
-            where = f"{Path(sys.argv[0]).name}, line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
+            path = Path(sys.argv[0]).name
+            where = _("{path}, line {line}", path=path, line=lines[0])
+            if lines[1:]:
+                where = _("{path}, lines {lines}", path=path, lines=_(", ").join(map(str, lines)))
             notes.append(
                 _(
                     "if this is the sharded model, it is saved in shards, or not at all ({place}): save_pretrained "

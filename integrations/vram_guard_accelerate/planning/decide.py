@@ -172,7 +172,7 @@ def _decided(
     if current.change.sharding.introduced:
         notes += divided_notes(first, made)
     if current.change.sharding.by_engine:
-        notes += engine_notes(first, made)
+        notes += engine_notes(first, made, current.change.sharding)
     notes = [*current.notes(made), *notes]
     combined = current.combined(made, first)
     return ScriptPlan(combined, current.change.applied_to(launch_plan), tuple(notes), relaunches, told)
