@@ -192,11 +192,11 @@ def launched(folder: Path, *options: object, **config: int) -> tuple[dict[str, A
     """What two processes over gloo have come to under ``vram-guard launch``, and what it said."""
     file = by_engine(folder, 2, **config)["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
     given = ("--margin", "0", "--use_deepspeed", "--deepspeed_config_file", file, "--num_processes", "2", *cases.QUIET)
-    done = cases.launch(*given, *options, "--out", folder / "out.pt", cache=folder, DS_ACCELERATOR="cpu")
+    done = cases.launch(*given, *options, "--out", folder / "out.pt", cache=folder, timeout=900, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = torch.load(folder / "out.pt")
     assert found["processes"] == 2
-    return found, done.stderr
+    return found, " ".join(done.stderr.split())
 
 
 @engine
