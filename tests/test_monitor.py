@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vram_guard import cli
 from vram_guard.budget import Budget, nvml, torch_cuda
 from vram_guard.budget.sampling import GpuSample, ProcessSample, nvml_sampler
-from vram_guard.cli._monitor import COLUMNS
+from vram_guard.cli._monitor import COLUMNS, _shower
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.settings import GuardSettings
@@ -284,7 +284,7 @@ def test_summary_for_people(machine, capsys):
     assert "utilisation  90%" in live
     assert "17% (4.00 GiB / 24.00 GiB)" in live
     assert "utilisation mean 50%, peak 90%" in summary
-    assert "4242 python: peak 4.00 GiB" in summary
+    assert "4242 python: peak 4.00 GiB, utilisation " in summary
     assert "is often idle and has memory left" in summary
     assert captured.err == ""
 
@@ -403,13 +403,22 @@ def told(tmp_path, monkeypatch):
     own.forget()
 
 
-def test_on_a_terminal_the_moment_stands_in_one_place(told):
-    from vram_guard.cli._monitor import _shower
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
+def test_a_terminal_that_replaces_nothing_gets_a_line_for_each_moment(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Terminal()
+    with _shower(screen) as show:
+        show(0.0, (sample(0.5, 10),))
+        show(1.0, (sample(0.5, 20),))
+    assert [line.split()[0] for line in screen.getvalue().splitlines()] == ["0.0", "1.0"]
+
+
+def test_on_a_terminal_the_moment_stands_in_one_place(told, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     screen = Terminal()
     with _shower(screen) as show:
         for used in (10, 20):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import signal
 import sys
 import threading
@@ -181,7 +182,7 @@ def _shower(stream: TextIO, *, quiet: bool = False) -> Iterator[Tell]:
     """On a terminal the moment replaces the one before; elsewhere every moment has its lines."""
     if quiet:
         yield lambda _seconds, _moment: None
-    elif stream.isatty():
+    elif stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):  # where nothing can be replaced
         from rich.console import Console
         from rich.live import Live
 
@@ -259,10 +260,13 @@ def _finish(
         say(f"GPU {one.gpu} {one.name}: {one.words()}", stream)
         for process in one.processes:
             peak = "?" if process.peak is None else format_bytes(process.peak)
-            share = "" if process.utilization_mean is None else f", {process.utilization_mean:.0%}"
             own = trainings.get(process.pid)
-            predicted = "" if own is None else ", " + _("{size} predicted", size=format_bytes(own.expected))
-            say(f"    {process.pid:>8} {process.name}: {_('peak')} {peak}{predicted}{share}", stream)
+            told = [f"{_('peak')} {peak}"]
+            if own is not None:
+                told.append(_("{size} predicted", size=format_bytes(own.expected)))
+            if process.utilization_mean is not None:
+                told.append(f"{_('utilisation')} {process.utilization_mean:.0%}")
+            say(f"    {process.pid:>8} {process.name}: {_(', ').join(told)}", stream)
             if own is not None and own.growth:
                 say(f"             {own.growth}", stream)
         advice = _advice(one)
