@@ -244,21 +244,6 @@ def test_with_parameters_on_the_host_one_step_of_checkpointed_blocks_suffices() 
     assert (True, "first") in traced
 
 
-def test_the_first_step_alone_confirms_what_was_composed_right_and_nothing_else() -> None:
-    said: list[str] = []
-    traces, blocks = ready(step(*MODELS["layers"]))
-    traces._progress = said.append
-    option = Option("32-true", 2, Recipe(checkpoint=blocks[:2]))
-    composed = traces.exact(option, 6)
-    assert traces.confirms(option, 6)
-    request = traces._composable(traces._request(option, 6))
-    larger = [one._replace(size=one.size._replace(base=one.size.base + 2**21)) for one in composed.blocks]
-    traces._compose._made[request] = replace(composed, blocks=tuple(larger))
-    assert not traces.confirms(option, 6)
-    traces.distrust(option)
-    assert not traces.confirms(option, 6), "what is not composed is not confirmed"
-
-
 def test_the_benchmark_compares_options_of_chance_with_traces() -> None:
     rows = list(rows_of("layers", step(*MODELS["layers"]), 4, seed=0, batch_size=BATCH))
     assert len({row.option for row in rows}) == 4

@@ -76,9 +76,6 @@ class Source:
     def known(self, option: Option, size: int) -> bool:
         return True
 
-    def confirms(self, option: Option, size: int) -> bool:
-        return False
-
     def begin(self, option: Option, size: int) -> None:
         """Nothing is made ahead."""
 
@@ -670,9 +667,6 @@ class Composed(Source):
 
     def composed(self, option: Option, size: int) -> bool:
         return self.trusted and bool(option.recipe) and option not in self.traced
-
-    def confirms(self, option: Option, size: int) -> bool:
-        return False
 
     def begin(self, option: Option, size: int) -> None:
         """Nothing is made ahead."""

@@ -70,9 +70,6 @@ class Halves:
     def known(self, option: Option, size: int) -> bool:
         return True
 
-    def confirms(self, option: Option, size: int) -> bool:
-        return False
-
     def begin(self, option: Option, size: int) -> None:
         """Nothing is made ahead."""
 

@@ -87,6 +87,13 @@ def written_bytes(value: str | int, name: str = "budget") -> int:
 
     Raises:
         InvalidInputError: as :func:`parse_bytes`, and for such text.
+
+    Example:
+        >>> written_bytes("24GiB") == 24 * 2**30
+        True
+        >>> written_bytes("24")
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: budget=24 is 24 bytes: with a unit, such as "24GiB"
     """
     amount = parse_bytes(value, name)
     if amount < LEAST_WRITTEN and isinstance(value, str) and value.strip().isdigit():
@@ -95,7 +102,12 @@ def written_bytes(value: str | int, name: str = "budget") -> int:
 
 
 def without_unit(count: object, name: str = "budget") -> InvalidInputError:
-    """The error for an amount that is too small to be meant in bytes."""
+    """The error for an amount that is too small to be meant in bytes.
+
+    Example:
+        >>> str(without_unit(24, "host_budget"))
+        'host_budget=24 is 24 bytes: with a unit, such as "24GiB"'
+    """
     return InvalidInputError(
         _('{name}={count} is {count} bytes: with a unit, such as "{count}GiB"', name=name, count=count)
     )

@@ -388,7 +388,6 @@ class _Best(NamedTuple):
 def _proven(trial: _Trial) -> _Best | None:
     """The first option that fits; where the search is to be thorough, as traced, and with the nearest miss before it.
 
-    Of the miss its first step is traced; the second one only where that does not take what was composed of it.
     A composed peak that is too low or too high is found so: then the search goes on, with what traces say.
     """
     checked = not trial.request.thorough
@@ -403,8 +402,7 @@ def _proven(trial: _Trial) -> _Best | None:
         miss = None if checked else trial.nearest_composed_miss(None if best is None else best.key)
         if miss is None or trial.is_confirmed(miss[0]):
             return best
-        option = miss[0]
-        checked = trial.timelines.confirms(option, trial.size(option)) or trial.prove(*miss)
+        checked = trial.prove(*miss)
 
 
 class _Way(NamedTuple):

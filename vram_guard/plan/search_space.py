@@ -48,15 +48,8 @@ class Timelines(Protocol):
         """The option's timeline as traced at this very micro-batch size."""
         ...
 
-    def confirms(self, option: Option, size: int) -> bool:
-        """True if a trace of the first of its two steps takes what was composed of the option: half of a direct trace.
-
-        False where that says nothing, or where it takes something else.
-        """
-        ...
-
     def begin(self, option: Option, size: int) -> None:
-        """:meth:`confirms` will be asked for: that may be traced beside what is asked for before."""
+        """That will be asked for: it may be traced beside what is asked for before."""
         ...
 
     def end(self) -> None:

@@ -111,26 +111,9 @@ class Traces:
         """
         return self._resident(self._confirmed(self._request(option, size), all_blocks=True), option)
 
-    def confirms(self, option: Option, size: int) -> bool:
-        """True if the first step, traced at this very size, has the peaks that its composed timeline has there."""
-        composed = self._composed(option, size) if self._half_shows else None
-        if composed is None or composed.retrace is not None:
-            return False
-        request = self._request(option, size)
-        self._progress(_("tracing {words}", words=_words(request)))
-        first = self._followed(replace(request, part="first"), False).at(size)
-        said = _first_step(composed).at(size)
-        return (first.peak_reserved, first.peak_allocated) == (said.peak_reserved, said.peak_allocated)
-
-    @property
-    def _half_shows(self) -> bool:
-        """True if a trace of the first step alone may be asked for."""
-        return self.source.marks and self.source.trains and self.source.direct is None
-
     def begin(self, option: Option, size: int) -> None:
-        """:meth:`confirms` will be asked for: begin its trace beside others, where that helps."""
-        if self._half_shows:
-            self._begin(replace(self._request(option, size), part="first"))
+        """The option's direct trace will be asked for: begin it beside others, where that helps."""
+        self._begin(self._request(option, size))
 
     def end(self) -> None:
         """End what has been begun and is not needed."""
@@ -218,14 +201,6 @@ class Traces:
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
-
-
-def _first_step(timeline: Timeline) -> Timeline:
-    """What a timeline is until its second step begins."""
-    end = next((phase.start for phase in timeline.phases if phase.step == 2), len(timeline.events))
-    return replace(
-        timeline, events=timeline.events[:end], phases=tuple(phase for phase in timeline.phases if phase.step < 2)
-    )
 
 
 def _words(request: TraceRequest) -> str:
