@@ -171,9 +171,9 @@ def checked(name: str, allowed: SpecifierSet, where: str) -> SpecifierSet:
         InvalidInputError: no release can be in the set.
     """
     allowed = SpecifierSet(re.sub(r"\+[\w.]+", "", str(allowed)))
-    # Sets have no holes between their bounds: one with a release in it has a bound, one just above, or the next number.
+    # Sets have no holes between their bounds: one with a release has a bound, one just beside, or the next number.
     bounds = [Version(one.version.removesuffix(".*")) for one in allowed if one.operator != "==="]
-    around = [Version("0"), *bounds, *(Version(text) for bound in bounds for text in _above(bound))]
+    around = [Version("0"), *bounds, *(Version(text) for bound in bounds for text in _beside(bound))]
     if bounds and not any(allowed.contains(one, prereleases=True) for one in around):
         raise InvalidInputError(
             _("{where}: no release of {package} can be {wanted}", where=where, package=name, wanted=allowed)
@@ -181,10 +181,11 @@ def checked(name: str, allowed: SpecifierSet, where: str) -> SpecifierSet:
     return allowed
 
 
-def _above(bound: Version) -> tuple[str, str]:
-    """1.2.0.0.1 and 1.3 of 1.2."""
+def _beside(bound: Version) -> tuple[str, str, str]:
+    """1.2.dev0, 1.2.0.0.1 and 1.3 of 1.2."""
     *first, last = bound.release
     return (
+        f"{bound.epoch}!{'.'.join(map(str, bound.release))}.dev0",
         f"{bound.epoch}!{'.'.join(map(str, bound.release))}.0.0.1",
         f"{bound.epoch}!{'.'.join(map(str, [*first, last + 1]))}",
     )
