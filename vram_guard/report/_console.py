@@ -35,9 +35,11 @@ class _Words(Text):
 
     def wrap(self, console: Console, width: int, **how: Any) -> Lines:
         """Lines of at most ``width`` columns."""
-        if self.plain.isascii() or how.get("no_wrap") or display_width(self.plain) <= width:
+        if self.plain.isascii() or how.get("no_wrap"):
             return super().wrap(console, width, **how)
-        broken = "\n".join(one for line in self.plain.split("\n") for one in wrapped(line, width))
+        # A line that is short enough stays as it is: the spaces in it may be those of a table.
+        lines = [[line] if display_width(line) <= width else wrapped(line, width) for line in self.plain.split("\n")]
+        broken = "\n".join(one for line in lines for one in line)
         return Text(broken, self.style).wrap(console, width, **how)
 
 
