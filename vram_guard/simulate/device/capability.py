@@ -25,6 +25,10 @@ class Since:
         return version >= self.first
 
 
+#: Ampere and later, which flash attention needs too.
+HAS_BFLOAT16 = Since((8, 0))
+
+
 class Capability:
     """A compute capability as a trace sees it: it is asked, never read, so that every answer is known.
 

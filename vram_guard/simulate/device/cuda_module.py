@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.simulate.device.capability import Capability, Since
+from vram_guard.simulate.device.capability import HAS_BFLOAT16, Capability
 from vram_guard.simulate.device.cuda_streams import stream_answers
 from vram_guard.simulate.device.import_guard import Activity
 
@@ -48,8 +48,6 @@ TOOLS = _Tools()
 
 #: What ``torch.cuda.get_device_name`` answers.
 _NAME = "vram_guard simulated GPU"
-
-_HAS_BFLOAT16 = Since((8, 0))
 
 
 #: Answers about the device's generator, of ``torch.cuda`` and of ``torch.cuda.random``, where they come from.
@@ -93,7 +91,7 @@ def cuda_answers(capability: Capability, total_memory: int = 80 * 2**30) -> dict
         **{name: _answering(value) for name, value in constant.items()},
         "get_device_capability": lambda *args, **kwargs: capability.version,
         "get_device_properties": properties,
-        "is_bf16_supported": lambda *args, **kwargs: capability.says(_HAS_BFLOAT16),
+        "is_bf16_supported": lambda *args, **kwargs: capability.says(HAS_BFLOAT16),
         "memory_stats": lambda *args, **kwargs: {},
         **GENERATOR_ANSWERS,
         "device": _DeviceGuard,

@@ -11,16 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from vram_guard.simulate.device.capability import Capability, Since, Version
+from vram_guard.simulate.device.capability import HAS_BFLOAT16, Capability, Version
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators._release import torch_release
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-#: Ampere and later, which flash attention needs too.
-_HAS_BFLOAT16 = Since((8, 0))
 
 
 def choose_backend(
@@ -60,7 +57,7 @@ def choose_backend(
     square = not is_causal or query.shape[2] == key.shape[2]
     if torch.backends.cuda.flash_sdp_enabled() and fused and head <= 256 and square:
         wide_backward = needs_grad and (head > 224 or (head > 192 and dropout > 0))
-        if capability.says(_HAS_BFLOAT16) and not (wide_backward and capability.says(_is_consumers)):
+        if capability.says(HAS_BFLOAT16) and not (wide_backward and capability.says(_is_consumers)):
             return "flash"
     if torch.backends.cuda.mem_efficient_sdp_enabled() and common and same_heads and head == key.shape[-1]:
         mask_taken = mask is None or (not is_causal and (mask.stride(-1) == 1 or mask.shape[-1] == 1))
@@ -82,7 +79,7 @@ def _is_consumers(version: Version) -> bool:
 def _efficient_takes(query: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
     """Dtype and alignment rules of the memory-efficient kernel."""
     half = query.dtype in _HALVES
-    if query.dtype == torch.bfloat16 and not capability.says(_HAS_BFLOAT16):
+    if query.dtype == torch.bfloat16 and not capability.says(HAS_BFLOAT16):
         return False
     if not half and query.dtype != torch.float32:
         return False
