@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.gpu.techniques import LAYOUTS, TECHNIQUES, Compiled, compile_in_place, recipe_of
 from benchmarks.harness.command import is_chosen
 from benchmarks.harness.networks import NETWORKS
 from benchmarks.harness.workloads import optimizer_of
@@ -34,6 +35,9 @@ class Case:
         channels_last: memory format of weights and images.
         checkpointing: activation checkpointing of the network's blocks.
         save_on_cpu: activations wait on the host (``torch.autograd.graph.save_on_cpu``).
+        technique: a key of ``techniques.TECHNIQUES``; "" for the step as it is.
+        compiled: what ``torch.compile`` compiles.
+        layout: a key of ``techniques.LAYOUTS``: the process is one rank of several, the others are pretended.
         allocator: PYTORCH_CUDA_ALLOC_CONF of the process; "" for PyTorch's defaults.
         history: keep the allocator's recorded history.
         seconds: expected on an H100 with the process start: a guess until measured; it only orders and budgets.
@@ -51,6 +55,9 @@ class Case:
     channels_last: bool = False
     checkpointing: bool = False
     save_on_cpu: bool = False
+    technique: str = ""
+    compiled: Compiled = ""
+    layout: str = ""
     allocator: str = ""
     history: bool = False
     seconds: float = 4.0
@@ -64,18 +71,32 @@ class Case:
         parts += [self.zero_grad] if self.zero_grad != "after_step" else []
         parts += [f"clip{self.clip:g}"] if self.clip else []
         parts += [flag for flag in _FLAGS if getattr(self, flag)]
+        parts += [self.technique] if self.technique else []
+        parts += [f"compiled {self.compiled}"] if self.compiled else []
+        parts += [self.layout] if self.layout else []
         parts += [self.allocator] if self.allocator else []
         return " ".join(parts)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it needs the whole GPU: its time is measured, or memory that it shares with other processes.
+
+        The compiler runs on the CPU for most of a compiled case; pretended ranks have no time worth measuring.
+        """
+        return not self.compiled and not (self.layout and not self.history)
 
     def step(self) -> TrainingStep:
         """The step itself, for the real loop and for the prediction alike.
 
         Raises:
-            InvalidInputError: a results file names a network or an optimizer that this version does not have.
+            InvalidInputError: a results file names a network, an optimizer, a technique or a layout that this version
+                does not have.
         """
         network = _known(NETWORKS, self.network, "network")
+        if self.technique:
+            _known(TECHNIQUES, self.technique, "technique")
         return TrainingStep(
-            model=lambda: self._formatted(network.build(self.checkpointing)),
+            model=lambda: compile_in_place(self._formatted(network.build(self.checkpointing)), self.compiled),
             batch=lambda size: self._formatted_batch(network.batch(size)),
             loss=_saved_on_cpu(network.loss) if self.save_on_cpu else network.loss,
             optimizer=_known(OPTIMIZERS, self.optimizer, "optimizer"),
@@ -83,6 +104,8 @@ class Case:
             accumulate=self.accumulate,
             zero_grad=self.zero_grad,
             clip_grad_norm=self.clip or None,
+            recipe=recipe_of(self.technique, lambda: network.build(False)),
+            parallel=_known(LAYOUTS, self.layout, "layout") if self.layout else None,
         )
 
     def same_step(self) -> tuple[tuple[str, Any], ...]:
@@ -176,6 +199,8 @@ CASES: tuple[Case, ...] = (
     Case("bert", 16, optimizer="adam", zero_grad="before_backward"),
     # Techniques.
     Case("gpt2", 8, accumulate=2, history=True),
+    Case("gpt2", 2, accumulate=8, precision="bf16-mixed", history=True),
+    Case("gpt2", 4, accumulate=4, precision="bf16-mixed"),
     Case("resnet50", 32, optimizer="sgd", accumulate=2, precision="16-mixed"),
     Case("gpt2", 16, checkpointing=True, precision="bf16-mixed", history=True),
     Case("bert", 32, checkpointing=True),
@@ -187,6 +212,50 @@ CASES: tuple[Case, ...] = (
     # The allocator's settings.
     Case("gpt2", 8, allocator="expandable_segments:True", history=True, seconds=10),
     Case("resnet50", 64, optimizer="sgd", allocator="max_split_size_mb:128", history=True, seconds=10),
+    # Techniques of the planner, as it applies them.
+    *(
+        Case("gpt2", 16, precision="bf16-mixed", technique=technique, history=history)
+        for technique, history in {
+            "checkpoint": True,
+            "checkpoint half": False,
+            "keep attention": True,
+            "keep products": False,
+            "activations on host": True,
+            "half of activations on host": False,
+            "states on host": False,
+            "8-bit states": True,
+            "for-loop optimizer": True,
+            "optimizer in backward": True,
+            "chunked loss": True,
+        }.items()
+    ),
+    Case("gpt2", 8, technique="parameters on host"),
+    Case("llama", 16, precision="bf16-mixed", technique="chunked loss"),
+    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", technique="checkpoint"),
+    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", technique="keep convolutions"),
+    Case("vit", 64, precision="bf16-mixed", technique="activations on host"),
+    Case("unet", 32, optimizer="adam", technique="activations on host"),
+    Case("vit", 64, precision="bf16-mixed", technique="keep products"),
+    # Compiled code.
+    Case("gpt2", 16, precision="bf16-mixed", compiled="model", history=True, seconds=40),
+    Case("gpt2", 16, precision="bf16-mixed", compiled="blocks", seconds=20),
+    Case("vit", 64, precision="bf16-mixed", compiled="model", seconds=40),
+    Case("bert", 32, precision="bf16-mixed", compiled="model", seconds=40),
+    Case("llama", 16, precision="bf16-mixed", compiled="model", history=True, seconds=40),
+    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", compiled="model", seconds=60),
+    Case("unet", 64, precision="bf16-mixed", optimizer="adam", compiled="model", seconds=40),
+    Case("gpt2", 8, compiled="model", seconds=40),
+    Case("gpt2", 16, precision="bf16-mixed", compiled="model", technique="budget 0.5", seconds=50),
+    # One rank of several.
+    *(Case("gpt2", 8, layout=layout, history=True) for layout in ("ddp x8", "fsdp1 x8", "fsdp2 x8")),
+    *(Case("llama", 16, layout=layout) for layout in ("ddp x8", "zero1 x8", "fsdp1 x8")),
+    *(
+        Case("llama", 16, layout=layout)
+        for layout in LAYOUTS
+        if layout.endswith("bf16") or layout.startswith("fsdp2 x8")
+    ),
+    Case("resnet50", 32, optimizer="sgd", layout="ddp x8"),
+    Case("vit", 32, precision="bf16-mixed", layout="ddp x8", technique="checkpoint"),
     # Batch sizes. The last three of a network are chosen by the card: near the limit, and over it.
     Case("resnet50", 1, optimizer="sgd"),
     Case("resnet50", 7, optimizer="sgd"),

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from benchmarks.gpu.ranks import Rank
 from vram_guard.step import TrainingStep
+from vram_guard.techniques import install, optimizer_for, place, step_where
 
 _AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 _TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -32,15 +34,31 @@ class RealLoop:
         self.batch_size = batch_size
         self.device = device
         self.dtype = _TRUE.get(step.precision)
-        model = step.model() if not isinstance(step.model, nn.Module) else step.model
-        self.model: Any = model.to(self.dtype).to(device).train()
+        rank = Rank(step, device) if step.parallel is not None else None
+        self.model: Any = self._placed_model() if rank is None else self._shared_model(rank)
         assert step.optimizer is not None
-        self.optimizer = step.optimizer(self.model.parameters())
+        self.optimizer = optimizer_for(step.optimizer(self.model.parameters()), step.recipe)
+        if rank is not None:
+            self.optimizer = rank.optimizer(self.optimizer)
+        step_where((self.optimizer,), step.recipe)
         self.scaler = torch.amp.GradScaler(device) if step.precision == "16-mixed" else None
         self.batch: Any = None
         self.loss: Any = None
         self.updates = 0
         self.skipped = 0
+
+    def _placed_model(self) -> nn.Module:
+        built: Any = self.step.model
+        model: nn.Module = (built if isinstance(built, nn.Module) else built()).to(self.dtype)
+        place(model, self.step.recipe, self.device, self.step.precision)
+        model = model.to(self.device).train()
+        install(model, self.step.recipe)
+        return model
+
+    def _shared_model(self, rank: Rank) -> nn.Module:
+        model = rank.model().train()
+        install(getattr(model, "module", model), self.step.recipe)
+        return model
 
     def run(self, updates: int, after_update: Callable[[], None]) -> None:
         """Iterate until so many updates were made; what the scaler refuses does not count."""

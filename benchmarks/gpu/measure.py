@@ -16,14 +16,19 @@ import argparse
 import os
 import sys
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError  # noqa: A004 - the built-in one from 3.11 on
+from concurrent.futures import (
+    Future,
+    ThreadPoolExecutor,
+    TimeoutError,  # noqa: A004 - the built-in one from 3.11 on
+    as_completed,
+)
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import worker
 from benchmarks.gpu.cases import Case, find_cases
-from benchmarks.gpu.records import LARGEST_HISTORIES, Measured, Results, write_histories, write_results
+from benchmarks.gpu.records import LARGEST_HISTORIES, Measured, Results, packed_size, write_histories, write_results
 from benchmarks.harness.command import arguments_of
 from benchmarks.harness.environment import Machine, device_used, folder_name
 from benchmarks.harness.workers import Answer, ask, clock
@@ -33,6 +38,10 @@ DEFAULT_OUT = Path(__file__).parent / "results"
 #: Seconds after which a case is given up.
 LONGEST_CASE = 90.0
 LONGEST_PROBES = 60.0
+#: Of a case whose code is compiled first.
+LONGEST_COMPILED = 240.0
+#: A run that is cut short lacks so many at most.
+HISTORIES_BETWEEN_WRITES = 6
 #: Of a trace that chooses a batch size; these run in parallel with the measurements, on the CPU.
 LONGEST_FILL = 120.0
 
@@ -45,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no case contains {' or '.join(map(repr, options.only))}", file=sys.stderr)
         return 2
     started = clock()
-    answer = ask(worker.machine_of, options.device, _used(options.device), limit=LONGEST_CASE)
+    answer = ask(
+        worker.machine_of, options.device, _used(options.device), limit=LONGEST_CASE, fresh=options.device == "cuda"
+    )
     if answer.result is None:
         print(f"this GPU cannot be used:\n{answer.error}", file=sys.stderr)
         return 1
@@ -57,7 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = arguments_of("benchmarks.gpu.measure", __doc__, only="cases")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help="where the results go")
-    parser.add_argument("--minutes", type=float, default=7.5, help="start no case that would end later than this")
+    parser.add_argument("--minutes", type=float, default=16.0, help="start no case that would end later than this")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="compiled and divided cases that run at a time"
+    )
     parser.add_argument("--no-probes", action="store_true", help="leave out the probes of single operators")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args(arguments)
@@ -73,9 +87,11 @@ class Suite:
     def __init__(self, machine: Machine, options: argparse.Namespace, started: float) -> None:
         self.results = Results(machine=machine)
         self.histories: dict[str, Any] = {}
+        self.history_bytes = 0
         self.device: str = options.device
         self.probes = not options.no_probes and options.device == "cuda"
         self.seconds = 60 * options.minutes
+        self.jobs: int = options.jobs
         self.started = started
         self.folder = options.out / folder_name(machine)
         #: Measured seconds over expected ones: the table's were guessed for one kind of GPU.
@@ -85,14 +101,25 @@ class Suite:
         """Every case in turn; batch sizes that the card decides are worked out meanwhile."""
         print(f"{self.results.machine.gpu}, torch {self.results.machine.torch}: {len(cases)} cases", flush=True)
         with ThreadPoolExecutor(max_workers=max(1, min(4, (os.cpu_count() or 2) - 1))) as pool:
-            waiting = deque((case, self._batch_size(case, pool)) for case in cases)
+            waiting = deque((case, self._batch_size(case, pool)) for case in cases if case.alone)
+            self._side_by_side([case for case in cases if not case.alone])
             if self.probes:
                 self._run_probes()
             while waiting:
                 case, size = waiting.popleft()
                 self._add(self._measure(case, size))
         self._write()
+        if self.histories:
+            write_histories(self.folder, self.histories)
         print(f"{self._elapsed():.0f} s; results in {self.folder}")
+
+    def _side_by_side(self, cases: list[Case]) -> None:
+        """Cases that may share the GPU: what NVML says of the whole device then means nothing, and is left out."""
+        with ThreadPoolExecutor(max_workers=self.jobs) as pool:
+            futures = {pool.submit(self._measure, case, case.batch_size): case for case in cases}
+            for future in as_completed(futures):
+                shared = {"used_before": None, "used_context": None, "used_after": None, "outside": None}
+                self._add(replace(future.result(), **shared, free=self.results.machine.free))
 
     def _batch_size(self, case: Case, pool: ThreadPoolExecutor) -> Future[Answer] | int:
         if self.device == "cpu":
@@ -122,9 +149,17 @@ class Suite:
                 return Measured(case=case, status="error", message=message, seconds=round(chosen.seconds, 2))
             size = int(chosen.result)
         answer = ask(
-            worker.case_of, case, size, self.device, _used(self.device), limit=LONGEST_CASE, conf=case.allocator
+            worker.case_of,
+            case,
+            size,
+            self.device,
+            _used(self.device),
+            limit=LONGEST_COMPILED if case.compiled else LONGEST_CASE,
+            conf=case.allocator,
+            fresh=self.device == "cuda",
         )
-        self.pace += 0.2 * (answer.seconds / case.seconds - self.pace)
+        if case.alone:
+            self.pace += 0.2 * (answer.seconds / case.seconds - self.pace)
         seconds = round(answer.seconds, 2)
         if answer.result is None:
             status: Any = "timeout" if answer.timed_out else "error"
@@ -135,15 +170,17 @@ class Suite:
     def _with_history(self, measured: Measured, history: dict[str, Any] | None) -> Measured:
         if history is None:
             return measured
+        packed = packed_size(history)
+        if self.history_bytes + packed > LARGEST_HISTORIES:
+            return replace(measured, has_history=False, message="history left out: the file would become too large")
         self.histories[measured.case.name] = history
-        if write_histories(self.folder, self.histories) <= LARGEST_HISTORIES:
-            return measured
-        del self.histories[measured.case.name]
-        write_histories(self.folder, self.histories)
-        return replace(measured, has_history=False, message="history left out: the file would become too large")
+        self.history_bytes += packed
+        if len(self.histories) % HISTORIES_BETWEEN_WRITES == 0:  # all of them are packed anew, which takes seconds
+            write_histories(self.folder, self.histories)
+        return measured
 
     def _run_probes(self) -> None:
-        answer = ask(worker.probes_of_operators, limit=LONGEST_PROBES)
+        answer = ask(worker.probes_of_operators, limit=LONGEST_PROBES, fresh=True)
         found = answer.result if answer.result is not None else [{"probe": "all", "error": answer.error}]
         self.results.probes.extend(found)
         print(f"{len(found)} probes of single operators, {answer.seconds:.0f} s", flush=True)

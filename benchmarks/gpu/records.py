@@ -57,6 +57,8 @@ class Measured:
     workspaces: list[dict[str, Any]] | None = None
     """cuBLAS's workspaces that lived to the end: size, stream, thread, allocations_before."""
     has_history: bool = False
+    update_seconds: list[float] = field(default_factory=list)
+    """Of single updates after those whose memory was measured; empty where the GPU was shared."""
     seconds: float = 0.0
     """Of the whole process."""
 
@@ -98,6 +100,11 @@ class Histories:
 def write_results(folder: Path, results: Results) -> None:
     """Write ``results.json``."""
     write_json(folder / RESULTS, {"format": FORMAT, "version": VERSION, **asdict(results)})
+
+
+def packed_size(history: Any) -> int:
+    """Bytes that one history adds to the file, or somewhat more."""
+    return len(zlib.compress(json.dumps(history, separators=(",", ":")).encode(), 6))
 
 
 def write_histories(folder: Path, histories: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +18,10 @@ from benchmarks.harness.workers import LONGEST_MESSAGE
 #: Optimizer steps of every case: the second is the first with optimizer state, the third shows whether the peak of
 #: reserved memory still moves.
 UPDATES = 3
+
+#: Updates that are timed at most, and seconds after which no other one is begun.
+MOST_TIMED = 12
+LONGEST_TIMED = 1.0
 
 #: Entries that the allocator's recorder keeps. A step of these cases has 2,000 to 30,000.
 MOST_ENTRIES = 200_000
@@ -84,7 +89,20 @@ def run_case(
     if loop is not None:
         found.update(updates=loop.updates, skipped_updates=loop.skipped)
     after, history = run.after()
+    if loop is not None and found["status"] == "ok" and case.alone and device == "cuda":
+        found["update_seconds"] = timed(loop)
     return {**found, **after}, history
+
+
+def timed(loop: loops.RealLoop) -> list[float]:
+    """Seconds of single updates, one after another, once the memory was measured."""
+    found: list[float] = []
+    while len(found) < MOST_TIMED and sum(found) < LONGEST_TIMED:
+        before = time.perf_counter()
+        loop.run(loop.updates + 1, lambda: None)
+        torch.cuda.synchronize()
+        found.append(round(time.perf_counter() - before, 6))
+    return found
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -1,17 +1,20 @@
 """Isolated workers: each question is answered in a process of its own, with a time limit.
 
-A worker is a fork of a server that has imported torch and transformers and never touched CUDA: each has a context, an
-allocator and library handles of its own, and none waits for the imports. A worker with allocator settings of its own
-starts from nothing, because torch reads those when it is loaded.
+A worker is a fork of a server that has imported torch and transformers, so that none waits for the imports. A worker
+that uses a GPU starts from nothing: libraries ask CUDA for devices when they are imported, and a fork of such a process
+cannot use them. Some of these are started ahead, and wait for their job with everything imported.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
+import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -29,6 +32,9 @@ PRELOADED = [
     "benchmarks.harness.networks",
 ]
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
+
+#: Workers for a GPU that wait, imports done, for a job.
+AHEAD = 4
 
 #: Characters of a traceback that are kept, from its end.
 LONGEST_MESSAGE = 6000
@@ -55,7 +61,7 @@ class Answer(NamedTuple):
         return self.result
 
 
-def ask(job: Callable[..., Any], *arguments: Any, limit: float | None, conf: str = "") -> Answer:
+def ask(job: Callable[..., Any], *arguments: Any, limit: float | None, conf: str = "", fresh: bool = False) -> Answer:
     """Run a job in a fresh process.
 
     Args:
@@ -63,17 +69,16 @@ def ask(job: Callable[..., Any], *arguments: Any, limit: float | None, conf: str
         arguments: the job's.
         limit: seconds; a worker that takes longer is ended. None: it may take as long as it wants.
         conf: PYTORCH_CUDA_ALLOC_CONF; such a worker starts a new interpreter. Main thread only.
+        fresh: the worker is no fork: it can use a GPU.
     """
     began = clock()
     os.environ.update(QUIET)
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context: Any = multiprocessing.get_context("spawn" if conf else "forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_serve, args=(sender, job, arguments), daemon=True)
-    with _allocator_conf(conf):
-        worker.start()
-    sender.close()
-    answer = _heard(receiver, limit)
+    with _STARTING:
+        worker, connection = (
+            _waiting_worker() if fresh and not conf else _started("spawn" if conf else "forkserver", conf)
+        )
+    connection.send((job, arguments))
+    answer = _heard(connection, limit)
     if answer is None:
         worker.terminate()
         worker.join(10)
@@ -88,10 +93,39 @@ def ask(job: Callable[..., Any], *arguments: Any, limit: float | None, conf: str
     return Answer(result, error or "", seconds)
 
 
-def _serve(connection: Any, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+#: Threads that ask at the same time start their workers one after another.
+_STARTING = threading.Lock()
+_WAITING: deque[tuple[Any, Any]] = deque()
+
+
+def _waiting_worker() -> tuple[Any, Any]:
+    """One that has been started ahead; others are started in its place."""
+    while len(_WAITING) <= AHEAD:
+        _WAITING.append(_started("spawn", ""))
+    return _WAITING.popleft()
+
+
+def _started(method: str, conf: str) -> tuple[Any, Any]:
+    """A worker and the connection to it."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context: Any = multiprocessing.get_context(method)
+    ours, its = context.Pipe()
+    worker = context.Process(target=_serve, args=(its, method == "spawn"), daemon=True)
+    with _allocator_conf(conf):
+        worker.start()
+    its.close()
+    return worker, ours
+
+
+def _serve(connection: Any, imports: bool) -> None:
     """The worker's main function: answers (result, None) or (None, traceback) as JSON text."""
     try:
+        for name in PRELOADED if imports else ():
+            importlib.import_module(name)
+        job, arguments = connection.recv()
         answer: tuple[Any, str | None] = (job(*arguments), None)
+    except EOFError:
+        return  # nobody has a job any more
     except BaseException:  # noqa: BLE001 - also SystemExit of user code: the parent must be told
         answer = (None, traceback.format_exc()[-LONGEST_MESSAGE:])
     connection.send_bytes(json.dumps(answer).encode())

@@ -33,8 +33,14 @@ def parts_of(value: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
         return (value.__self__,)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
-    # Past what a class may do when it is asked for attributes.
-    return object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else None
+    if not type(value).__dictoffset__:
+        return None
+    try:
+        # Past what a class may do when it is asked for attributes.
+        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None  # typing.TypeVar of Python 3.12 has an offset, and no dictionary
+    return found
 
 
 def held(cell: CellType) -> Any:
