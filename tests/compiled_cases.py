@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vram_guard.forks.fork import run_in_fork
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.simulate.private_api import COMPILER_NAMES
@@ -32,7 +33,9 @@ class Block(nn.Module):
 
 
 def graphs_under_ddp(made: Callable[[Callable[..., Any]], nn.Module], step: Callable[[nn.Module], torch.Tensor]) -> int:
-    """Graphs of a forward that Dynamo makes of a model in a real process group.
+    """Graphs of a forward that Dynamo makes of a model in a real process group, in a copy of this process.
+
+    The group's threads may hold locks: a copy that is made of this process later would wait for them for ever.
 
     Args:
         made: how to compile (``torch.compile`` with a backend) -> the model, in a DistributedDataParallel.
@@ -44,8 +47,10 @@ def graphs_under_ddp(made: Callable[[Callable[..., Any]], nn.Module], step: Call
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
-    with alone():
-        step(made(lambda model: torch.compile(model, backend=counting))).backward()
-    torch._dynamo.reset()
-    return len(graphs)
+    def work(_say: object) -> int:
+        torch._dynamo.reset()
+        with alone():
+            step(made(lambda model: torch.compile(model, backend=counting))).backward()
+        return len(graphs)
+
+    return run_in_fork(work)

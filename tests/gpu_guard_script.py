@@ -60,7 +60,7 @@ def main(accelerator: str, case: str) -> None:
         # The guard believes in far more than the process may take, so that the first step fails for real.
         guard = VramGuard(budget="64GiB", mode="fit", allow="accumulate", remember=False)
         if on_gpu:
-            torch.cuda.set_per_process_memory_fraction(700 * 2**20 / torch.cuda.mem_get_info()[1])
+            torch.cuda.set_per_process_memory_fraction(640 * 2**20 / torch.cuda.mem_get_info()[1])
     if case == "second_fit":
         fit(accelerator, None)
     if on_gpu:

@@ -424,13 +424,19 @@ def test_values_that_the_host_has_no_room_for_stay_on_the_gpu(
     assert "too little memory" in caplog.text
 
 
+ON_A_GPU = """
+import torch
+from vram_guard.forks.fork import run_in_fork
+weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").view(2, 3))
+def work(_say):
+    (weight * weight).sum().backward()
+    return weight.device.type, float(weight.grad.sum())
+print(run_in_fork(work), weight.device.type)
+"""
+
+
 @pytest.mark.gpu
 def test_values_on_a_real_gpu_are_read_in_the_copy() -> None:
-    weight = torch.nn.Parameter(torch.arange(6.0, device="cuda").view(2, 3))
-
-    def work(_say: object) -> tuple[str, float]:
-        (weight * weight).sum().backward()
-        return weight.device.type, float(weight.grad.sum())
-
-    assert run_in_fork(work) == ("cpu", 30.0)
-    assert weight.is_cuda
+    """In a process of its own: one that has run a backward pass on a GPU cannot be copied."""
+    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split("\n")[0] == "('cpu', 30.0) cuda", done.stderr

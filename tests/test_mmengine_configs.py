@@ -270,6 +270,7 @@ def test_mixed_precision_as_mmengine_writes_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.cuda.amp.:FutureWarning")  # MMEngine's own calls
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_mixed_precision_on_a_gpu(root: Path, precision: str) -> None:
     pin = {"precision": precision}
