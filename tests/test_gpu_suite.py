@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu import compare, margin, measure, probes, replays, table, worker
+from benchmarks.gpu import compare, margin, measure, pages, probes, replays, table, worker
 from benchmarks.gpu.cases import CASES, Case, find_cases
 from benchmarks.gpu.history import AUTOGRAD_THREAD, MAIN_THREAD, compacted, expanded, library_workspaces
 from benchmarks.gpu.loop import RealLoop
@@ -381,6 +381,27 @@ def test_exact_measurements_compare_as_exact(folder, capsys):
     history = row.details["history"]
     assert history["recorded_reserved"] == history["followed_reserved"] == history["replayed_reserved"]
     assert history["requests"].startswith("all ")
+
+
+def test_pages_show_every_row_its_errors_and_what_is_missing(tmp_path, fno):
+    rows = [replace(fno[0], case=replace(FNO, batch_size=size), batch_size=size) for size in (3, 4)]
+    left_out = Measured(Case("fno", 7), "skipped", message="no time")
+    compared = compare.compare_results(Results(H100, [*rows, left_out]))
+    guarded = {
+        "rows": [
+            {"name": "fno", "budget": "1GiB", "plan": "", "predicted": [0, 99 * 2**20], "measured": [0, 100 * 2**20]},
+            {"name": "gone", "budget": "2GiB", "error": "Traceback"},
+        ]
+    }
+    english, chinese = pages.write_pages(compared, guarded, tmp_path)
+    text = english.read_text(encoding="utf-8")
+    assert "2 trainings" in text
+    assert "torch 2.11.0+cu128, driver 570.86" in text
+    assert f"| `{FNO.name}` | 4 |" in text
+    assert "| fno | 1GiB | as written | 99 | 100 | -1.00% |" in text
+    assert "gone" not in text
+    assert "Not measured yet (1): `fno b7 32-true adamw`." in text
+    assert text.count("|") == chinese.read_text(encoding="utf-8").count("|")
 
 
 def test_errors_have_their_sign_and_quantiles():

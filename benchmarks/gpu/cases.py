@@ -78,6 +78,15 @@ class Case:
         return " ".join(parts)
 
     @property
+    def group(self) -> str:
+        """The table that the case is shown in."""
+        if self.layout:
+            return "ranks"
+        if self.compiled:
+            return "compiled"
+        return "techniques" if self.technique or self.save_on_cpu or self.checkpointing else "steps"
+
+    @property
     def alone(self) -> bool:
         """Whether it needs the whole GPU: its time is measured, or memory that it shares with other processes.
 

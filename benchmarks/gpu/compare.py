@@ -72,6 +72,7 @@ class Predictor:
             details={
                 "batch_size": size,
                 "network": case.network,
+                "group": case.group,
                 "precision": "tf32" if case.tf32 else case.precision,
                 "allocated": measured.peak_allocated,
                 "predicted_allocated": found.peak_allocated,

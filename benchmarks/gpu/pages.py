@@ -1,0 +1,100 @@
+"""The pages docs/en/measured.md and docs/zh_cn/measured.md, made from what was measured on GPUs and its predictions.
+
+    python -m benchmarks.gpu.pages FILE
+
+FILE is what ``python -m benchmarks.gpu.compare --json FILE`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.guarded.__main__ import FOLDER as GUARDED
+from benchmarks.gpu.table import allocated_error
+from benchmarks.harness import pages, records
+from benchmarks.harness.pages import Texts
+from benchmarks.harness.records import Results, Row
+from benchmarks.harness.statistics import Errors
+
+TEXTS = pages.texts(Path(__file__).parent)
+GROUPS = ("steps", "techniques", "compiled", "ranks")
+MIB = 2**20
+
+
+def write_pages(results: Results, guarded: dict[str, Any] | None, docs: Path) -> list[Path]:
+    """Write both pages under ``docs``; the answer is their paths."""
+    return pages.write_pages("measured.md", TEXTS, lambda words: page(results, guarded, words), docs)
+
+
+def page(results: Results, guarded: dict[str, Any] | None, words: Texts) -> str:
+    """One page."""
+    rows = [row for row in results.rows if row.has_peak]
+    found = results.environment
+    parts = [words["title"], words["intro"].format(count=len(rows), **found), words["summary"], _summary(rows, words)]
+    histories = [row.details["history"] for row in results.rows if "history" in row.details]
+    same = sum(one["same_segments"] for one in histories)
+    parts.append(words["histories"].format(same=same, count=len(histories)))
+    for group in GROUPS:
+        chosen = [row for row in rows if row.details["group"] == group]
+        if chosen:
+            parts += [words[group], pages.table(words["columns"], map(_told, chosen))]
+    if guarded is not None:
+        parts += [words["guarded"], pages.table(words["guarded_columns"], _guarded(guarded["rows"], words))]
+    if results.not_reproduced:
+        left = ", ".join(f"`{name}`" for name in results.not_reproduced)
+        parts.append(words["left_out"].format(count=len(results.not_reproduced), names=left))
+    return "\n\n".join([*parts, words["why"]]) + "\n"
+
+
+def _summary(rows: list[Row], words: Texts) -> str:
+    def line(title: str, chosen: list[Row]) -> tuple[str, ...]:
+        sizes = Errors.of([allocated_error(row) for row in chosen]), Errors.of([row.error for row in chosen])
+        told = [f"{one.median:.2%}, {one.p90:.1%}" for one in sizes if one is not None]
+        low = min((row.error for row in chosen), default=0.0)
+        return title, str(len(chosen)), *told, f"{low:+.1%}"
+
+    kinds = {network: [row for row in rows if row.network == network] for network in sorted({r.network for r in rows})}
+    groups = {group: [row for row in rows if row.details["group"] == group] for group in GROUPS}
+    lines = [line(words["all"], rows)]
+    lines += [line(words["names"][group], chosen) for group, chosen in groups.items() if chosen]
+    lines += [line(words["names"][network], chosen) for network, chosen in kinds.items() if network in words["names"]]
+    return pages.table(words["summary_columns"], lines)
+
+
+def _told(row: Row) -> tuple[str, ...]:
+    details = row.details
+    return (
+        f"`{row.name}`",
+        str(details["batch_size"]),
+        f"{details['allocated'] / MIB:,.0f}",
+        f"{allocated_error(row):+.2%}",
+        f"{(row.measured or 0) / MIB:,.0f}",
+        f"{row.error:+.2%}",
+    )
+
+
+def _guarded(rows: Iterable[dict[str, Any]], words: Texts) -> Iterator[tuple[str, ...]]:
+    for row in rows:
+        if "error" in row:
+            continue
+        predicted, measured = row["predicted"][1], row["measured"][1]
+        plan = row["plan"] or words["as_written"]
+        sizes = f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured - 1:+.2%}"
+        yield row["name"], row["budget"], plan, *sizes
+
+
+def main(arguments: list[str]) -> None:
+    """Write both pages."""
+    (source,) = arguments
+    path = GUARDED / "guarded.json"
+    guarded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    for written in write_pages(records.read(Path(source)), guarded, pages.DOCS):
+        print(f"wrote {written}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
