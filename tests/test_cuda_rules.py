@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from vram_guard.report import render
+from vram_guard.scratch import Card, EmbeddingGradient
 from vram_guard.simulate.device.capability import Capability
-from vram_guard.simulate.operators import autocast
-from vram_guard.simulate.operators._attention import choose_backend
-from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
+from vram_guard.simulate.operators import _attention_backend, autocast, kernels
+from vram_guard.simulate.operators._attention_backend import choose_backend
+from vram_guard.simulate.operators._release import torch_release
+from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Block, Timeline
@@ -97,8 +99,8 @@ class Scored(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "reduced", "as_they_are"),
     [
-        (F.mse_loss, [4, 400_000], [400_000]),
-        (F.smooth_l1_loss, [4, 400_000], [400_000]),
+        (F.mse_loss, [400_000, 400_000], [400_000]),
+        (F.smooth_l1_loss, [400_000, 400_000], [400_000]),
         (F.huber_loss, [400_000, 4], [400_000]),
         (F.binary_cross_entropy, [400_000, 4], [400_000]),  # Loss.cu: the elements, and their mean
         (F.soft_margin_loss, [400_000, 4], [400_000]),
@@ -123,10 +125,11 @@ def test_weights_of_a_binary_cross_entropy_are_spread_before_its_elements() -> N
 
 
 @pytest.mark.parametrize(
-    ("loss", "kept"), [(F.binary_cross_entropy, 400_000), (F.soft_margin_loss, 400_000), (F.mse_loss, 0)]
+    ("loss", "kept"),
+    [(F.binary_cross_entropy, 400_000), (F.soft_margin_loss, 400_000), (F.mse_loss, 400_000), (F.huber_loss, 0)],
 )
-def test_a_binary_cross_entropy_lives_in_the_memory_of_its_elements(loss, kept) -> None:
-    """Loss.cu, ``loss.resize_as_(loss_reduced)``: as long as the loss, so into the next forward."""
+def test_some_losses_live_in_memory_for_their_elements(loss, kept) -> None:
+    """Loss.cu, ``loss.resize_as_(loss_reduced)``; Loss.cpp, ``TORCH_META_FUNC(mse_loss)``: into the next forward."""
     model = Scored(loss)
     timeline = traced(model, lambda b: torch.rand(b, 100_000), lambda m, b: m(b))
     start = next(phase.start for phase in timeline.phases if (phase.name, phase.step) == ("forward", 2))
@@ -248,7 +251,8 @@ def test_bags_of_embeddings_are_sorted_whatever_their_number(mode) -> None:
         assert taken == [*gradient, 60 * 40 * 4]
     else:
         assert taken[:4] == [*gradient, indices, indices, indices]
-        assert taken[5:] == [60 * 40 * 4, indices, 60 * 8, 60 * 8, pieces * 8, pieces * 40 * 4]
+        # Segments, and the keys that are found beside them; pieces.
+        assert taken[5:] == [60 * 40 * 4, indices, indices, 60 * 8, 60 * 8, pieces * 8, pieces * 40 * 4]
 
 
 @pytest.mark.parametrize("of_the_host", [True, False])
@@ -300,9 +304,10 @@ def test_the_backward_of_a_mask_sorts_its_indices() -> None:
 
 
 def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:
+    """Dropout.cu: the mask comes before the result."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
     timeline = traced(model, lambda b: torch.randn(b, 32))
-    assert bytes_of(made_by(timeline, "native_dropout.default"))[:2] == [4 * 32 * 4, 4 * 32]
+    assert bytes_of(made_by(timeline, "native_dropout.default"))[:2] == [4 * 32, 4 * 32 * 4]
 
 
 def test_dropout_does_nothing_in_evaluation_mode() -> None:
@@ -389,17 +394,48 @@ def test_embedding_gradient_sorts_its_indices_only_above_3072() -> None:
             for each in (100, 1000)
         )
     )
-    assert len(small) == 9
     assert not any(small)
-    # 4,000 indices of 8 bytes; 50 rows that may occur; up to 400 + 50 pieces.
+    # 4,000 indices of 8 bytes; the keys that are found beside the segments; 50 rows that may occur; up to 400 + 50
+    # pieces, which are summed in place where the rows are few (since torch 2.11).
     assert large[:3] == [32_000] * 3
-    assert large[4:] == [32_000, 400, 400, 3_600, 450 * 8 * 4]
+    in_place = torch_release() >= (2, 11)
+    assert [size for size in large[4:] if size] == [
+        *[32_000, 32_000, 400, 400, 3_600],
+        3_600 if in_place else 450 * 8 * 4,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "rows", "stride", "expected"),
+    [
+        # Recorded on an H200 with torch 2.11: token types and words of BERT, 32 sequences of 256.
+        *[("places", 2, 768, 821 * 8), ("sums", 2, 768, 0)],
+        *[("places", 30522, 768, 0), ("sums", 30522, 768, (819 + 8192) * 768 * 4)],
+        ("table", 2, 768, 2 * 768 * 4),
+        ("sums", 2, 0, 821 * 768 * 4),  # bags, and deterministic algorithms
+    ],
+)
+def test_few_rows_of_an_embedding_are_summed_in_place(part, rows, stride, expected) -> None:
+    """EmbeddingBackwardKernel.cu, ``use_fused_kernel``."""
+    width = 8 if part == "places" else 768 * 4
+    assert EmbeddingGradient(part, rows, width, stride=stride).bytes((8192,), Card((9, 0), 132)) == expected
 
 
 @pytest.mark.parametrize(("capability", "size"), [((8, 6), CUBLAS_WORKSPACE), ((9, 0), CUBLAS_WORKSPACE_HOPPER)])
 def test_cublas_takes_a_workspace_in_each_thread(capability: tuple[int, int], size: int) -> None:
     timeline = traced(nn.Linear(8, 8), lambda b: torch.randn(b, 8), capability=capability)
-    assert bytes_of(b for b in timeline.blocks if b.category == "workspace") == [size, size]
+    own = [CUBLASLT_WORKSPACE] if (2, 9) <= torch_release() <= (2, 11) else []
+    assert bytes_of(b for b in timeline.blocks if b.category == "workspace") == [size, *own, size]
+
+
+@pytest.mark.parametrize(("release", "own"), [((2, 8), []), ((2, 9), [2**20]), ((2, 11), [2**20]), ((2, 12), [])])
+def test_cublas_lt_keeps_a_workspace_of_its_own_in_some_releases(monkeypatch, release, own) -> None:
+    """CublasHandlePool.cpp; recorded on an H200 with torch 2.11: after cuBLAS's, for products with a bias."""
+    monkeypatch.setattr(kernels, "torch_release", lambda: release)
+    for bias, expected in ((True, [CUBLAS_WORKSPACE_HOPPER, *own]), (False, [CUBLAS_WORKSPACE_HOPPER])):
+        timeline = traced(nn.Linear(8, 8, bias=bias), lambda b: torch.randn(b, 8), capability=(9, 0))
+        workspaces = bytes_of(b for b in timeline.blocks if b.category == "workspace")
+        assert workspaces == [*expected, CUBLAS_WORKSPACE_HOPPER]
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -524,7 +560,67 @@ def test_in_half_precision_the_memory_efficient_backward_sums_in_float32(length:
     mask = torch.zeros(length, length, dtype=torch.bool)
     timeline = traced(Attention(mask, heads), lambda b: torch.randn(b, length, 64), precision="bf16-mixed")
     backward = bytes_of(made_by(timeline, "_scaled_dot_product_efficient_attention_backward"))
-    assert backward[3:5] == [4 * heads * length * 4, 4 * heads * rounded * 64 * 4]
+    tiles = 4 * heads * rounded // 64  # each with its lock
+    assert backward[3:5] == [4 * heads * length * 4, tiles * (64 * 64 * 4 + 16)]
+
+
+def test_in_float32_the_memory_efficient_backward_sums_rows_first() -> None:
+    """Recorded on an H200, as the sizes of GPT-2's: product, its sums, these in the order of heads, dq in tiles."""
+    timeline = traced(Attention(heads=1, is_causal=True), lambda b: torch.randn(b, 512, 64))
+    backward = bytes_of(made_by(timeline, "_scaled_dot_product_efficient_attention_backward"))
+    rows = 4 * 512 * 4
+    assert backward[3:7] == [rows * 64, rows, rows, 4 * 8 * (64 * 64 * 4 + 16)]
+    freed = [size for size in taken_by(timeline, "_scaled_dot_product_efficient_attention_backward")[3:] if size < 0]
+    assert freed[:2] == [-rows, -rows * 64]  # before the workspace
+
+
+@pytest.mark.parametrize(
+    ("release", "capability", "head", "mask", "dropout", "expected"),
+    [
+        # Asked of torch 2.11 on an H200.
+        *[((2, 11), (9, 0), head, mask, 0.1, "cudnn") for head in (32, 64, 80, 128, 256) for mask in (False, True)],
+        ((2, 11), (10, 0), 256, False, 0.0, "flash"),
+        ((2, 11), (9, 0), 36, False, 0.0, "flash"),
+        ((2, 11), (8, 0), 64, True, 0.0, "efficient"),
+        ((2, 12), (9, 0), 64, True, 0.1, "efficient"),  # no multiple of one sixteenth
+        ((2, 12), (9, 0), 64, True, 0.125, "cudnn"),
+        ((2, 9), (9, 0), 64, False, 0.0, "flash"),
+    ],
+)
+def test_cudnns_attention_comes_first_on_hopper(
+    monkeypatch, release, capability, head, mask, dropout, expected
+) -> None:
+    monkeypatch.setattr(_attention_backend, "torch_release", lambda: release)
+    query, key, value = _qkv(torch.bfloat16, head)
+    chosen = choose_backend(
+        *(query, key, value, torch.empty(2, 1, 16, 16, dtype=torch.bool, device="meta") if mask else None),
+        dropout=dropout,
+        is_causal=False,
+        enable_gqa=False,
+        capability=Capability(capability),
+    )
+    assert chosen == expected
+
+
+@pytest.mark.parametrize(("heads", "grouped"), [(4, 4), (4, 2)])
+def test_cudnns_attention_sums_gradients_in_its_workspace(monkeypatch, heads, grouped) -> None:
+    """Recorded on an H200: 25,559,296 bytes for GPT-2's 16 x 12 x 512 x 64, 25,362,688 for Llama's 8 x 12 (4) x 512."""
+    monkeypatch.setattr(_attention_backend, "torch_release", lambda: (2, 11))
+
+    class Grouped(nn.Linear):
+        def forward(self, x):
+            sizes = [heads * 16, grouped * 16, grouped * 16]
+            q, k, v = (t.unflatten(-1, (-1, 16)).transpose(1, 2) for t in super().forward(x).split(sizes, -1))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2) * 2
+
+    model = Grouped(64, (heads + 2 * grouped) * 16, bias=False)
+    timeline = traced(model, lambda b: torch.randn(b, 200, 64), precision="bf16-true", capability=(9, 0))
+    forward = bytes_of(made_by(timeline, "_scaled_dot_product_cudnn_attention.default"))
+    assert forward[2:5] == [4 * 200 * 64 * 2, 4 * heads * 200 * 4, 256]
+    backward = bytes_of(made_by(timeline, "_scaled_dot_product_cudnn_attention_backward"))
+    assert backward[:3] == [4 * 200 * each * 16 * 2 for each in (heads, grouped, grouped)]
+    spread = 2 * 4 * heads * 200 * 16 * 2 if grouped < heads else 0  # dk and dv of each head of the query
+    assert backward[3] == 4 * heads * 200 * (16 + 1) * 4 + 256 + spread
 
 
 def test_the_math_backend_does_make_the_square_matrix() -> None:

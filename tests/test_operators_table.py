@@ -15,7 +15,7 @@ from vram_guard.simulate import operators
 from vram_guard.simulate.operators import composite_ops, foreach
 from vram_guard.simulate.operators._release import torch_release
 from vram_guard.simulate.operators.handlers import HANDLERS
-from vram_guard.simulate.operators.kernels import Matmuls
+from vram_guard.simulate.operators.kernels import RUNNING, Matmuls
 from vram_guard.simulate.operators.reductions import REDUCTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -37,12 +37,14 @@ def rule_of(name: str) -> str:
         return f"{handler.__module__.rpartition('.')[2]}.{handler.__name__}"
     if name in REDUCTIONS:
         return "reductions.reduction"
+    if name in RUNNING:
+        return "kernels.running"
     return "kernels.Matmuls" if name in Matmuls.OPERATORS else "foreach.norm_parts"
 
 
 def test_every_operator_with_a_rule_is_in_the_table_with_that_rule() -> None:
     written = {full(name): entry["rule"] for entry in ENTRIES if entry["rule"] for name in entry["operators"]}
-    known = {*HANDLERS, *REDUCTIONS, *Matmuls.OPERATORS, *foreach.NORMS}
+    known = {*HANDLERS, *REDUCTIONS, *RUNNING, *Matmuls.OPERATORS, *foreach.NORMS}
     plain = {name: rule for name, rule in written.items() if rule != COMPOSITES}
     assert plain == {name: rule_of(name) for name in known}
     composites = {name for name, rule in written.items() if rule == COMPOSITES}

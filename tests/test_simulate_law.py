@@ -90,9 +90,11 @@ def test_a_size_without_a_law_is_traced_once_however_often_it_is_asked_for() -> 
 @settings(max_examples=25, deadline=None)
 @given(small=st.integers(1, 4000), more=st.integers(1, 4000))
 def test_more_batch_never_asks_for_fewer_bytes(small: int, more: int) -> None:
+    """But for temporaries of kernels that have several ways, of which more samples may take the cheaper one."""
     timeline = _decoder_timeline()
     before, after = timeline.sizes(small), timeline.sizes(small + more)
-    assert all(a <= b for a, b in zip(before, after, strict=True))
+    of_one_way = [block.scratch is None for block in timeline.blocks]
+    assert all(a <= b for a, b, same in zip(before, after, of_one_way, strict=True) if same)
 
 
 _memo: list[object] = []

@@ -23,6 +23,7 @@ class Linear(nn.Module):
 
     The result is a transposed view, and the weight's gradient comes out as the weight is laid out. From 2.9 on einsum
     changes its operands over (pytorch/pytorch, pull request 161755), hence the product that is written out here.
+    Autocast casts einsum's operands as their list has them, but a product's from the last one on.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -31,8 +32,12 @@ class Linear(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Project the last dimension."""
+        weight = self.weight
+        if torch.is_autocast_enabled("cuda"):
+            weight = weight.to(torch.get_autocast_dtype("cuda"))
+            features = features.to(weight.dtype)
         columns = features.permute(2, 0, 1).reshape(1, features.size(-1), -1)
-        return torch.bmm(self.weight[None], columns).view(-1, *features.shape[:2]).permute(1, 2, 0)
+        return torch.bmm(weight[None], columns).view(-1, *features.shape[:2]).permute(1, 2, 0)
 
 
 class Embedding(nn.Module):

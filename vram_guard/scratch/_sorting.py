@@ -78,6 +78,9 @@ EMBEDDING_SORT_ABOVE = 3072
 #: ``EmbeddingBackwardKernel.cu``, ``NROWS_PER_THREAD``.
 _ROWS_PER_THREAD = 10
 
+#: The same file, ``MAX_ATOMIC_ACCUM_BLOCKS_PER_SM``; ``MAX_BLOCK_SIZE`` of SortingCommon.cuh; threads of a warp.
+_ATOMIC_BLOCKS, _MAX_BLOCK, _WARP = 4, 1024, 32
+
 
 @dataclass(frozen=True)
 class EmbeddingGradient:
@@ -85,24 +88,41 @@ class EmbeddingGradient:
 
     ``embedding_backward_cuda_kernel`` sums the rows of each index in pieces of at most ten rows.
 
+    Since torch 2.11 few rows are summed in place, by atomic additions, where their pieces are many and their number
+    does not fill the card (``use_fused_kernel``).
+
     Attributes:
         part: "indices": one number an index; "segments": one for each index that may occur; "pieces": one for each
-            piece that there may be.
+            piece that there may be; "sums": the same, where they are summed by themselves; "places": the same, and
+            "table": one for each row, where they are summed in place.
         rows: of the embedding.
-        width: bytes of one number; of a whole row in float32 for the sums of the pieces.
+        width: bytes of one number; of a whole row in float32 for the sums of the pieces, and of the table.
         above: number of indices up to which they are not sorted.
+        stride: elements of a row, where it may be summed in place; 0: it is not.
     """
 
-    part: Literal["indices", "segments", "pieces"]
+    part: Literal["indices", "segments", "pieces", "sums", "places", "table"]
     rows: int
     width: int
     above: int = EMBEDDING_SORT_ABOVE
+    stride: int = 0
 
-    def bytes(self, numbers: tuple[int, ...], _card: Card) -> int:
+    def bytes(self, numbers: tuple[int, ...], card: Card) -> int:
         """Bytes of this part; 0 where the indices need not be sorted."""
         (count,) = numbers
         if count <= self.above:
             return 0
         segments = min(count, self.rows)
-        number = {"indices": count, "segments": segments, "pieces": count // _ROWS_PER_THREAD + segments}[self.part]
+        pieces = count // _ROWS_PER_THREAD + segments
+        if self.part in ("sums", "places", "table"):
+            in_place = self.stride > 0 and _summed_in_place(segments, pieces, self.stride, card)
+            if in_place == (self.part == "sums"):
+                return 0
+        number = {"indices": count, "segments": segments, "table": self.rows}.get(self.part, pieces)
         return number * self.width
+
+
+def _summed_in_place(segments: int, pieces: int, stride: int, card: Card) -> bool:
+    warped = -(-stride // _WARP) * _WARP
+    blocks = -(-segments * warped // min(warped, _MAX_BLOCK))
+    return blocks < card.multiprocessors * _ATOMIC_BLOCKS and pieces > blocks * 4

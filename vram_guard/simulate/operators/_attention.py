@@ -1,105 +1,19 @@
-"""scaled_dot_product_attention as CUDA runs it: which backend, and what each backend allocates.
+"""scaled_dot_product_attention as CUDA runs it: through the operators of a backend, and what these allocate.
 
-The rules are those of ``sdp_utils.cpp`` (choice), ``attention.cu`` and ``attention_backward.cu`` (tensors).
+The rules are those of ``attention.cpp`` (operators), ``attention.cu`` and ``attention_backward.cu`` (tensors).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from vram_guard.simulate.device.capability import HAS_BFLOAT16, Capability, Version
+from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators._attention_backend import choose_backend
 from vram_guard.simulate.operators._release import torch_release
-
-Backend = Literal["cudnn", "flash", "efficient", "math"]
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def choose_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    dropout: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    capability: Capability,
-) -> Backend:
-    """The backend that ``select_sdp_backend`` picks on a GPU of this compute capability.
-
-    Query, key and value are (batch, heads, length, head size). The user's switches
-    (``torch.nn.attention.sdpa_kernel``) are honoured.
-    """
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        return "math"
-    if query.dtype != key.dtype or query.dtype != value.dtype:
-        return "math"
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    gqa = enable_gqa and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
-    dense = all(t.stride(-1) == 1 for t in (query, key, value))
-    nonzero = query.shape[2] > 0 and key.shape[2] > 0
-    head = query.shape[-1]
-    equal_head = head == key.shape[-1] == value.shape[-1]
-    common = dense and nonzero and query.shape[0] == key.shape[0] == value.shape[0]
-
-    # The compute capability is asked last: what does not depend on it is the same on every GPU.
-    fused = common and mask is None and query.dtype in _HALVES and equal_head and (same_heads or gqa)
-    by_cudnn = torch.backends.cuda.cudnn_sdp_enabled() and fused and head <= 128 and head % 8 == 0
-    if by_cudnn and capability.says(_prefers_cudnn):
-        return "cudnn"
-    square = not is_causal or query.shape[2] == key.shape[2]
-    if torch.backends.cuda.flash_sdp_enabled() and fused and head <= 256 and square:
-        wide_backward = needs_grad and (head > 224 or (head > 192 and dropout > 0))
-        if capability.says(HAS_BFLOAT16) and not (wide_backward and capability.says(_is_consumers)):
-            return "flash"
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and common and same_heads and head == key.shape[-1]:
-        mask_taken = mask is None or (not is_causal and (mask.stride(-1) == 1 or mask.shape[-1] == 1))
-        if mask_taken and _efficient_takes(query, value, capability):
-            return "efficient"
-    return "math"
-
-
-def _prefers_cudnn(version: Version) -> bool:
-    """CuDNN attention comes first on data-centre Hopper and Blackwell since torch 2.9.1 (cuDNN 9.15.1)."""
-    return version[0] in (9, 10) and torch_release() >= (2, 10)
-
-
-def _is_consumers(version: Version) -> bool:
-    """Multiprocessors whose shared memory is too small for the backward pass of wide heads."""
-    return version in ((8, 6), (8, 9), (12, 0), (12, 1))
-
-
-def _efficient_takes(query: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
-    """Dtype and alignment rules of the memory-efficient kernel."""
-    half = query.dtype in _HALVES
-    if query.dtype == torch.bfloat16 and not capability.says(HAS_BFLOAT16):
-        return False
-    if not half and query.dtype != torch.float32:
-        return False
-    return capability.says(_Aligned(half, (query.shape[-1], value.shape[-1])))
-
-
-@dataclass(frozen=True)
-class _Aligned:
-    """Whether heads of these sizes are aligned for the memory-efficient kernel (``minimum_gemm_alignment``)."""
-
-    half: bool
-    heads: tuple[int, int]
-
-    def __call__(self, version: Version) -> bool:
-        """The answer."""
-        tensor_cores = version[0] >= 8 or (version[0] >= 7 and self.half)
-        alignment = 4 if version[0] >= 8 else 1
-        if tensor_cores:
-            alignment = max(alignment, 8 if self.half else 4)
-        return all(head % alignment == 0 for head in self.heads)
 
 
 def attention(
@@ -131,12 +45,12 @@ def attention(
         made = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
         out: torch.Tensor = made[0]
         return out if out.shape[-1] == head else out[..., :head]
+    mask = _float_mask(attn_mask, query.dtype)
     if backend == "cudnn":
         made = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, needs_grad, dropout_p, is_causal, False, scale=scale
+            query, key, value, mask, needs_grad, dropout_p, is_causal, False, scale=scale
         )
         return made[0]  # type: ignore[no-any-return]
-    mask = _float_mask(attn_mask, query.dtype)
     if backend == "efficient":
         if mask is not None:
             mask = _expanded_mask(mask, query, key)
@@ -156,9 +70,14 @@ def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _float_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A boolean mask becomes a float one of 0 and -inf (``convert_boolean_attn_mask``)."""
+    """A boolean mask becomes a float one of 0 and -inf (``convert_boolean_attn_mask``).
+
+    Since torch 2.6 by a choice between two numbers; cuDNN's is another than -inf (``convert_boolean_attn_mask_cudnn``).
+    """
     if mask is None or mask.dtype != torch.bool:
         return mask
+    if torch_release() >= (2, 6):
+        return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
@@ -235,11 +154,7 @@ def efficient_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: 
 
 
 def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Gradients of query, key, value and bias; the row sums (and, in float32, their product) for a moment.
-
-    ``_efficient_attention_backward`` and ``kernel_backward.h``: half precision accumulates dq in a float32
-    workspace (``kNeedsAccumGradQ``), dk and dv too where they do not stay in registers (head size over 128).
-    """
+    """Gradients of query, key, value and bias; for the call the row sums, and what the kernel sums gradients in."""
     query, key, value, bias = args[1:5]
     wanted = args[10] if len(args) > 10 else (True, True, True, False)
     batch, heads, length = query.shape[:3]
@@ -256,10 +171,19 @@ def efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kw
     return tuple(made)
 
 
+#: ``kernel_backward.h``: rows and columns of the tiles of gradients; ``GradQTempStorage``: a lock, a counter, padding.
+_TILE, _LOCK = 64, 16
+
+
 def _row_sums(
     recorder: Recorder, name: str, rows: int, parts: int, gathered: list[tuple[int, int]], *, half: bool
 ) -> None:
-    """What the memory-efficient backward holds beside its gradients: sums of so many rows, in float32.
+    """What the memory-efficient backward holds beside its gradients: sums of so many rows, and its workspace.
+
+    ``_efficient_attention_backward`` and ``kernel_backward.h``: in float32 the rows are summed outside of the kernel,
+    a product and its sums, which are copied into the order of heads (``kKernelComputesDelta``). dq is summed in float32
+    in tiles, each with its lock (``kNeedsAccumGradQ``, ``GradQTempStorage``: several blocks of keys add to it); in half
+    precision dk and dv too where they do not stay in registers (head size over 128).
 
     Args:
         recorder: of the trace.
@@ -267,13 +191,18 @@ def _row_sums(
         rows: of the query, over all heads.
         parts: sequences times heads.
         gathered: (length, head size) of query, key and value.
-        half: whether they are in half precision, whose gradients are summed in float32, in tiles of 64.
+        half: whether they are in half precision.
     """
-    if half:
-        tiles = [(-(-length // 64) * 64) * (-(-head // 64) * 64) for length, head in gathered]
-        recorder.together([rows * 4, parts * sum(tiles[:1] if gathered[0][1] <= 128 else tiles) * 4], name)
-    else:
-        recorder.together([rows * gathered[2][1] * 4, rows * 4], name)
+    tiles = [-(-length // _TILE) * -(-head // _TILE) for length, head in gathered]
+    workspace = tiles[0] * (_TILE * _TILE * 4 + _LOCK)
+    if half and gathered[0][1] > 128:
+        workspace += sum(tiles[1:]) * _TILE * _TILE * 4
+    elements = 0 if half else rows * gathered[2][1] * 4
+    sums = [recorder.hold(elements, name), recorder.hold(rows * 4, name)] if elements else []
+    held = [recorder.hold(rows * 4, name)]
+    recorder.release(sums)
+    held.append(recorder.hold(parts * workspace, name))
+    recorder.release(held)
 
 
 def direct_efficient_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -321,16 +250,58 @@ def direct_efficient_backward(recorder: Recorder, func: Any, args: tuple[Any, ..
     return (*made, *[None] * (4 - len(made)))
 
 
-def cudnn_forward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+#: What a plan of cuDNN takes for its own counters: 256 bytes for each of the plans that a history recorded on an H200
+#: with cuDNN 9.19 shows, forward and backward, with and without mask, dropout and grouped queries.
+_CUDNN_PLAN = 256
+
+
+def cudnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Output and log-sum-exp (batch, heads, length, 1) in float32; MHA.cpp, ``alloc_with_matching_layout``."""
-    query, key = args[:2]
+    query, key, value = args[:3]
     with_lse = args[4]
     batch, heads, length = query.shape[:3]
+    seeds = _seed(), _seed()
+    if value.shape[-1] == query.shape[-1]:
+        out = torch.empty_like(query, device="meta")
+    else:
+        out = _ordered_as(query, (batch, heads, length, value.shape[-1]))
     lse = _float(batch, heads, length if with_lse else 0, 1)
-    out = torch.empty_like(query, device="meta")
-    return out, lse, None, None, length, key.shape[2], _seed(), _seed(), None
+    for tensor in (*seeds, out, lse):
+        recorder.track(tensor, str(func))
+    recorder.temporary(_CUDNN_PLAN, str(func), "workspace")
+    return out, lse, None, None, length, key.shape[2], *seeds, None
 
 
-def cudnn_backward(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Gradients of query, key and value, each laid out as its tensor."""
-    return tuple(torch.empty_like(t, device="meta") for t in args[1:4])
+def _ordered_as(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory in the query's order of dimensions."""
+    order = sorted(range(len(shape)), key=query.stride, reverse=True)
+    laid = torch.empty([shape[dim] for dim in order], dtype=query.dtype, device="meta")
+    return laid.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def cudnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of query, key and value, each laid out as its tensor; the gradient in the output's order; a workspace.
+
+    ``run_cudnn_SDP_bprop``. The workspace is that of cuDNN's frontend (scaled_dot_product_flash_attention.h,
+    ``SDPABackwardNode``, 1.12 to 1.23): dq and the row sums in float32; for grouped queries dk and dv of each head of
+    the query (``dK_fullhead``, in the dtype of the operands), which are then summed; and the plan's own.
+    """
+    gradient, query, key, value, out = args[:5]
+    batch, heads, length, head = query.shape
+    name = str(func)
+    made = tuple(torch.empty_like(t, device="meta") for t in (query, key, value))
+    for tensor in made:
+        recorder.track(tensor, name)
+    copied = 0 if _same_order(gradient, out) else gradient.numel() * gradient.element_size()
+    workspace = batch * heads * length * (head + 1) * 4 + _CUDNN_PLAN
+    for each in (key, value):
+        if each.shape[1] != heads:
+            workspace += batch * heads * each.shape[2] * each.shape[3] * each.element_size()
+    recorder.together([copied, workspace], name)
+    return made
+
+
+def _same_order(gradient: torch.Tensor, out: torch.Tensor) -> bool:
+    """``same_strides``: of the dimensions that have more than one place."""
+    one, other = ([t.stride(dim) for dim in range(t.dim()) if t.shape[dim] > 1] for t in (gradient, out))
+    return one == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,12 +91,14 @@ def masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs:
 def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[mask]``: a boolean mask selects as many rows as it has true entries; indices are as everywhere.
 
-    Indices in host memory are copied for the call (TensorAdvancedIndexing.cpp, ``make_info``).
+    Indices in host memory are copied for the call (TensorAdvancedIndexing.cpp, ``make_info``), and those of several
+    dimensions where they do not lie alike once they have one shape (``AdvancedIndex``).
     """
     tensor, indices = args[:2]
     if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         name = str(func)
         copies = [recorder.hold(i.numel() * i.element_size(), name) for i in indices if _on_host(recorder, i)]
+        copies += [recorder.hold(size, name) for size in _laid_alike(indices)]
         out = func(*args, **kwargs)
         constants.derive(func, args, kwargs, out)
         recorder.track(out, name)
@@ -110,6 +113,17 @@ def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         recorder.track(rows, str(func))
         replaced.extend(rows[:, dim] for dim in range(position.dim()))
     return func(tensor, replaced)
+
+
+def _laid_alike(indices: Sequence[torch.Tensor | None]) -> list[int]:
+    """Bytes of each copy that gives the indices the same strides (``all_strides_match``)."""
+    given = [index for index in indices if index is not None]
+    if len(given) < 2:
+        return []
+    expanded = torch.broadcast_tensors(*given)
+    if all(each.stride() == expanded[0].stride() for each in expanded):
+        return []
+    return [each.numel() * each.element_size() for each in expanded if not each.is_contiguous()]
 
 
 def _on_host(recorder: Recorder, tensor: torch.Tensor | None) -> bool:

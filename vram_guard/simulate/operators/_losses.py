@@ -31,12 +31,16 @@ def _hold(recorder: Recorder, tensor: torch.Tensor, operator: str) -> int | None
 
 
 def result_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result; for the call the elements, where they are reduced (``mse_loss_out``, ``smooth_l1_loss_out``)."""
-    out = func(*args, **kwargs)
+    """The result; for the call the elements, where they are reduced (``mse_loss_out``, ``smooth_l1_loss_out``).
+
+    Its memory is as large as the elements, and becomes one number's view (``TORCH_META_FUNC(mse_loss)``: ``resize_``).
+    """
     name = str(func)
+    reduces = _argument(func, args, kwargs, "reduction")
+    elements = _elements(*args[:2])
+    out = torch.empty_like(elements).resize_(()) if reduces else func(*args, **kwargs)
     recorder.track(out, name)
-    if _argument(func, args, kwargs, "reduction"):
-        elements = _elements(*args[:2])
+    if reduces:
         held = _hold(recorder, elements, name)
         reductions.column_sum(recorder, elements, range(elements.dim()), name)
         recorder.release([held])

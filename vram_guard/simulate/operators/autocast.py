@@ -112,9 +112,12 @@ def _casting(op: Any, cache: CastCache, dtype_of: Callable[[tuple[Any, ...]], to
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             dtype = dtype_of(args)
-            args = map_tensors_in(lambda tensor: cache.cast(tensor, dtype), args)
-            kwargs = {name: map_tensors_in(lambda t: cache.cast(t, dtype), value) for name, value in kwargs.items()}
-            return op(*args, **kwargs)
+            # The last one first, as GCC evaluates the arguments of ``WrapFunction_``'s call (recorded on a GPU).
+            given = {
+                name: map_tensors_in(lambda t: cache.cast(t, dtype), value) for name, value in reversed(kwargs.items())
+            }
+            cast = [map_tensors_in(lambda t: cache.cast(t, dtype), value) for value in reversed(args)]
+            return op(*reversed(cast), **given)
 
     return kernel
 

@@ -47,6 +47,7 @@ HANDLERS: dict[str, Handler] = {
     "aten::_euclidean_dist": _distances.euclidean,
     **dict.fromkeys(("aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r"), _fourier.transform),
     "aten::binary_cross_entropy_with_logits": _losses.with_logits,
+    "aten::native_dropout": kernels.dropout,
     "aten::log_sigmoid_forward": kernels.log_sigmoid,
     "aten::roll": kernels.roll,
     "aten::sort": kernels.sort,

@@ -16,12 +16,18 @@ from vram_guard.simulate.device.capability import Capability, Since
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
+from vram_guard.simulate.operators._release import torch_release
 
 #: ``CUDABlas.cpp`` / ``CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: ``:4096:2:16:8`` KiB before Hopper,
 #: 32 MiB from compute capability 9.0 on. Taken from the caching allocator once per handle and stream.
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 CUBLAS_WORKSPACE_HOPPER = 32 * 2**20
 _HOPPER = Since((9, 0))
+
+#: ``CublasHandlePool.cpp``, ``getCUDABlasLtWorkspace``: in these releases cublasLt keeps a workspace of its own for
+#: each handle and stream. Before them every call took one and gave it back (``CUDABlas.cpp``); later it is cuBLAS's.
+CUBLASLT_WORKSPACE = 2**20
+_OWN_WORKSPACE = (2, 9), (2, 11)
 
 #: ``Sort.h``, ``should_use_small_sort``: up to this many elements a row is sorted in place.
 SMALL_SORT = 4096
@@ -31,6 +37,7 @@ class Matmuls:
     """cuBLAS takes a workspace at its first call in each thread, the forward's and autograd's, on each stream.
 
     After the result: it is asked for when the product is launched (Blas.cpp; CUDABlas.cpp, ``getCUDABlasLtWorkspace``).
+    cublasLt, which adds a bias to a product, has cuBLAS's handle, and in some releases a workspace of its own.
     """
 
     OPERATORS: ClassVar[frozenset[str]] = frozenset(
@@ -41,14 +48,29 @@ class Matmuls:
         self._recorder = recorder
         self._capability = capability
         self._threads: set[tuple[bool, int]] = set()
+        self._with_own: set[tuple[bool, int]] = set()
 
-    def after(self, func: Any) -> None:
-        """Note the workspace if this thread has none yet on this stream."""
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the workspaces that this thread has not yet on this stream."""
         thread = self._recorder.in_backward, self._recorder.streams.current
         if thread not in self._threads:
             self._threads.add(thread)
             size = CUBLAS_WORKSPACE_HOPPER if self._capability.says(_HOPPER) else CUBLAS_WORKSPACE
             self._recorder.permanent(size, str(func), "workspace")
+        first, last = _OWN_WORKSPACE
+        if thread not in self._with_own and first <= torch_release() <= last and _by_cublas_lt(func, args, kwargs):
+            self._with_own.add(thread)
+            self._recorder.permanent(CUBLASLT_WORKSPACE, str(func), "workspace")
+
+
+def _by_cublas_lt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Blas.cpp, ``isInputCompliesAddmmCudaLt``: a bias of one dimension, and no factor of one row or column."""
+    if func._schema.name != "aten::addmm" or kwargs.get("beta", 1) != 1:
+        return False
+    bias, left, right = args[:3]
+    if bias.dim() != 1 or not bias.is_contiguous() or bias.shape[0] != right.shape[1]:
+        return False
+    return left.is_floating_point() and all(size > 1 for size in (*left.shape, *right.shape))
 
 
 #: Operators whose kernels first copy operands that are not contiguous -> the positions of these operands.
@@ -169,7 +191,7 @@ def _bag_gradient(
     if mode == _MAXIMA:
         recorder.track(out, name)
     else:
-        held += _sorted_rows(recorder, name, indices, out, 0, counted=by_frequency)
+        held += _sorted_rows(recorder, name, indices, out, 0, counted=by_frequency, bags=True)
     recorder.release(held)
     return out
 
@@ -179,7 +201,14 @@ _MAXIMA = 2
 
 
 def _sorted_rows(
-    recorder: Recorder, name: str, indices: torch.Tensor, out: torch.Tensor, above: int, *, counted: bool = False
+    recorder: Recorder,
+    name: str,
+    indices: torch.Tensor,
+    out: torch.Tensor,
+    above: int,
+    *,
+    counted: bool = False,
+    bags: bool = False,
 ) -> list[int | None]:
     """Sorted indices, their order, and sums of pieces; ``out`` comes in between. What is held for the call."""
     count, width = indices.numel(), indices.element_size()
@@ -196,15 +225,21 @@ def _sorted_rows(
         held.append(hold(number))
     recorder.track(out, name)
     summed = 8 if out.dtype == torch.float64 else 4
-    parts: tuple[tuple[Literal["indices", "segments", "pieces"], int], ...] = (
+    in_place = torch_release() >= (2, 11) and not bags and not torch.are_deterministic_algorithms_enabled()
+    parts: list[tuple[Literal["indices", "segments", "pieces", "sums", "places", "table"], int]] = [
         ("indices", width),
         ("segments", width),
         ("segments", width),
         ("pieces", width),
-        ("pieces", summed * stride),
-    )
-    for part, size in parts:
-        held.append(hold(EmbeddingGradient(part, rows, size, above)))
+    ]
+    if in_place:
+        parts.append(("places", width))
+        parts += [("table", summed * stride)] if out.element_size() < summed else []
+    parts.append(("sums", summed * stride))
+    for position, (part, size) in enumerate(parts):
+        held.append(hold(EmbeddingGradient(part, rows, size, above, stride if in_place else 0)))
+        if position == 0:  # the keys that ``unique_by_key`` (cub.cuh) finds, which are not asked for
+            recorder.release([hold(number)])
     return held
 
 
@@ -228,6 +263,25 @@ def _flat(tensor: torch.Tensor) -> bool:
             tensor.shape[:-1], tensor.stride()[:-1], tensor.shape[1:], tensor.stride()[1:], strict=True
         )
     )
+
+
+def dropout(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The mask, and then the result (Dropout.cu, ``dropout_cuda``)."""
+    rule = shape_rules.rule_for(func)
+    made = rule(args, kwargs) if rule is not None else None
+    out, mask = func(*args, **kwargs) if made is None else made
+    recorder.track(mask, str(func))
+    return out, mask
+
+
+#: Running sums and products.
+RUNNING = frozenset({"aten::cumsum", "aten::cumprod"})
+
+
+def running(recorder: Recorder, func: Any, operand: torch.Tensor, out: torch.Tensor) -> None:
+    """For the call the operand in the result's dtype (ReduceOps.cpp, ``impl_func_cum_ops``)."""
+    if operand.dtype != out.dtype:
+        recorder.temporary(out.numel() * out.element_size(), str(func))
 
 
 def nothing_new(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
-from vram_guard.simulate.operators.kernels import Matmuls, nothing_new
+from vram_guard.simulate.operators.kernels import RUNNING, Matmuls, nothing_new, running
 from vram_guard.simulate.operators.library_kernels import kernel_of
 from vram_guard.simulate.operators.stand_in import no_kernel, stand_in_result
 from vram_guard.simulate.parallel import dtensors
@@ -150,6 +150,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._matmul
         if name in reductions.REDUCTIONS:
             return self._reduction
+        if name in RUNNING:
+            return self._running
         if func is _add:
             return self._add
         if name in _JOINS:
@@ -323,7 +325,13 @@ class SymbolicMode(TorchDispatchMode):
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._generic(func, args, kwargs)
         if self._place == "cuda" and any_symbolic(args):
-            self.matmuls.after(func)
+            self.matmuls.after(func, args, kwargs)
+        return out
+
+    def _running(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._generic(func, args, kwargs)
+        if self._place == "cuda" and is_symbolic(args[0]):
+            running(self.recorder, func, args[0], out)
         return out
 
     def _reduction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
