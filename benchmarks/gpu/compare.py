@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.history import expanded
 from benchmarks.gpu.records import HISTORIES, RESULTS, Measured, read_histories, read_results
 from benchmarks.gpu.records import Results as MeasuredResults
@@ -34,10 +36,13 @@ OWN_RESULTS = Path(__file__).parent / "results"
 class Predictor:
     """Traces each distinct step once."""
 
-    def __init__(self, source: str, capability: tuple[int, int], multiprocessors: int | None = None) -> None:
+    def __init__(
+        self, source: str, capability: tuple[int, int], multiprocessors: int | None = None, cudnn: str = "off"
+    ) -> None:
         self.source = source
         self.capability = capability
         self.multiprocessors = multiprocessors
+        self.cudnn = cudnn
         self._timelines: dict[Any, Timeline] = {}
 
     def timeline(self, measured: Measured) -> Timeline:
@@ -45,8 +50,10 @@ class Predictor:
         key = measured.case.same_step()
         if key not in self._timelines:
             step = measured.case.step()
-            traced = trace(step, compute_capability=self.capability, multiprocessors=self.multiprocessors)
-            self._timelines[key] = traced
+            with _tf32(measured.case.tf32):
+                self._timelines[key] = trace(
+                    step, compute_capability=self.capability, multiprocessors=self.multiprocessors, cudnn=self.cudnn
+                )
         return self._timelines[key]
 
     def row(self, measured: Measured) -> Row:
@@ -106,7 +113,7 @@ def compare_results(
     source = f"{machine.gpu}, torch {machine.torch}"
     environment = {"gpu": machine.gpu, "driver": machine.driver, "torch": machine.torch, "python": machine.python}
     compared = Results(environment=environment)
-    predictor = Predictor(source, results.capability, results.machine.multiprocessors or None)
+    predictor = Predictor(source, results.capability, results.machine.multiprocessors or None, __import__("os").environ.get("ASK","off"))
     for measured in results.measured:
         name = measured.case.name
         if not is_chosen(name, only):
@@ -138,6 +145,20 @@ def _not_measured(measured: Measured) -> str:
     if measured.status == "ok" and not (measured.peak_allocated and measured.peak_reserved):
         return "no memory was measured (a run with --device cpu?)"
     return ""
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """The flags that the measuring process had (``worker``): the trace reads them from torch, as a training does."""
+    flags = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [flag.allow_tf32 for flag in flags]
+    for flag in flags:
+        flag.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
 
 
 @contextmanager
