@@ -50,10 +50,9 @@ class Predictor:
         key = measured.case.same_step()
         if key not in self._timelines:
             step = measured.case.step()
-            with _tf32(measured.case.tf32):
-                self._timelines[key] = trace(
-                    step, compute_capability=self.capability, multiprocessors=self.multiprocessors, cudnn=self.cudnn
-                )
+            self._timelines[key] = trace(
+                step, compute_capability=self.capability, multiprocessors=self.multiprocessors, cudnn=self.cudnn
+            )
         return self._timelines[key]
 
     def row(self, measured: Measured) -> Row:
@@ -113,7 +112,9 @@ def compare_results(
     source = f"{machine.gpu}, torch {machine.torch}"
     environment = {"gpu": machine.gpu, "driver": machine.driver, "torch": machine.torch, "python": machine.python}
     compared = Results(environment=environment)
-    predictor = Predictor(source, results.capability, results.machine.multiprocessors or None, __import__("os").environ.get("ASK","off"))
+    predictor = Predictor(
+        source, results.capability, results.machine.multiprocessors or None, __import__("os").environ.get("ASK", "off")
+    )
     for measured in results.measured:
         name = measured.case.name
         if not is_chosen(name, only):
@@ -124,11 +125,11 @@ def compare_results(
             continue
         row = Row(source, name, measured.peak_reserved or None, None, "", None, reason="not asked for")
         if predict:
-            with _reported(name, compared):
+            with _reported(name, compared), _tf32(measured.case.tf32):
                 row = predictor.row(measured)
                 tell(told(row))
         if histories and name in histories:
-            with _reported(f"history of {name}", compared):
+            with _reported(f"history of {name}", compared), _tf32(measured.case.tf32):
                 snapshot = expanded(histories[name], f"{where}: {name}")
                 timeline = predictor.timeline(measured) if predict else None
                 row.details["history"] = history_facts(measured, snapshot, timeline)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vram_guard.scratch import DropoutStates
 from vram_guard.simulate.memory.recorder import Recorder
 
 _LSTM, _GRU = 2, 3
 
-#: Beside the sequences: by the size, buffers of a library below, as cuBLAS takes them. Of both kinds, in all dtypes.
+#: In every workspace, whatever the kind, the sizes and the dtype.
 _FIXED = 16 * 2**20
 _ALIGNED = 256
 
@@ -45,8 +46,8 @@ class _Sizes(NamedTuple):
     def workspace(self) -> int:
         """Of every call in training, forward and backward alike.
 
-        The gates of a layer and what goes in and out of it, for all steps; the layer's input; the states of one step;
-        a copy of the matrices in the layout that the products want; two numbers for each sequence.
+        For all steps the gates of a layer with its outputs in two places, and its input; states of single steps; a copy
+        of the matrices; two numbers for each sequence.
         """
         wide = self.hidden * self.directions
         of_step = self.layers * wide * ((2 * self._gates if self.mode == _LSTM else self._gates) + 2)
@@ -54,8 +55,10 @@ class _Sizes(NamedTuple):
         return (self.batch * sequences + self.matrices) * self.element + _FIXED + _ALIGNED + 8 * self.batch
 
     def reserve(self) -> int:
-        """What the backward pass needs: by layer the gates, for all steps, with an LSTM's cells, or what a GRU's gates
-        are made of; the outputs between layers, and a bit for each of their elements that dropout may have dropped.
+        """What the backward pass needs.
+
+        Of each layer, for all steps, an LSTM's gates and cells, or a GRU's gates and as much again; the outputs between
+        layers, and a bit for each of their elements that dropout may have dropped.
         """
         width = self.steps * self.batch * self.hidden * self.directions
         kept = {_LSTM: 5, _GRU: 6}.get(self.mode, 2)
@@ -72,6 +75,8 @@ def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: d
     read = source.transpose(0, 1) if batch_first else source  # cuDNN runs time-major
     steps, batch = read.shape[:2]
     name = str(func)
+    if dropout and train:
+        recorder.once(DropoutStates(), name)  # RNN.cpp, ``get_dropout_state``: kept for the process
     held = [_copied(recorder, read, name)]
     out = _empty((steps, batch, (projection or hidden_size) * directions), source.dtype)
     last = _empty(state.shape, source.dtype)
@@ -96,9 +101,8 @@ def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: 
     wanted = args[-1]
     name = str(func)
     workspace = _sizes(source, weights, mode, hidden_size, layers, batch_first, dropout, bidirectional).workspace()
-    # zeros in place of gradients that are not there, until the end
-    states = [(grad, source), (grad_state, state), (grad_cell, cell)][1:]
-    zeros = [recorder.hold(_bytes(like), name) for given, like in states if given is None and like is not None]
+    missing = [like for given, like in ((grad_state, state), (grad_cell, cell)) if given is None and like is not None]
+    zeros = [recorder.hold(_bytes(like), name) for like in missing]
     read, arrived = (t.transpose(0, 1) if batch_first and t is not None else t for t in (source, grad))
     held = [_copied(recorder, each, name) for each in (read, arrived) if each is not None]
     made = [_empty(read.shape, source.dtype), *(torch.empty_like(each) for each in (state, cell) if each is not None)]
