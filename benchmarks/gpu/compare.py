@@ -4,7 +4,8 @@
 
 A FOLDER holds ``results.json`` and perhaps ``histories.json.gz``; without any, all of ``benchmarks/gpu/results``.
 Rows are predicted for the compute capability and the free memory of the results' GPU, through vram_guard's public
-functions. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
+functions, under the flags for TF32 that were measured; an installed cuDNN of the measured release is asked for
+workspaces. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
 status is 1 where there is such a row, 2 for a file that cannot be read.
 """
 
@@ -26,9 +27,11 @@ from benchmarks.gpu.records import Results as MeasuredResults
 from benchmarks.gpu.replays import history_facts, told_history
 from benchmarks.gpu.table import HEAD, summary, told
 from benchmarks.harness.command import arguments_of, is_chosen
+from benchmarks.harness.environment import Machine
 from benchmarks.harness.records import Results, Row, write
 from vram_guard import AllocatorSettings, Timeline, trace
 from vram_guard.errors import InvalidInputError
+from vram_guard.simulate.operators.cudnn_library import Library, installed
 
 OWN_RESULTS = Path(__file__).parent / "results"
 
@@ -112,9 +115,7 @@ def compare_results(
     source = f"{machine.gpu}, torch {machine.torch}"
     environment = {"gpu": machine.gpu, "driver": machine.driver, "torch": machine.torch, "python": machine.python}
     compared = Results(environment=environment)
-    predictor = Predictor(
-        source, results.capability, results.machine.multiprocessors or None, __import__("os").environ.get("ASK", "off")
-    )
+    predictor = Predictor(source, results.capability, machine.multiprocessors or None, _cudnn_of(machine))
     for measured in results.measured:
         name = measured.case.name
         if not is_chosen(name, only):
@@ -146,6 +147,15 @@ def _not_measured(measured: Measured) -> str:
     if measured.status == "ok" and not (measured.peak_allocated and measured.peak_reserved):
         return "no memory was measured (a run with --device cpu?)"
     return ""
+
+
+def _cudnn_of(machine: Machine) -> str:
+    """The setting ``cudnn`` of the predictions: the installed one is asked where it is the release that was measured.
+
+    Others choose other kernels, and another release's answers are no better than none (docs/en/accuracy.md).
+    """
+    path = installed()
+    return "ask" if path is not None and Library(path).version == machine.cudnn else "off"
 
 
 @contextmanager
@@ -191,7 +201,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         machine = results.machine
-        print(f"{machine.gpu}, torch {machine.torch}, CUDA {machine.cuda}, cuDNN {machine.cudnn}\n{HEAD}")
+        asked = "asked for workspaces" if _cudnn_of(machine) == "ask" else "not installed here, or another: not asked"
+        print(f"{machine.gpu}, torch {machine.torch}, CUDA {machine.cuda}, cuDNN {machine.cudnn} ({asked})\n{HEAD}")
         every.add(
             compare_results(
                 results,

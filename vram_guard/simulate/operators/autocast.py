@@ -181,7 +181,7 @@ def _flat_in_half(weights: Any) -> list[torch.Tensor]:
     copies, offset = [], 0
     for weight in weights:
         part = flat.new_empty(0)
-        part.set_(flat.untyped_storage(), offset, weight.shape)
+        part.set_(flat.untyped_storage(), offset, weight.shape, weight.stride())
         copies.append(part.copy_(weight))
         offset += weight.numel()
     return copies
