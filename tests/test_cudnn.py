@@ -20,7 +20,7 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import cudnn, cudnn_choice, cudnn_library
 from vram_guard.step import Precision
-from vram_guard.timeline import CudnnAnswers, Timeline
+from vram_guard.timeline import Block, CudnnAnswers, Timeline
 
 AMPERE = cudnn.DeviceProperties.of((8, 6))
 
@@ -358,6 +358,60 @@ def test_the_most_of_other_kernels_is_a_copy_of_everything() -> None:
     activation, weight = 32 * 64 * 56 * 56 * 4, 64 * 64 * 4
     assert most(1, 64, 56) == 2 * activation + weight
     assert most(3, 64, 56, dilation=2) < most(3, 64, 56)
+
+
+def without_tf32(inputs: int, outputs: int, side: int, monkeypatch: pytest.MonkeyPatch, **settings: int) -> list[Block]:
+    """The workspaces of one convolution, forward and filter, in the second step."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    conv = torch.nn.Conv2d(inputs, outputs, 3, padding=1, bias=False, **settings)
+    found = timeline_of(conv, inputs, side).blocks
+    return [block for block in found if block.category == "workspace" and "convolution" in block.operator][-2:]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "side", "batch", "size"),
+    [
+        # Histories of an H200 (torch 2.11, cuDNN 9.19): ResNet-50, a U-Net, a VGG.
+        (64, 64, 56, 32, 116195328),
+        (128, 128, 28, 32, 60162048),
+        (512, 512, 7, 32, 56623104),
+        (256, 128, 32, 32, 117964800),
+        (64, 128, 32, 32, 57802752),
+        (64, 64, 96, 128, 1359544320),
+        (256, 512, 12, 128, 146276352),
+    ],
+)
+def test_gradients_of_filters_without_tf32_take_winograds_transforms(
+    inputs: int, outputs: int, side: int, batch: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _forward, gradient = without_tf32(inputs, outputs, side, monkeypatch)
+    assert not gradient.unknown
+    assert gradient.bytes_at(batch) == size
+
+
+@pytest.mark.parametrize(("channels", "settings"), [(32, {}), (64, {"stride": 2}), (64, {"dilation": 2})])
+def test_other_gradients_of_filters_do_not(
+    channels: int, settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(block.unknown for block in without_tf32(channels, channels, 56, monkeypatch, **settings))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "side", "batch", "size"),
+    [
+        (128, 128, 28, 32, 178847744),
+        (128, 128, 32, 32, 692649984),
+        (256, 128, 32, 32, 1385299968),
+        (64, 128, 48, 128, 553943040),
+        (512, 512, 12, 128, 764411904),
+    ],
+)
+def test_the_most_of_forward_passes_without_tf32_is_what_fft_took(
+    inputs: int, outputs: int, side: int, batch: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, _gradient = without_tf32(inputs, outputs, side, monkeypatch)
+    assert forward.unknown
+    assert forward.size.at(batch) >= size
 
 
 def test_half_precision_and_channels_last_have_nothing_unknown() -> None:

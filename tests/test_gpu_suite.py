@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -750,3 +751,30 @@ def test_no_rows_give_no_margin(tmp_path, capsys):
     path = published(tmp_path / "rows.json")
     assert margin.main([str(path)]) == 2
     assert "no rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_predictions_are_made_under_the_flags_that_were_measured(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeline may be traced anew for a batch size: the flags hold until the row is done."""
+    seen: list[bool] = []
+
+    def row(_self: object, measured: Measured) -> Row:
+        seen.extend((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        return Row("", measured.case.name, 1, 1, "", None)
+
+    monkeypatch.setattr(compare.Predictor, "row", row)
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    case = replace(FNO, tf32=tf32)
+    measured = Measured(case, "ok", 4, peaks=[[2, 2, 1]])
+    compare.compare_results(Results(machine=H100, measured=[measured]))
+    assert seen == [tf32, tf32]
+    assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == before
+
+
+def test_cudnn_is_asked_where_it_is_the_release_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "installed", lambda: Path("libcudnn.so.9"))
+    monkeypatch.setattr(compare, "Library", lambda _path: SimpleNamespace(version=91002))
+    assert compare._cudnn_of(H100) == "ask"
+    assert compare._cudnn_of(replace(H100, cudnn=91900)) == "off"
+    monkeypatch.setattr(compare, "installed", lambda: None)
+    assert compare._cudnn_of(H100) == "off"

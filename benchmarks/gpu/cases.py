@@ -119,7 +119,7 @@ class Case:
 
     def same_step(self) -> tuple[tuple[str, Any], ...]:
         """The settings that decide the trace: equal for cases that differ in batch size or in the allocator only."""
-        aside = {"batch_size", "fill", "allocator", "history", "seconds", "tf32"}
+        aside = {"batch_size", "fill", "allocator", "history", "seconds"}
         return tuple((name, value) for name, value in asdict(self).items() if name not in aside)
 
     def _formatted(self, model: torch.nn.Module) -> torch.nn.Module:

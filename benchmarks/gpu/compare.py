@@ -4,7 +4,8 @@
 
 A FOLDER holds ``results.json`` and perhaps ``histories.json.gz``; without any, all of ``benchmarks/gpu/results``.
 Rows are predicted for the compute capability and the free memory of the results' GPU, through vram_guard's public
-functions. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
+functions, under the flags for TF32 that were measured; an installed cuDNN of the measured release is asked for
+workspaces. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
 status is 1 where there is such a row, 2 for a file that cannot be read.
 """
 
@@ -18,15 +19,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.history import expanded
 from benchmarks.gpu.records import HISTORIES, RESULTS, Measured, read_histories, read_results
 from benchmarks.gpu.records import Results as MeasuredResults
 from benchmarks.gpu.replays import history_facts, told_history
 from benchmarks.gpu.table import HEAD, summary, told
 from benchmarks.harness.command import arguments_of, is_chosen
+from benchmarks.harness.environment import Machine
 from benchmarks.harness.records import Results, Row, write
 from vram_guard import AllocatorSettings, Timeline, trace
 from vram_guard.errors import InvalidInputError
+from vram_guard.simulate.operators.cudnn_library import Library, installed
 
 OWN_RESULTS = Path(__file__).parent / "results"
 
@@ -34,10 +39,13 @@ OWN_RESULTS = Path(__file__).parent / "results"
 class Predictor:
     """Traces each distinct step once."""
 
-    def __init__(self, source: str, capability: tuple[int, int], multiprocessors: int | None = None) -> None:
+    def __init__(
+        self, source: str, capability: tuple[int, int], multiprocessors: int | None = None, cudnn: str = "off"
+    ) -> None:
         self.source = source
         self.capability = capability
         self.multiprocessors = multiprocessors
+        self.cudnn = cudnn
         self._timelines: dict[Any, Timeline] = {}
 
     def timeline(self, measured: Measured) -> Timeline:
@@ -45,8 +53,9 @@ class Predictor:
         key = measured.case.same_step()
         if key not in self._timelines:
             step = measured.case.step()
-            traced = trace(step, compute_capability=self.capability, multiprocessors=self.multiprocessors)
-            self._timelines[key] = traced
+            self._timelines[key] = trace(
+                step, compute_capability=self.capability, multiprocessors=self.multiprocessors, cudnn=self.cudnn
+            )
         return self._timelines[key]
 
     def row(self, measured: Measured) -> Row:
@@ -107,7 +116,7 @@ def compare_results(
     source = f"{machine.gpu}, torch {machine.torch}"
     environment = {"gpu": machine.gpu, "driver": machine.driver, "torch": machine.torch, "python": machine.python}
     compared = Results(environment=environment)
-    predictor = Predictor(source, results.capability, results.machine.multiprocessors or None)
+    predictor = Predictor(source, results.capability, machine.multiprocessors or None, _cudnn_of(machine))
     for measured in results.measured:
         name = measured.case.name
         if not is_chosen(name, only):
@@ -118,11 +127,11 @@ def compare_results(
             continue
         row = Row(source, name, measured.peak_reserved or None, None, "", None, reason="not asked for")
         if predict:
-            with _reported(name, compared):
+            with _reported(name, compared), _tf32(measured.case.tf32):
                 row = predictor.row(measured)
                 tell(told(row))
         if histories and name in histories:
-            with _reported(f"history of {name}", compared):
+            with _reported(f"history of {name}", compared), _tf32(measured.case.tf32):
                 snapshot = expanded(histories[name], f"{where}: {name}")
                 timeline = predictor.timeline(measured) if predict else None
                 row.details["history"] = history_facts(measured, snapshot, timeline)
@@ -139,6 +148,29 @@ def _not_measured(measured: Measured) -> str:
     if measured.status == "ok" and not (measured.peak_allocated and measured.peak_reserved):
         return "no memory was measured (a run with --device cpu?)"
     return ""
+
+
+def _cudnn_of(machine: Machine) -> str:
+    """The setting ``cudnn`` of the predictions: the installed one is asked where it is the release that was measured.
+
+    Others choose other kernels, and another release's answers are no better than none (docs/en/accuracy.md).
+    """
+    path = installed()
+    return "ask" if path is not None and Library(path).version == machine.cudnn else "off"
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    """The flags that the measuring process had (``worker``): the trace reads them from torch, as a training does."""
+    flags = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [flag.allow_tf32 for flag in flags]
+    for flag in flags:
+        flag.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
 
 
 @contextmanager
@@ -170,7 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         machine = results.machine
-        print(f"{machine.gpu}, torch {machine.torch}, CUDA {machine.cuda}, cuDNN {machine.cudnn}\n{HEAD}")
+        asked = "asked for workspaces" if _cudnn_of(machine) == "ask" else "not installed here, or another: not asked"
+        print(f"{machine.gpu}, torch {machine.torch}, CUDA {machine.cuda}, cuDNN {machine.cudnn} ({asked})\n{HEAD}")
         every.add(
             compare_results(
                 results,

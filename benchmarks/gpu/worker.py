@@ -52,6 +52,7 @@ def size_that_fills(case: Case, free: int, capability: tuple[int, int], multipro
     from vram_guard import trace
     from vram_guard.timeline import largest_that_fits
 
+    _set_flags(case)
     timeline = trace(case.step(), compute_capability=capability, multiprocessors=multiprocessors)
     wanted = int(free * case.fill)
     return max(1, largest_that_fits(lambda size: timeline.replay(size).peak_reserved <= wanted, 2**20))
@@ -92,6 +93,12 @@ def run_case(
     if loop is not None and found["status"] == "ok" and case.alone and device == "cuda":
         found["update_seconds"] = timed(loop)
     return {**found, **after}, history
+
+
+def _set_flags(case: Case) -> None:
+    """Those of this process, which runs nothing but this case."""
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
+    torch.backends.cudnn.allow_tf32 = case.tf32
 
 
 def timed(loop: loops.RealLoop) -> list[float]:
@@ -136,8 +143,7 @@ class _OnCuda:
 
     def before(self) -> dict[str, Any]:
         """Make the context, see what is free, start the recorder."""
-        torch.backends.cuda.matmul.allow_tf32 = self.case.tf32
-        torch.backends.cudnn.allow_tf32 = self.case.tf32
+        _set_flags(self.case)
         torch.cuda.init()
         torch.cuda.synchronize()
         self.free, _ = torch.cuda.mem_get_info()

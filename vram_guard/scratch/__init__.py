@@ -4,7 +4,7 @@ A rule is a value that is asked for bytes: ``rule.bytes(numbers, card)``. The nu
 operands at one batch size; the card is what the kernel asks the device for before it decides.
 """
 
-from vram_guard.scratch._card import Card, Rule, threads_per_multiprocessor
+from vram_guard.scratch._card import Card, DropoutStates, Rule, threads_per_multiprocessor
 from vram_guard.scratch._iterator import reduced_iterator
 from vram_guard.scratch._norms import PartialGradient
 from vram_guard.scratch._reduction import Part, Reduction
@@ -13,6 +13,7 @@ from vram_guard.scratch._sorting import EMBEDDING_SORT_ABOVE, EmbeddingGradient,
 __all__ = [
     "EMBEDDING_SORT_ABOVE",
     "Card",
+    "DropoutStates",
     "EmbeddingGradient",
     "Part",
     "PartialGradient",

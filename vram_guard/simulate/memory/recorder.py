@@ -101,6 +101,7 @@ class Recorder:
         self._optional: set[int] = set()
         self._unknown: set[int] = set()
         self._scratch: dict[int, tuple[Rule, Sequence[int]]] = {}
+        self._taken: set[Rule] = set()
         self._live: dict[int, StorageRef] = {}
         self.host = HostRecorder()
         self.streams = StreamLog(lambda: len(self.events))
@@ -290,6 +291,14 @@ class Recorder:
         """Bytes that are taken and never given back (library workspaces)."""
         if not self._closed:
             self._categories[self._allocate(size, operator)] = category
+
+    def once(self, rule: Rule, operator: str) -> None:
+        """What a library takes at its first call and never gives back, by a rule."""
+        if not self._closed and rule not in self._taken:
+            self._taken.add(rule)
+            block = self._allocate(0, operator)
+            self._categories[block] = "workspace"
+            self._scratch[block] = rule, ()
 
     @property
     def blocks_so_far(self) -> int:

@@ -132,9 +132,16 @@ def _workspace(
         allow_tf32=torch.backends.cudnn.allow_tf32,
         deterministic=torch.backends.cudnn.deterministic,
     )
+    without_tf32 = element == "float32" and not call.allow_tf32 and _has_winograd(call, layout, groups)
+    if without_tf32 and _is_winograd(call):
+        return _Workspace(_winograd(call))
     found = cudnn.workspace(call)
-    if found is not None:
+    if found:
         return _Workspace(found)
+    if without_tf32 and direction != "backward_filter":
+        return _Workspace(unknown=max(_winograd(call), _fourier(call)))
+    if found is not None:
+        return _Workspace()
     if element == "float32":
         return _Workspace(unknown=_most(call, layout, groups))
     return _Workspace(_transposed_copies(layout, groups, source, out))
@@ -162,6 +169,44 @@ def _planar(values: Any, neutral: int) -> tuple[int, ...]:
     return (neutral, int(values[0])) if len(values) == 1 else tuple(int(value) for value in values)
 
 
+def _has_winograd(call: cudnn.Convolution, layout: torch.memory_format, groups: int) -> bool:
+    """``WINOGRAD_NONFUSED`` in cuDNN's developer guide: 3 x 3 with stride 1, in NCHW."""
+    by_shape = call.weight.sizes[2:] == (3, 3) and set(call.stride + call.dilation) == {1} and groups == 1
+    return by_shape and layout is torch.contiguous_format
+
+
+def _is_winograd(call: cudnn.Convolution) -> bool:
+    """Whether the weights' gradient in float32 without TF32 is taken by Winograd's transforms.
+
+    cuDNN 9.19 did so on an H200 in 16 of 17 shapes of ResNet-50, a U-Net and a VGG with at least 64 channels on both
+    sides, and in none of 6 with fewer. A cuDNN that is asked without a GPU never proposes it, nor FFT: the plans that
+    it can make without one call no cuBLAS.
+    """
+    return call.direction == "backward_filter" and min(call.source.sizes[1], call.out.sizes[1]) >= 64
+
+
+def _winograd(call: cudnn.Convolution) -> int:
+    """F(4x4, 3x3) with its transforms in memory of their own (:func:`_most`)."""
+    batch, channels, *plane = call.out.sizes
+    tiles = batch * math.prod(-(-size // 4) for size in plane)
+    return 4 * (36 * tiles * (call.source.sizes[1] + channels) + 4 * math.prod(call.weight.sizes))
+
+
+def _fourier(call: cudnn.Convolution) -> int:
+    """The most that ``FFT`` takes of a call without TF32: 0 where the plane is too large for it.
+
+    In planes of the next power of two, half of the frequencies: twice the transforms of the activation and the filters,
+    and the filters themselves. That is what forward passes took on an H200 in all 9 shapes that got FFT; gradients of
+    inputs took less.
+    """
+    side = 1 << (max(call.source.sizes[2:]) + 1).bit_length()
+    if side > 256:
+        return 0
+    batch, outputs, inputs = call.source.sizes[0], *call.weight.sizes[:2]
+    numbers = 2 * (batch * max(inputs, outputs) + inputs * outputs) * side * (side // 2 + 1)
+    return 8 * numbers + 4 * math.prod(call.weight.sizes)
+
+
 def _most(call: cudnn.Convolution, layout: torch.memory_format, groups: int) -> int:
     """The most that cuDNN's usual float32 kernels take for this call, where no cuDNN says it.
 
@@ -176,10 +221,8 @@ def _most(call: cudnn.Convolution, layout: torch.memory_format, groups: int) -> 
     Public traces of ResNet-50 on a V100 (pytorch/kineto) show workspaces of exactly these sizes, and smaller ones.
     FFT, which few shapes get, can take more.
     """
-    if call.weight.sizes[2:] == (3, 3) and set(call.stride + call.dilation) == {1} and groups == 1:
-        batch, channels, *plane = call.out.sizes  # the transforms are never less than the copies
-        tiles = batch * math.prod(-(-size // 4) for size in plane)
-        return 4 * (36 * tiles * (call.source.sizes[1] + channels) + 4 * math.prod(call.weight.sizes))
+    if _has_winograd(call, layout, groups):
+        return _winograd(call)  # the transforms are never less than the copies
     if layout is not torch.contiguous_format:
         return 0
     return 4 * sum(math.prod(tensor.sizes) for tensor in (call.source, call.weight, call.out))

@@ -161,6 +161,35 @@ def _appending_dtype(op: Any, with_dtype: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _rnn_in_half(op: Any, cache: CastCache) -> Callable[..., Any]:
+    """``_cudnn_rnn_cast_reflatten`` in AutocastRNN.cpp: float16, whatever dtype autocast has.
+
+    Weights that are not float16 are copied into one flat buffer at every call, and are no part of the cache.
+    """
+
+    def kernel(source: Any, weights: Any, stride: int, buffer: Any, state: Any, cell: Any, *rest: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            if _eligible(weights[0]) and weights[0].dtype != torch.float16:
+                weights, buffer = _flat_in_half(weights), None
+            source, state = cache.cast(source, torch.float16), cache.cast(state, torch.float16)
+            cell = None if cell is None else cache.cast(cell, torch.float16)
+            return op(source, weights, stride, buffer, state, cell, *rest)
+
+    return kernel
+
+
+def _flat_in_half(weights: Any) -> list[torch.Tensor]:
+    """Copies, which autograd follows, in one buffer, of which they are no views to autograd (``set_``)."""
+    flat = torch.zeros(sum(weight.numel() for weight in weights), dtype=torch.float16, device=weights[0].device)
+    copies, offset = [], 0
+    for weight in weights:
+        part = flat.new_empty(0)
+        part.set_(flat.untyped_storage(), offset, weight.shape, weight.stride())
+        copies.append(part.copy_(weight))
+        offset += weight.numel()
+    return copies
+
+
 def _low_precision(_args: tuple[Any, ...]) -> torch.dtype:
     return torch.get_autocast_dtype("cuda")
 
@@ -188,6 +217,7 @@ def _kernels(cache: CastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
             op = operator(name)
             if op is not None:
                 yield name, _casting(op, cache, dtype_of)
+    yield "_cudnn_rnn", _rnn_in_half(torch.ops.aten._cudnn_rnn.default, cache)
     for name in FLOAT32_BY_DTYPE:
         op = operator(name)
         if op is not None:

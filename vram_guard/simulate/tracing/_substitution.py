@@ -229,6 +229,26 @@ def modules_as_moved(model: nn.Module) -> list[nn.Module]:
     return [*found, model]
 
 
+def arrive(moved: list[torch.Tensor], recorder: Recorder) -> None:
+    """The weights come to the GPU; those that share one buffer come by themselves first.
+
+    ``RNNBase._apply`` of torch.nn moves its weights, and then ``flatten_parameters`` copies them into cuDNN's buffer.
+    """
+    for _storage, group in itertools.groupby(moved, lambda tensor: tensor.untyped_storage()._cdata):
+        tensors = list(group)
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        parts: list[int | None] = []
+        if (
+            len(tensors) > 1
+            and sum(sizes) == tensors[0].untyped_storage().nbytes()
+            and not recorder.host.holds(tensors[0])
+        ):
+            parts = [recorder.hold(size, "") for size in sizes]
+        for tensor in tensors:
+            recorder.track(tensor, "")
+        recorder.release(parts[::-1])
+
+
 @contextlib.contextmanager
 def symbolic_model(
     model: nn.Module, dtype: torch.dtype | None = None, recorder: Recorder | None = None

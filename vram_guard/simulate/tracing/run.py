@@ -44,6 +44,7 @@ from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_
 from vram_guard.simulate.tracing._quantised import packs
 from vram_guard.simulate.tracing._said import note_absent_kernels, note_work_between
 from vram_guard.simulate.tracing._substitution import (
+    arrive,
     build_symbolically,
     check_module,
     process_state_restored,
@@ -364,8 +365,7 @@ class _Run:
         else:
             put(moved, self.first_place, recorder)
             moved.clear()  # what is divided dies, as for real
-        for tensor in moved:
-            recorder.track(tensor, "")
+        arrive(moved, recorder)
         recorder.classify(moved, "parameters")  # scales of quantised weights among them
         recorder.classify(model.buffers(), "buffers")
         recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")

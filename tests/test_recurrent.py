@@ -1,0 +1,113 @@
+"""Recurrent layers as cuDNN runs them: requests of real trainings on an H200 (torch 2.11, cuDNN 9.19)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from vram_guard.scratch import Card
+from vram_guard.simulate.tracing.run import run_step
+from vram_guard.step import TrainingStep
+from vram_guard.timeline import Timeline
+
+#: What the allocator's history shows of an H200's ``cudnnDropoutGetStatesSize``.
+H200 = Card((9, 0), 132)
+
+
+class _Last(nn.Module):
+    """Reads a sequence, and keeps the outputs."""
+
+    def __init__(self, kind: type[nn.RNNBase], inputs: int, width: int, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.rnn = kind(inputs, width, num_layers=2, batch_first=True, dropout=dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]  # type: ignore[no-any-return]
+
+
+def _traced(
+    kind: type[nn.RNNBase], steps: int, inputs: int, width: int, batch_size: int, precision: str = "32-true"
+) -> Timeline:
+    step = TrainingStep(
+        lambda: _Last(kind, inputs, width),
+        lambda size: torch.zeros(size, steps, inputs).requires_grad_(),
+        lambda model, batch: model(batch).float().sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        precision=precision,
+    )
+    return run_step(step, batch_size, H200.capability)
+
+
+def _made(timeline: Timeline, phase: str) -> list[int]:
+    """Requests of the recurrent layer in the second step, in order."""
+    starts = [(one.name, one.step, one.start) for one in timeline.phases]
+    begin = next(start for name, step, start in starts if (name, step) == (phase, 2))
+    end = next((start for _name, _step, start in starts if start > begin), len(timeline.events))
+    made = [timeline.blocks[event] for event in timeline.events[begin:end] if event >= 0]
+    return [block.bytes_at(1, H200) for block in made if "_cudnn_rnn" in block.operator]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "copied", "state", "workspace", "reserve"),
+    [
+        (nn.LSTM, (128, 512, 512, 64), 16777216, 262144, 153617152, 185073920),
+        (nn.GRU, (128, 512, 512, 64), 16777216, 262144, 131334912, 218628352),
+        (nn.LSTM, (8, 128, 256, 16), 65536, 32768, 21627264, 1446144),
+    ],
+)
+def test_the_forward_takes_what_cudnn_took(
+    kind: type[nn.RNNBase], sizes: tuple[int, ...], copied: int, state: int, workspace: int, reserve: int
+) -> None:
+    steps, _inputs, width, batch = sizes
+    output = steps * batch * width * 4
+    states = [state] * (2 if kind is nn.LSTM else 1)
+    assert _made(_traced(kind, *sizes), "forward") == [copied, output, *states, workspace, reserve]
+
+
+def test_the_backward_takes_the_workspace_twice_and_gradients_in_one_buffer() -> None:
+    """The recorded order: zeros for the states' gradients; copies of input and output's gradient, results, workspace;
+    a copy of the input, the weights' gradients, workspace."""
+    state, sequence, workspace, weights = 262144, 16777216, 153617152, 16809984
+    expected = [*([state] * 2), *([sequence] * 3), *([state] * 2), workspace, sequence, weights, workspace]
+    assert _made(_traced(nn.LSTM, 128, 512, 512, 64), "backward") == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "extra"),
+    [(nn.LSTM, 1, 26104320), (nn.LSTM, 64, 93586432), (nn.GRU, 1, 23865856), (nn.GRU, 64, 82445312)],
+)
+def test_half_precision_takes_what_cudnn_took_beside_the_results(
+    kind: type[nn.RNNBase], batch_size: int, extra: int
+) -> None:
+    """Single calls in float16, measured by themselves: the workspace, and a copy of the input where it is not one
+    sequence, which is contiguous in either order."""
+    made = _made(_traced(kind, 128, 512, 512, batch_size, "16-true"), "forward")
+    beside = [made[-2]] if batch_size == 1 else [made[0], made[-2]]
+    assert sum(-(-size // 512) * 512 for size in beside) == extra
+
+
+def test_autocast_runs_them_in_float16_over_a_flat_copy_of_the_weights() -> None:
+    """AutocastRNN.cpp: float16 in bfloat16's autocast, too."""
+    made = _traced(nn.LSTM, 8, 128, 256, 16, "bf16-mixed")
+    elements = sum(parameter.numel() for parameter in _Last(nn.LSTM, 128, 256).parameters())
+    flat = [block.size.base for block in made.blocks if block.operator == "aten.zeros.default"]
+    assert flat.count(elements * 2) == 2  # once in each of two steps
+    output, reserve = 8 * 16 * 256 * 2, 11 * 8 * 16 * 256 * 2 + 8 * 16 * 256 // 8 + 256
+    forward = _made(made, "forward")
+    assert output in forward
+    assert reserve in forward
+
+
+def test_the_states_of_dropout_are_taken_once() -> None:
+    made = _traced(nn.LSTM, 8, 128, 256, 16)
+    taken = [block for block in made.blocks if block.category == "workspace" and "_cudnn_rnn" in block.operator]
+    assert [block.bytes_at(16, H200) for block in taken] == [6488064]
+
+
+def test_weights_come_to_the_gpu_before_their_buffer() -> None:
+    """The recorded order of an LSTM: each weight, the buffer; then the weights are freed."""
+    made = _traced(nn.LSTM, 128, 512, 512, 1)
+    by_layer = [4194304, 4194304, 8192, 8192]
+    assert [block.size.base for block in made.blocks[:9]] == [*by_layer, *by_layer, 16809984]
+    assert made.events[:17] == (*range(9), *(~block for block in range(8)))
