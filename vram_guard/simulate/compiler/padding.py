@@ -1,9 +1,9 @@
 """Matrix products that Inductor pads to aligned sizes where that is faster (``torch/_inductor/fx_passes/pad_mm.py``).
 
-It measures both on the GPU. Without one, what decides is whether tensor cores compute the product: cuBLAS's kernels for
-these read 16 bytes at a time (cuBLAS library documentation, "Tensor Core Usage"), and rows that do not begin at a
-multiple of them leave only slow kernels. On an H200 with torch 2.11 the three products of 50,257 words are padded in
-bfloat16, and are not in float32.
+It measures both on the GPU. Without one, what decides is whether rows begin at multiples of 4 bytes: no fewer can be
+copied to shared memory asynchronously (PTX ISA, ``cp.async``), which kernels for tensor cores are built on. On an H200
+with torch 2.11 the three products over GPT-2's 50,257 words are padded in bfloat16 and are not in float32, and those
+over BERT's 30,522 are not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch._inductor.fx_passes.pad_mm
 
 from vram_guard.budget.catalogue import GPU, catalogue
 
-#: Bytes to which tensor cores want rows aligned.
-_ALIGNED: Final = 16
+#: Bytes to which kernels for tensor cores want rows aligned at least.
+_ALIGNED: Final = 4
 
 #: Torch's own share of the card's FLOP a byte above which a product counts as compute bound (``is_mm_compute_bound``).
 _BALANCE: Final = 0.5
@@ -47,9 +47,9 @@ def padding_decided(capability: tuple[int, int]) -> tuple[Any, dict[str, Any]]:
 
 def is_padded(mat1: torch.Tensor, mat2: torch.Tensor, capability: tuple[int, int]) -> bool:
     """True if a product of these matrices, or of batches of them, is padded on a GPU of this compute capability."""
-    rows, inner, columns = mat1.shape[-2], mat1.shape[-1], mat2.shape[-1]
-    sizes = [size for size in (rows, inner, columns) if size != 1]
-    if all(size * mat1.element_size() % _ALIGNED == 0 for size in sizes):
+    rows, inner, columns = map(_known, (*mat1.shape[-2:], mat2.shape[-1]))
+    begins = (_row_of(mat1), _row_of(mat2), columns if rows != 1 else 0)
+    if all(row * mat1.element_size() % _ALIGNED == 0 for row in begins):
         return False
     cards = [card for card in catalogue() if card.compute_capability == capability]
     flops = _flops_of(mat1.dtype)
@@ -61,12 +61,24 @@ def is_padded(mat1: torch.Tensor, mat2: torch.Tensor, capability: tuple[int, int
     return bool(rows * inner * columns > _BALANCE * min(balances, default=0.0) * moved)
 
 
+def _known(size: int | torch.SymInt) -> int:
+    """A size that may be a symbol, without a guard on what it is now."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _row_of(matrix: torch.Tensor) -> int:
+    """Elements from one row to the next, or from one column where they lie in a row; 0 where there is but one."""
+    strides = (
+        _known(stride) for stride, size in zip(matrix.stride()[-2:], matrix.shape[-2:], strict=True) if size != 1
+    )
+    found = max(strides, default=0)
+    return found if found > 1 else 0
+
+
 def _flops_of(dtype: torch.dtype) -> Callable[[GPU], int]:
     """FLOP a second of a card's tensor cores; 0 where they do not compute in this dtype."""
     if dtype is torch.float16:
         return lambda card: card.fp16_flops or 0
     if dtype is torch.bfloat16:
         return lambda card: card.bf16_flops or 0
-    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return lambda card: card.tf32_flops or 0
     return lambda _card: 0
