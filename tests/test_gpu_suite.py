@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_cases import MISSING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -470,6 +471,34 @@ def test_requests_that_were_not_predicted_are_named(fno):
     told = replays.requests(measured, more, predictor.timeline(measured))
     assert told.startswith("the first 0 of ")
     assert "not predicted: 1 x 123456" in told
+
+
+COMPILED = Case("small_cnn", 4, optimizer="sgd", compiled="model")
+
+
+@pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
+def test_compiled_cases_are_predicted_as_compiled_for_one_batch_size():
+    measured = Measured(COMPILED, "ok", 4, peaks=[[1, 1, 1]], free=79 * GIB)
+    predictor = compare.Predictor("a card", (9, 0), 132)
+    found = predictor.timeline(measured)
+    assert found.compiled.graphs == 2
+    assert found.multiprocessors == 132
+    assert predictor.timeline(replace(measured, case=replace(COMPILED, history=True))) is found
+    uncompiled = predictor.timeline(replace(measured, case=replace(COMPILED, compiled="")))
+    assert uncompiled.compiled is None
+    assert found.at(4).peak_allocated < uncompiled.at(4).peak_allocated
+    assert predictor.timeline(replace(measured, batch_size=3)).at(3).peak_allocated < found.at(4).peak_allocated
+
+
+def test_compiled_cases_that_could_not_be_compiled_are_told_and_not_compared(monkeypatch):
+    monkeypatch.setattr(compare, "LONGEST_COMPILED", 0.01)
+    measured = Measured(COMPILED, "ok", 4, peaks=[[1, 1, 1]], free=79 * GIB)
+    lines = []
+    compared = compare.compare_results(Results(H100, [measured]), tell=lines.append)
+    assert (compared.rows, compared.failed) == ([], {})
+    (reason,) = compared.not_reproduced.values()
+    assert reason.startswith("not compiled: ")
+    assert lines == [f"{COMPILED.name}: {reason}"]
 
 
 # Files that are not what they should be

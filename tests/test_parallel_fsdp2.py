@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from parallel_cases import LENGTH, WORDS, Net, step
 from torch import nn
+from torch._subclasses import fake_tensor
 
 from vram_guard import Parallel, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
@@ -59,6 +60,20 @@ def test_more_ranks_than_rows_are_traced_as_quickly():
     rows = {name: parameter.shape[0] for name, parameter in Net().named_parameters()}
     assert sum(sizes(many, "parameters")) == sum(shard(p, 2**17) for p in Net().parameters())
     assert max(rows.values()) < 2**17
+
+
+@pytest.mark.parametrize("name", ["init_gpu_context", "init_cuda_context"])
+def test_dtensors_make_no_context_on_a_gpu(monkeypatch, name):
+    """A torch with CUDA on a machine without a GPU has none to make it on."""
+    if not hasattr(fake_tensor, name):
+        pytest.skip("another release's name")
+
+    def without_a_driver(*_args):
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(fake_tensor, name, without_a_driver)
+    assert traced(Parallel(8, kind="fsdp2")).tier == "symbolic"
+    assert fake_tensor.__dict__[name] is without_a_driver
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -29,15 +29,21 @@ from benchmarks.gpu.table import HEAD, summary, told
 from benchmarks.harness.command import arguments_of, is_chosen
 from benchmarks.harness.environment import Machine
 from benchmarks.harness.records import Results, Row, write
-from vram_guard import AllocatorSettings, Timeline, trace
+from vram_guard import AllocatorSettings, Timeline, TrainingStep, trace
 from vram_guard.errors import InvalidInputError
+from vram_guard.simulate.compiled import Compiler, NotCompiledError
+from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
 from vram_guard.simulate.operators.cudnn_library import Library, installed
+from vram_guard.simulate.tracing.run import run_step
 
 OWN_RESULTS = Path(__file__).parent / "results"
 
+#: Seconds that one compilation may take.
+LONGEST_COMPILED = 600.0
+
 
 class Predictor:
-    """Traces each distinct step once."""
+    """Traces each distinct step once; code under ``torch.compile`` as compiled, in a copy of this process."""
 
     def __init__(
         self, source: str, capability: tuple[int, int], multiprocessors: int | None = None, cudnn: str = "off"
@@ -49,14 +55,27 @@ class Predictor:
         self._timelines: dict[Any, Timeline] = {}
 
     def timeline(self, measured: Measured) -> Timeline:
-        """The case's two steps, for every batch size."""
-        key = measured.case.same_step()
+        """The case's two steps, for every batch size; those of compiled code for the measured one alone.
+
+        Raises:
+            NotCompiledError: the compiled step could not be followed.
+        """
+        case, size = measured.case, measured.batch_size
+        key = (case.same_step(), size if case.compiled else None)
         if key not in self._timelines:
-            step = measured.case.step()
-            self._timelines[key] = trace(
-                step, compute_capability=self.capability, multiprocessors=self.multiprocessors, cudnn=self.cudnn
-            )
+            self._timelines[key] = self._compiled(case.step(), size) if case.compiled else self._traced(case.step())
         return self._timelines[key]
+
+    def _traced(self, step: TrainingStep) -> Timeline:
+        known: dict[str, Any] = {"compute_capability": self.capability, "multiprocessors": self.multiprocessors}
+        return trace(step, **known, cudnn=self.cudnn)
+
+    def _compiled(self, step: TrainingStep, size: int) -> Timeline:
+        def followed(asked: int) -> Timeline:
+            return run_step(step, asked, self.capability, compiled=True)
+
+        chosen = under(checked_choice(self.cudnn), followed)
+        return Compiler(chosen, LONGEST_COMPILED)(size).on(self.multiprocessors)
 
     def row(self, measured: Measured) -> Row:
         """The measured case and its prediction, under the memory that was free."""
@@ -127,9 +146,14 @@ def compare_results(
             continue
         row = Row(source, name, measured.peak_reserved or None, None, "", None, reason="not asked for")
         if predict:
-            with _reported(name, compared), _tf32(measured.case.tf32):
-                row = predictor.row(measured)
-                tell(told(row))
+            try:
+                with _reported(name, compared), _tf32(measured.case.tf32):
+                    row = predictor.row(measured)
+                    tell(told(row))
+            except NotCompiledError as error:
+                tell(f"{name}: not compiled: {error}")
+                compared.not_reproduced[name] = f"not compiled: {error}"
+                continue
         if histories and name in histories:
             with _reported(f"history of {name}", compared), _tf32(measured.case.tf32):
                 snapshot = expanded(histories[name], f"{where}: {name}")
@@ -175,9 +199,11 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def _reported(name: str, compared: Results) -> Iterator[None]:
-    """A failure inside becomes an entry of ``failed``; Ctrl-C passes."""
+    """A failure inside becomes an entry of ``failed``; Ctrl-C passes, and so does what the compiler could not do."""
     try:
         yield
+    except NotCompiledError:
+        raise
     except Exception:  # noqa: BLE001 - one row must not stop the others
         compared.failed[name] = traceback.format_exc()
 

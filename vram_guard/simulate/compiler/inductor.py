@@ -1,7 +1,7 @@
 """Inductor for a CUDA device that is not there: it writes its code as always, and its kernels do nothing.
 
 The code that it writes lies in memory, and no file is made. No kernel is compiled, no process is started and nothing is
-measured: what torch would find out by measuring (the padding of matrix products) is left as it is written.
+measured: what torch would find out by measuring (the padding of matrix products) follows from rules.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch.utils._triton
 from vram_guard.forks.fork import write_all
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiler.fake_tensors import graph_on_cuda, moved_to_cuda, on_cuda
+from vram_guard.simulate.compiler.padding import padding_decided
 from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.operators.higher_order import kernel_under
@@ -59,7 +60,6 @@ _CONFIG = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "compile_threads": 1,
-    "shape_padding": False,
     "size_asserts": False,
     "alignment_asserts": False,
 }
@@ -242,6 +242,7 @@ def inductor_without_gpu(state: FakeCudaState, mode: type, capability: tuple[int
                 },
             ),
             (torch.cuda, {"_DeviceGuard": _DeviceGuard, "default_generators": (generator,)}),
+            padding_decided(capability),
             *_passes(state),
         ):
             stack.enter_context(replaced(target, values))

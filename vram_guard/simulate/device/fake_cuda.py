@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 from torch.utils._device import DeviceContext
 
@@ -359,6 +360,9 @@ _FACTORIES = (
     "eye",
 )
 
+#: Functions of torch's fake tensors that make a context on the GPU.
+_CONTEXT = ("init_gpu_context", "init_cuda_context")
+
 #: Others that may be given a GPU by its number, which torch would ask the driver about.
 _OTHER_FACTORIES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
@@ -466,6 +470,8 @@ def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[Non
         # flatten_parameters would call cuDNN; the stand-ins of an RNN's weights are flat from the start.
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
         (torch._C, {group: _group_by_device(getattr(torch._C, group), state)}),
+        # torch's own fake tensors of CUDA (DTensor makes them) would first put a real tensor there.
+        (fake_tensor, {name: lambda *_args: None for name in _CONTEXT if hasattr(fake_tensor, name)}),
     )
     with contextlib.ExitStack() as stack:
         undone: list[Callable[[], None]] = []
