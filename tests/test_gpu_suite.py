@@ -262,6 +262,7 @@ def pretended_gpu(monkeypatch, fno):
         "memory_stats": {"num_alloc_retries": 1, "allocation.all.allocated": 99},
     }.items():
         monkeypatch.setattr(cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cuda, "Event", PretendedEvent)
     monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda *_, **__: None)
     monkeypatch.setattr(cuda.memory, "_snapshot", taken)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: state.update(cleared=True), raising=False)
@@ -287,6 +288,28 @@ class PretendedLoop:
         if self.error is not None:
             raise self.error
 
+    def place_batch(self):
+        self.batches = getattr(self, "batches", 0) + 1
+
+    def repeat(self):
+        self.repeated = getattr(self, "repeated", 0) + 1
+
+
+class PretendedEvent:
+    """An event on a device that needs 2 ms between any two."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        PretendedEvent.made += 1
+        self.number = PretendedEvent.made
+
+    def elapsed_time(self, end):
+        return 2.0 * (end.number - self.number)
+
 
 def test_a_case_on_the_gpu_records_everything(pretended_gpu, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.loop.RealLoop", PretendedLoop)
@@ -300,7 +323,28 @@ def test_a_case_on_the_gpu_records_everything(pretended_gpu, monkeypatch):
     (workspace,) = measured.workspaces
     assert (workspace["size"], workspace["thread"]) == (8519680, "autograd")
     assert measured.has_history
+    assert measured.update_seconds == [0.002] * worker.MOST_TIMED
+    assert len(measured.batch_seconds) == worker.TIMED_BATCHES
+    assert len(measured.start_seconds) == worker.TIMED_STARTS
     assert history["size"][-1] == 8519680
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_timed_updates_run_on_the_batch_that_is_there(precision, monkeypatch):
+    loop = RealLoop(Case("fno", 1, precision=precision, optimizer="sgd", accumulate=2).step(), 1, "cpu")
+    loop.run(1, lambda: None)
+    loop.place_batch()
+    batch, before = loop.batch, [p.detach().clone() for p in loop.model.parameters()]
+
+    def asked(*_):
+        raise AssertionError("a batch was made, or the device was waited for")
+
+    monkeypatch.setattr(loop, "place_batch", asked)
+    if loop.scaler is not None:
+        monkeypatch.setattr(loop.scaler, "get_scale", asked)
+    loop.repeat()
+    assert loop.batch is batch
+    assert any(not torch.equal(old, new) for old, new in zip(before, loop.model.parameters(), strict=True))
 
 
 def test_running_out_of_memory_is_a_result(pretended_gpu, monkeypatch):
