@@ -158,6 +158,38 @@ def _appending_dtype(op: Any, with_dtype: Any) -> Callable[..., Any]:
     return kernel
 
 
+def _recurrent(cache: CastCache) -> Callable[..., Any]:
+    """Recurrent layers of cuDNN run in float16 whatever the autocast dtype is: ``_cudnn_rnn_cast_reflatten``.
+
+    ``ATen/cudnn/AutocastRNN.cpp`` copies the weights into one flat buffer anew each time, as autograd sees it, so that
+    each weight's gradient is cast back by itself.
+    """
+    op = torch.ops.aten._cudnn_rnn.default
+
+    def kernel(source: torch.Tensor, weights: Any, stride: int, buffer: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            weights = list(weights)
+            if _eligible(weights[0]) and weights[0].dtype != torch.float16:
+                weights = _flat_copies(weights, torch.float16)
+            source, args = map_tensors_in(lambda tensor: cache.cast(tensor, torch.float16), (source, args))
+            return op(source, weights, stride, buffer, *args, **kwargs)
+
+    return kernel
+
+
+def _flat_copies(weights: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """As ``copy_weights_to_flat_buf_views``: a buffer of zeros, and weights set to its parts (not views of it)."""
+    flat = torch.zeros(sum(weight.numel() for weight in weights), dtype=dtype, device=weights[0].device)
+    copies = []
+    offset = 0
+    for weight in weights:
+        part = torch.empty(0, dtype=dtype, device=flat.device)
+        part.set_(flat.untyped_storage(), offset, weight.shape, weight.stride())
+        copies.append(part.copy_(weight))
+        offset += weight.numel()
+    return copies
+
+
 def _low_precision(_args: tuple[Any, ...]) -> torch.dtype:
     return torch.get_autocast_dtype("cuda")
 
@@ -185,6 +217,7 @@ def _kernels(cache: CastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
             op = operator(name)
             if op is not None:
                 yield name, _casting(op, cache, dtype_of)
+    yield "_cudnn_rnn", _recurrent(cache)
     for name in FLOAT32_BY_DTYPE:
         op = operator(name)
         if op is not None:
