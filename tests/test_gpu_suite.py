@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -345,6 +346,36 @@ def test_timed_updates_run_on_the_batch_that_is_there(precision, monkeypatch):
     loop.repeat()
     assert loop.batch is batch
     assert any(not torch.equal(old, new) for old, new in zip(before, loop.model.parameters(), strict=True))
+
+
+def test_a_profiled_update_lists_what_ran_on_the_device(monkeypatch):
+    class Seen:
+        """The profiler of a device, which this machine does not have."""
+
+        def __init__(self, activities):
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_error):
+            pass
+
+        def events(self):
+            for kind, name, microseconds in (
+                ("CUDA", "gemm", 5),
+                ("CUDA", "add", 2),
+                ("CUDA", "add", 4),
+                ("CPU", "x", 9),
+            ):
+                span = SimpleNamespace(elapsed_us=lambda microseconds=microseconds: microseconds)
+                yield SimpleNamespace(device_type=getattr(torch.autograd.DeviceType, kind), name=name, time_range=span)
+
+    monkeypatch.setattr(worker, "profile", Seen)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    loop = PretendedLoop(None, 1, "cuda")
+    assert list(worker.kernels_of(loop).items()) == [("add", [2, 6e-06]), ("gemm", [1, 5e-06])]
+    assert loop.repeated == 1
 
 
 def test_running_out_of_memory_is_a_result(pretended_gpu, monkeypatch):

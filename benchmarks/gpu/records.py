@@ -64,6 +64,8 @@ class Measured:
     a history the recorder's stacks as well."""
     start_seconds: list[float] = field(default_factory=list)
     """Of the host starting one update on an idle device; those of a GradScaler contain its waiting for the device."""
+    kernels: dict[str, list[float]] = field(default_factory=dict)
+    """Of one more update, where the case asks for it: a kernel's name -> how often it ran, and its seconds in all."""
     seconds: float = 0.0
     """Of the whole process."""
 

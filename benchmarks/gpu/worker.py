@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import loop as loops
 from benchmarks.gpu.cases import Case
@@ -28,6 +30,10 @@ LONGEST_TIMED = 1.0
 #: Batches that are made for their time, and updates whose start on the host is timed. The first updates warm up.
 TIMED_BATCHES = 3
 TIMED_STARTS = 3
+
+#: Kernels that are kept of a profiled update, and characters of their names, which can be templates of a whole page.
+MOST_KERNELS = 60
+LONGEST_KERNEL_NAME = 160
 
 #: Entries that the allocator's recorder keeps. A step of these cases has 2,000 to 30,000.
 MOST_ENTRIES = 200_000
@@ -97,6 +103,8 @@ def run_case(
     after, history = run.after()
     if loop is not None and found["status"] == "ok" and case.alone and device == "cuda":
         found.update(timed(loop, torch.cuda))
+        if case.profiled:
+            found["kernels"] = kernels_of(loop)
     return {**found, **after}, history
 
 
@@ -128,6 +136,24 @@ def timed(loop: loops.RealLoop, cuda: Any) -> dict[str, list[float]]:
         "start_seconds": started,
         "update_seconds": [round(each / 1000, 6) for each in milliseconds],
     }
+
+
+def kernels_of(loop: loops.RealLoop) -> dict[str, list[float]]:
+    """What runs on the device during one update, copies included: name -> [count, seconds], the longest first.
+
+    Empty where the profiler is not allowed to see the device.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        loop.repeat()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiled.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            kernel = found.setdefault(event.name[:LONGEST_KERNEL_NAME], [0, 0.0])
+            kernel[0] += 1
+            kernel[1] += event.time_range.elapsed_us() / 1e6
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]
+    return {name: [count, round(seconds, 7)] for name, (count, seconds) in longest}
 
 
 def _seconds(work: Callable[[], None], cuda: Any) -> tuple[float, float]:
