@@ -378,6 +378,17 @@ def test_a_profiled_update_lists_what_ran_on_the_device(monkeypatch):
     assert loop.repeated == 1
 
 
+def test_what_fails_while_it_is_timed_has_measured_its_memory(pretended_gpu, monkeypatch):
+    def fails(loop, cuda):
+        raise torch.cuda.OutOfMemoryError("no room for another batch")
+
+    monkeypatch.setattr("benchmarks.gpu.loop.RealLoop", PretendedLoop)
+    monkeypatch.setattr(worker, "timed", fails)
+    data, _ = worker.run_case(FNO, 4, "cuda", None)
+    assert (data["status"], data["message"]) == ("ok", "not timed: no room for another batch")
+    assert data["peaks"]
+
+
 def test_running_out_of_memory_is_a_result(pretended_gpu, monkeypatch):
     monkeypatch.setattr(PretendedLoop, "error", torch.cuda.OutOfMemoryError("Tried to allocate 2 GiB"))
     monkeypatch.setattr("benchmarks.gpu.loop.RealLoop", PretendedLoop)
