@@ -264,6 +264,7 @@ def pretended_gpu(monkeypatch, fno):
         "memory_stats": {"num_alloc_retries": 1, "allocation.all.allocated": 99},
     }.items():
         monkeypatch.setattr(cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cuda, "Event", PretendedEvent)
     monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda *_, **__: None)
     monkeypatch.setattr(cuda.memory, "_snapshot", taken)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: state.update(cleared=True), raising=False)
@@ -289,6 +290,28 @@ class PretendedLoop:
         if self.error is not None:
             raise self.error
 
+    def place_batch(self):
+        self.batches = getattr(self, "batches", 0) + 1
+
+    def repeat(self):
+        self.repeated = getattr(self, "repeated", 0) + 1
+
+
+class PretendedEvent:
+    """An event on a device that needs 2 ms between any two."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        PretendedEvent.made += 1
+        self.number = PretendedEvent.made
+
+    def elapsed_time(self, end):
+        return 2.0 * (end.number - self.number)
+
 
 def test_a_case_on_the_gpu_records_everything(pretended_gpu, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.loop.RealLoop", PretendedLoop)
@@ -302,7 +325,69 @@ def test_a_case_on_the_gpu_records_everything(pretended_gpu, monkeypatch):
     (workspace,) = measured.workspaces
     assert (workspace["size"], workspace["thread"]) == (8519680, "autograd")
     assert measured.has_history
+    assert measured.update_seconds == [0.002] * worker.MOST_TIMED
+    assert len(measured.batch_seconds) == worker.TIMED_BATCHES
+    assert len(measured.start_seconds) == worker.TIMED_STARTS
     assert history["size"][-1] == 8519680
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_timed_updates_run_on_the_batch_that_is_there(precision, monkeypatch):
+    loop = RealLoop(Case("fno", 1, precision=precision, optimizer="sgd", accumulate=2).step(), 1, "cpu")
+    loop.run(1, lambda: None)
+    loop.place_batch()
+    batch, before = loop.batch, [p.detach().clone() for p in loop.model.parameters()]
+
+    def asked(*_):
+        raise AssertionError("a batch was made, or the device was waited for")
+
+    monkeypatch.setattr(loop, "place_batch", asked)
+    if loop.scaler is not None:
+        monkeypatch.setattr(loop.scaler, "get_scale", asked)
+    loop.repeat()
+    assert loop.batch is batch
+    assert any(not torch.equal(old, new) for old, new in zip(before, loop.model.parameters(), strict=True))
+
+
+def test_a_profiled_update_lists_what_ran_on_the_device(monkeypatch):
+    class Seen:
+        """The profiler of a device, which this machine does not have."""
+
+        def __init__(self, activities):
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_error):
+            pass
+
+        def events(self):
+            for kind, name, microseconds in (
+                ("CUDA", "gemm", 5),
+                ("CUDA", "add", 2),
+                ("CUDA", "add", 4),
+                ("CPU", "x", 9),
+            ):
+                span = SimpleNamespace(elapsed_us=lambda microseconds=microseconds: microseconds)
+                yield SimpleNamespace(device_type=getattr(torch.autograd.DeviceType, kind), name=name, time_range=span)
+
+    monkeypatch.setattr(worker, "profile", Seen)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    loop = PretendedLoop(None, 1, "cuda")
+    assert list(worker.kernels_of(loop).items()) == [("add", [2, 6e-06]), ("gemm", [1, 5e-06])]
+    assert loop.repeated == 1
+
+
+def test_what_fails_while_it_is_timed_has_measured_its_memory(pretended_gpu, monkeypatch):
+    def fails(loop, cuda):
+        raise torch.cuda.OutOfMemoryError("no room for another batch")
+
+    monkeypatch.setattr("benchmarks.gpu.loop.RealLoop", PretendedLoop)
+    monkeypatch.setattr(worker, "timed", fails)
+    data, _ = worker.run_case(FNO, 4, "cuda", None)
+    assert (data["status"], data["message"]) == ("ok", "not timed: no room for another batch")
+    assert data["peaks"]
 
 
 def test_running_out_of_memory_is_a_result(pretended_gpu, monkeypatch):

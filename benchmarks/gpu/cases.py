@@ -40,6 +40,7 @@ class Case:
         layout: a key of ``techniques.LAYOUTS``: the process is one rank of several, the others are pretended.
         allocator: PYTORCH_CUDA_ALLOC_CONF of the process; "" for PyTorch's defaults.
         history: keep the allocator's recorded history.
+        profiled: keep the device's seconds of one update, kernel by kernel.
         seconds: expected on an H100 with the process start: a guess until measured; it only orders and budgets.
     """
 
@@ -60,6 +61,7 @@ class Case:
     layout: str = ""
     allocator: str = ""
     history: bool = False
+    profiled: bool = False
     seconds: float = 4.0
 
     @property
@@ -119,7 +121,7 @@ class Case:
 
     def same_step(self) -> tuple[tuple[str, Any], ...]:
         """The settings that decide the trace: equal for cases that differ in batch size or in the allocator only."""
-        aside = {"batch_size", "fill", "allocator", "history", "seconds"}
+        aside = {"batch_size", "fill", "allocator", "history", "profiled", "seconds"}
         return tuple((name, value) for name, value in asdict(self).items() if name not in aside)
 
     def _formatted(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -175,22 +177,22 @@ CASES: tuple[Case, ...] = (
     # Precisions.
     Case("resnet50", 64, precision="16-mixed", optimizer="sgd", history=True),
     Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", channels_last=True, history=True),
-    Case("resnet50", 64, optimizer="sgd", tf32=True),
+    Case("resnet50", 64, optimizer="sgd", tf32=True, profiled=True),
     Case("resnet50", 64, optimizer="sgd", channels_last=True, tf32=True),
     Case("gpt2", 16, precision="bf16-mixed", history=True),
     Case("gpt2", 16, precision="16-mixed"),
-    Case("gpt2", 8, tf32=True),
-    Case("gpt2", 16, precision="bf16-true"),
+    Case("gpt2", 8, tf32=True, profiled=True),
+    Case("gpt2", 16, precision="bf16-true", profiled=True),
     Case("bert", 32, precision="bf16-mixed", history=True),
-    Case("bert", 32, precision="16-mixed"),
-    Case("llama", 8),
-    Case("llama", 16, precision="16-mixed"),
-    Case("vit", 64, precision="bf16-mixed"),
+    Case("bert", 32, precision="16-mixed", profiled=True),
+    Case("llama", 8, profiled=True),
+    Case("llama", 16, precision="16-mixed", profiled=True),
+    Case("vit", 64, precision="bf16-mixed", profiled=True),
     Case("vit", 32),
     Case("lstm", 128, precision="bf16-mixed", optimizer="adam"),
-    Case("lstm", 128, precision="16-mixed", optimizer="adam"),
+    Case("lstm", 128, precision="16-mixed", optimizer="adam", profiled=True),
     Case("gru", 128, precision="bf16-mixed", optimizer="adam"),
-    Case("unet", 64, precision="16-mixed", optimizer="adam"),
+    Case("unet", 64, precision="16-mixed", optimizer="adam", profiled=True),
     Case("unet", 64, precision="bf16-mixed", optimizer="adam", channels_last=True),
     Case("fno", 32, precision="bf16-mixed", optimizer="adam"),
     Case("video", 32, precision="16-mixed", optimizer="sgd"),

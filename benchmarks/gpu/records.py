@@ -59,6 +59,13 @@ class Measured:
     has_history: bool = False
     update_seconds: list[float] = field(default_factory=list)
     """Of single updates after those whose memory was measured; empty where the GPU was shared."""
+    batch_seconds: list[float] = field(default_factory=list)
+    """Of making a batch on the CPU and copying it. Results without them have it in ``update_seconds``, and in rows with
+    a history the recorder's stacks as well."""
+    start_seconds: list[float] = field(default_factory=list)
+    """Of the host starting one update on an idle device; those of a GradScaler contain its waiting for the device."""
+    kernels: dict[str, list[float]] = field(default_factory=dict)
+    """Of one more update, where the case asks for it: a kernel's name -> how often it ran, and its seconds in all."""
     seconds: float = 0.0
     """Of the whole process."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from vram_guard.simulate.device.tf32 import allows_tf32
 from vram_guard.timeline import Unit
 
 Args = tuple[Any, ...]
@@ -82,7 +83,7 @@ def _recurrent_backward(args: Args, kwargs: dict[str, Any], out: Any) -> int:
 
 MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 RECURRENT = frozenset({"aten::_cudnn_rnn", "aten::_cudnn_rnn_backward"})
-_BY_CUDNN = RECURRENT | {"aten::convolution", "aten::convolution_backward"}
+_CONVOLUTIONS = frozenset({"aten::convolution", "aten::convolution_backward"})
 
 FLOPS: dict[str, Formula] = {
     **dict.fromkeys(MATMULS, _mm),
@@ -120,13 +121,6 @@ def unit_of(name: str, dtype: torch.dtype) -> Unit:
         return "fp64"
     if "efficient_attention" in name:
         return "3xtf32"  # gemm_kernel_utils.h: OpMultiplyAddFastF32 from compute capability 8.0 on
-    return "tf32" if _tf32(name) else "fp32"
-
-
-def _tf32(name: str) -> bool:
-    try:
-        if name in _BY_CUDNN:
-            return bool(torch.backends.cudnn.allow_tf32)
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # old and new switches were both set, and torch will not say which holds
-        return name in _BY_CUDNN
+    if name in RECURRENT:
+        return "tf32" if allows_tf32("rnn") else "fp32"
+    return "tf32" if allows_tf32("conv" if name in _CONVOLUTIONS else "matmul") else "fp32"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vram_guard.simulate.device.tf32 import allows_tf32
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import cudnn
 from vram_guard.simulate.operators.reductions import column_sum
@@ -129,7 +130,7 @@ def _workspace(
         padding=_planar(padding, 0),
         stride=_planar(stride, 1),
         dilation=_planar(dilation, 1),
-        allow_tf32=torch.backends.cudnn.allow_tf32,
+        allow_tf32=allows_tf32("conv"),
         deterministic=torch.backends.cudnn.deterministic,
     )
     without_tf32 = element == "float32" and not call.allow_tf32 and _has_winograd(call, layout, groups)

@@ -13,6 +13,7 @@ from torch import nn
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.simulate.device.tf32 import precision_switches
 from vram_guard.simulate.memory.recorder import PLACE, Recorder
 from vram_guard.simulate.tracing import _quantised
 from vram_guard.simulate.tracing._in_backward import Hooked, hooked, optimizers_in_backward
@@ -29,17 +30,27 @@ def process_state_restored() -> Iterator[None]:
     default_dtype = torch.get_default_dtype()
     grad_enabled = torch.is_grad_enabled()
     default_device = _default_device()
-    switches = [(setter, getter()) for getter, setter in _switches()]
+    switches = [(getter, setter, _read(getter)) for getter, setter in _switches()]
     try:
         yield
     finally:
-        for setter, value in switches:
-            setter(value)
+        for getter, setter, value in switches:
+            # Setting a switch again is not nothing: what followed a wider one would no longer follow it.
+            if value is not None and _read(getter) != value:
+                setter(value)
         if _default_device() != default_device:
             _set_default_device(default_device)
         torch.set_grad_enabled(grad_enabled)
         torch.set_default_dtype(default_dtype)
         generators.restore()
+
+
+def _read(getter: Callable[[], Any]) -> Any:
+    """The value of a switch; None where torch refuses to tell, as its old switches for TF32 do beside the new ones."""
+    try:
+        return getter()
+    except RuntimeError:
+        return None
 
 
 def _default_device() -> torch.device | None:
@@ -62,8 +73,8 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield torch.is_anomaly_enabled, torch.set_anomaly_enabled
     yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
-    yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    for name in ("benchmark", "deterministic", "enabled", "allow_tf32"):
+    yield from precision_switches()
+    for name in ("benchmark", "deterministic", "enabled"):
         yield partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name)
     sdp = torch.backends.cuda
     yield sdp.flash_sdp_enabled, sdp.enable_flash_sdp
