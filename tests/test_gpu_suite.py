@@ -174,6 +174,22 @@ def test_the_suite_runs_without_a_gpu_and_goes_on_after_a_failure(tmp_path, monk
     assert results.machine.gpu == "cpu"
 
 
+def test_cases_that_share_the_gpu_measure_memory_alone(tmp_path, monkeypatch):
+    cases = [Case("fno", 2), Case("fno", 3)]
+    monkeypatch.setattr(measure, "find_cases", lambda _: cases)
+    monkeypatch.setattr(measure.worker, "case_of", _timed_case)
+    assert measure.main(["--device", "cpu", "--out", str(tmp_path), "--shared", "--jobs", "2"]) == 0
+    found = read_results(next(tmp_path.iterdir()) / RESULTS).measured
+    assert {each.case.batch_size for each in found} == {2, 3}
+    assert {(each.outside, *each.update_seconds) for each in found} == {(None,)}
+    assert all(each.peaks == [[1, 2, 3]] for each in found)
+
+
+def _timed_case(*_):
+    measured = {"status": "ok", "batch_size": 1, "update_seconds": [1.0], "outside": 5, "peaks": [[1, 2, 3]]}
+    return {"measured": measured, "history": None}
+
+
 def test_what_the_minutes_do_not_suffice_for_is_recorded_as_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "find_cases", lambda _: [Case("fno", 2, seconds=4000)])
     assert measure.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "1"]) == 0

@@ -42,6 +42,12 @@ LONGEST_PROBES = 60.0
 LONGEST_COMPILED = 240.0
 #: A run that is cut short lacks so many at most.
 HISTORIES_BETWEEN_WRITES = 6
+#: What a case that shares the GPU cannot say.
+OF_THE_WHOLE_GPU: dict[str, Any] = {
+    **dict.fromkeys(("used_before", "used_context", "used_after", "outside")),
+    **{name: [] for name in ("update_seconds", "batch_seconds", "start_seconds")},
+    "kernels": {},
+}
 #: Of a trace that chooses a batch size; these run in parallel with the measurements, on the CPU.
 LONGEST_FILL = 120.0
 
@@ -72,6 +78,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="compiled and divided cases that run at a time"
     )
+    parser.add_argument("--shared", action="store_true", help="let all cases share the GPU, and measure memory alone")
     parser.add_argument("--no-probes", action="store_true", help="leave out the probes of single operators")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args(arguments)
@@ -92,6 +99,7 @@ class Suite:
         self.probes = not options.no_probes and options.device == "cuda"
         self.seconds = 60 * options.minutes
         self.jobs: int = options.jobs
+        self.shares: bool = options.shared
         self.started = started
         self.folder = options.out / folder_name(machine)
         #: Measured seconds over expected ones: the table's were guessed for one kind of GPU.
@@ -101,8 +109,8 @@ class Suite:
         """Every case in turn; batch sizes that the card decides are worked out meanwhile."""
         print(f"{self.results.machine.gpu}, torch {self.results.machine.torch}: {len(cases)} cases", flush=True)
         with ThreadPoolExecutor(max_workers=max(1, min(4, (os.cpu_count() or 2) - 1))) as pool:
-            waiting = deque((case, self._batch_size(case, pool)) for case in cases if case.alone)
-            self._side_by_side([case for case in cases if not case.alone])
+            waiting = deque((case, self._batch_size(case, pool)) for case in cases if self._alone(case))
+            self._side_by_side([case for case in cases if not self._alone(case)])
             if self.probes:
                 self._run_probes()
             while waiting:
@@ -113,13 +121,15 @@ class Suite:
             write_histories(self.folder, self.histories)
         print(f"{self._elapsed():.0f} s; results in {self.folder}")
 
+    def _alone(self, case: Case) -> bool:
+        return bool(case.fill) if self.shares else case.alone
+
     def _side_by_side(self, cases: list[Case]) -> None:
         """Cases that may share the GPU: what NVML says of the whole device then means nothing, and is left out."""
         with ThreadPoolExecutor(max_workers=self.jobs) as pool:
             futures = {pool.submit(self._measure, case, case.batch_size): case for case in cases}
             for future in as_completed(futures):
-                shared = {"used_before": None, "used_context": None, "used_after": None, "outside": None}
-                self._add(replace(future.result(), **shared, free=self.results.machine.free))
+                self._add(replace(future.result(), **OF_THE_WHOLE_GPU, free=self.results.machine.free))
 
     def _batch_size(self, case: Case, pool: ThreadPoolExecutor) -> Future[Answer] | int:
         if self.device == "cpu":
