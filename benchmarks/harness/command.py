@@ -24,5 +24,5 @@ def chosen(names: Iterable[str], words: Sequence[str]) -> list[str]:
 
 
 def is_chosen(name: str, words: Sequence[str]) -> bool:
-    """True where the name contains one of the words, or there are no words."""
-    return not words or any(word in name for word in words)
+    """True where the name contains one of the words, or there are no words; a word "=NAME" is that very name."""
+    return not words or any(word[1:] == name if word.startswith("=") else word in name for word in words)
