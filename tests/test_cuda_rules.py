@@ -14,6 +14,7 @@ from vram_guard.scratch import Card, EmbeddingGradient
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import _attention_backend, autocast, kernels
 from vram_guard.simulate.operators._attention_backend import choose_backend
+from vram_guard.simulate.operators._batched_products import copied_operands
 from vram_guard.simulate.operators._release import torch_release
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
 from vram_guard.simulate.tracing.run import run_step
@@ -436,6 +437,34 @@ def test_cublas_lt_keeps_a_workspace_of_its_own_in_some_releases(monkeypatch, re
         timeline = traced(nn.Linear(8, 8, bias=bias), lambda b: torch.randn(b, 8), capability=(9, 0))
         workspaces = bytes_of(b for b in timeline.blocks if b.category == "workspace")
         assert workspaces == [*expected, CUBLAS_WORKSPACE_HOPPER]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "copied"),
+    [
+        # Recorded on an H200: the products of a Fourier layer (144 frequencies, 16 samples, 32 channels).
+        *[(lambda x: x, lambda w: w.permute(2, 0, 1), [1]), (lambda x: x, lambda w: w.permute(2, 0, 1).conj(), [1])],
+        (lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1), lambda w: w.permute(2, 0, 1), [1, 0]),
+        (lambda x: x, lambda w: w.permute(2, 0, 1).contiguous(), []),
+        (lambda x: x, lambda w: w.permute(2, 1, 0).contiguous().mT, []),
+        (lambda x: x, lambda w: w.permute(2, 0, 1).contiguous().conj(), [1]),
+        (lambda x: x, lambda w: w.permute(2, 1, 0).contiguous().mH, []),
+        (lambda x: x, lambda w: w.permute(2, 0, 1).contiguous()[:, :, :1].expand(-1, -1, 32), [1]),
+    ],
+)
+def test_batched_products_copy_what_lies_neither_by_rows_nor_by_columns(left, right, copied) -> None:
+    """Blas.cpp, ``prepare_batch_matrix_for_cublas``."""
+    operands = (
+        left(torch.empty(144, 16, 32, dtype=torch.complex64, device="meta")),
+        right(torch.empty(32, 32, 144, dtype=torch.complex64, device="meta")),
+    )
+    found = copied_operands(torch.ops.aten.bmm.default, operands, torch.bmm(*operands))
+    assert found == [(589_824, 1_179_648)[at] for at in copied]
+
+
+def test_copies_of_operands_come_after_the_result() -> None:
+    timeline = weighted(lambda w, x: torch.bmm(x[:, :, ::2], w[:20].expand(x.shape[0], 20, 40)))
+    assert taken_by(timeline, "bmm", "forward")[:3] == [4 * 60 * 40 * 4, 4 * 60 * 20 * 4, -4 * 60 * 20 * 4]
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
