@@ -337,6 +337,17 @@ def test_channels_last_carries_through_convolutions() -> None:
     assert copies[1] == 16 * 16 * 9 * 4  # the contiguous weight is copied to channels last for the call
 
 
+def test_the_gradient_of_a_filter_comes_after_copies_of_its_operands() -> None:
+    """ConvShared.cpp; recorded on an H200 for a patch embedding, whose input needs no gradient."""
+
+    class Patches(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x).flatten(2).transpose(1, 2).contiguous().square()
+
+    timeline = traced(Patches(3, 32, 4, 4), lambda b: torch.randn(b, 3, 32, 32))
+    assert taken_by(timeline, "convolution_backward")[:2] == [4 * 32 * 64 * 4, 32 * 3 * 16 * 4]
+
+
 def test_channels_last_carries_through_convolutions_of_volumes() -> None:
     def batch(b: int) -> torch.Tensor:
         return torch.randn(b, 16, 4, 6, 8).contiguous(memory_format=torch.channels_last_3d)
