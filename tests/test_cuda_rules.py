@@ -14,6 +14,7 @@ from vram_guard.scratch import Card, EmbeddingGradient
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import _attention_backend, autocast, kernels
 from vram_guard.simulate.operators._attention_backend import choose_backend
+from vram_guard.simulate.operators._batched_products import copied_operands
 from vram_guard.simulate.operators._release import torch_release
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
 from vram_guard.simulate.tracing.run import run_step
@@ -336,6 +337,17 @@ def test_channels_last_carries_through_convolutions() -> None:
     assert copies[1] == 16 * 16 * 9 * 4  # the contiguous weight is copied to channels last for the call
 
 
+def test_the_gradient_of_a_filter_comes_after_copies_of_its_operands() -> None:
+    """ConvShared.cpp; recorded on an H200 for a patch embedding, whose input needs no gradient."""
+
+    class Patches(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x).flatten(2).transpose(1, 2).contiguous().square()
+
+    timeline = traced(Patches(3, 32, 4, 4), lambda b: torch.randn(b, 3, 32, 32))
+    assert taken_by(timeline, "convolution_backward")[:2] == [4 * 32 * 64 * 4, 32 * 3 * 16 * 4]
+
+
 def test_channels_last_carries_through_convolutions_of_volumes() -> None:
     def batch(b: int) -> torch.Tensor:
         return torch.randn(b, 16, 4, 6, 8).contiguous(memory_format=torch.channels_last_3d)
@@ -457,6 +469,34 @@ def test_cublas_lt_keeps_a_workspace_of_its_own_in_some_releases(monkeypatch, re
         timeline = traced(nn.Linear(8, 8, bias=bias), lambda b: torch.randn(b, 8), capability=(9, 0))
         workspaces = bytes_of(b for b in timeline.blocks if b.category == "workspace")
         assert workspaces == [*expected, CUBLAS_WORKSPACE_HOPPER]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "copied"),
+    [
+        # Recorded on an H200: the products of a Fourier layer (144 frequencies, 16 samples, 32 channels).
+        *[(lambda x: x, lambda w: w.permute(2, 0, 1), [1]), (lambda x: x, lambda w: w.permute(2, 0, 1).conj(), [1])],
+        (lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1), lambda w: w.permute(2, 0, 1), [1, 0]),
+        (lambda x: x, lambda w: w.permute(2, 0, 1).contiguous(), []),
+        (lambda x: x, lambda w: w.permute(2, 1, 0).contiguous().mT, []),
+        (lambda x: x, lambda w: w.permute(2, 0, 1).contiguous().conj(), [1]),
+        (lambda x: x, lambda w: w.permute(2, 1, 0).contiguous().mH, []),
+        (lambda x: x, lambda w: w.permute(2, 0, 1).contiguous()[:, :, :1].expand(-1, -1, 32), [1]),
+    ],
+)
+def test_batched_products_copy_what_lies_neither_by_rows_nor_by_columns(left, right, copied) -> None:
+    """Blas.cpp, ``prepare_batch_matrix_for_cublas``."""
+    operands = (
+        left(torch.empty(144, 16, 32, dtype=torch.complex64, device="meta")),
+        right(torch.empty(32, 32, 144, dtype=torch.complex64, device="meta")),
+    )
+    found = copied_operands(torch.ops.aten.bmm.default, operands, torch.bmm(*operands))
+    assert found == [(589_824, 1_179_648)[at] for at in copied]
+
+
+def test_copies_of_operands_come_after_the_result() -> None:
+    timeline = weighted(lambda w, x: torch.bmm(x[:, :, ::2], w[:20].expand(x.shape[0], 20, 40)))
+    assert taken_by(timeline, "bmm", "forward")[:3] == [4 * 60 * 40 * 4, 4 * 60 * 20 * 4, -4 * 60 * 20 * 4]
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

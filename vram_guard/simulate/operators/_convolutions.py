@@ -46,7 +46,10 @@ def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Gradients of input, weight and bias, in this order, in the layout of the forward pass, as the mask asks."""
+    """Gradients of input, weight and bias, in this order, in the layout of the forward pass, as the mask asks.
+
+    ConvShared.cpp: ``cudnn_convolution_backward_weight`` copies its operands before it makes its result.
+    """
     grad, source, weight, bias_sizes = args[:4]
     wanted = args[-1]
     layout = _format_for(source, weight)
@@ -57,10 +60,13 @@ def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _
         if not wanted[index]:
             continue
         made[index] = out = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
+        copies = [copied, _copy_if_needed(other, layout)]
+        held = [recorder.hold(size, name) for size in copies if size] if index else []
         recorder.track(out, name)
         direction: cudnn.Direction = "backward_filter" if index else "backward_data"
         workspace = _workspace(direction, source, weight, grad, layout, args[4:10])
-        recorder.together([copied, _copy_if_needed(other, layout)], name, **workspace._asdict())
+        recorder.together([] if index else copies, name, **workspace._asdict())
+        recorder.release(held)
     if wanted[2]:
         made[2] = bias = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
         recorder.track(bias, name)

@@ -22,6 +22,7 @@ from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
+from vram_guard.simulate.operators._batched_products import copied_operands
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import RUNNING, Matmuls, nothing_new, running
 from vram_guard.simulate.operators.library_kernels import kernel_of
@@ -325,7 +326,9 @@ class SymbolicMode(TorchDispatchMode):
     def _matmul(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._generic(func, args, kwargs)
         if self._place == "cuda" and any_symbolic(args):
+            held = [self.recorder.hold(size, str(func)) for size in copied_operands(func, args, out)]
             self.matmuls.after(func, args, kwargs)
+            self.recorder.release(held)
         return out
 
     def _running(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
