@@ -889,6 +889,7 @@ def test_predictions_are_made_under_the_flags_that_were_measured(tf32: bool, mon
     seen: list[bool] = []
 
     def row(_self: object, measured: Measured) -> Row:
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
         seen.extend((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
         return Row("", measured.case.name, 1, 1, "", None)
 

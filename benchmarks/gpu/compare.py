@@ -185,16 +185,18 @@ def _cudnn_of(machine: Machine) -> str:
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """The flags that the measuring process had (``worker``): the trace reads them from torch, as a training does."""
-    flags = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [flag.allow_tf32 for flag in flags]
-    for flag in flags:
-        flag.allow_tf32 = allowed
+    """The flags that the measuring process had (``worker``): the trace reads them from torch, as a training does.
+
+    By the call that sets every backend's products: torch refuses to name a precision that the backends differ in.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
     try:
         yield
     finally:
-        for flag, value in zip(flags, before, strict=True):
-            flag.allow_tf32 = value
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
 
 
 @contextmanager
