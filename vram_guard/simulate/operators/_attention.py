@@ -13,6 +13,7 @@ import torch
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators._attention_backend import choose_backend
+from vram_guard.simulate.operators._attention_math import math_as_on_cuda
 from vram_guard.simulate.operators._release import torch_release
 
 
@@ -59,9 +60,10 @@ def attention(
         )
         return made[0]  # type: ignore[no-any-return]
     extra = {"enable_gqa": enable_gqa} if enable_gqa else {}
-    return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-        query, key, value, mask, dropout_p, is_causal, None, scale=scale, **extra
-    )[0]
+    with math_as_on_cuda():
+        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, **extra
+        )[0]
 
 
 def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
