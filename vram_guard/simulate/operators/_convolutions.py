@@ -140,12 +140,10 @@ def _workspace(
         deterministic=torch.backends.cudnn.deterministic,
     )
     without_tf32 = element == "float32" and not call.allow_tf32 and _has_winograd(call, layout, groups)
-    if without_tf32 and _is_winograd(call):
-        return _Workspace(_winograd(call))
     found = cudnn.workspace(call)
     if found:
         return _Workspace(found)
-    if without_tf32 and direction != "backward_filter":
+    if without_tf32:  # a cuDNN that is asked without a GPU never proposes these two: their plans call cuBLAS
         return _Workspace(unknown=max(_winograd(call), _fourier(call)))
     if found is not None:
         return _Workspace()
@@ -182,16 +180,6 @@ def _has_winograd(call: cudnn.Convolution, layout: torch.memory_format, groups: 
     return by_shape and layout is torch.contiguous_format
 
 
-def _is_winograd(call: cudnn.Convolution) -> bool:
-    """Whether the weights' gradient in float32 without TF32 is taken by Winograd's transforms.
-
-    cuDNN 9.19 did so on an H200 in 16 of 17 shapes of ResNet-50, a U-Net and a VGG with at least 64 channels on both
-    sides, and in none of 6 with fewer. A cuDNN that is asked without a GPU never proposes it, nor FFT: the plans that
-    it can make without one call no cuBLAS.
-    """
-    return call.direction == "backward_filter" and min(call.source.sizes[1], call.out.sizes[1]) >= 64
-
-
 def _winograd(call: cudnn.Convolution) -> int:
     """F(4x4, 3x3) with its transforms in memory of their own (:func:`_most`)."""
     batch, channels, *plane = call.out.sizes
@@ -204,8 +192,10 @@ def _fourier(call: cudnn.Convolution) -> int:
 
     In planes of the next power of two, half of the frequencies: twice the transforms of the activation and the filters,
     and the filters themselves. That is what forward passes took on an H200 in all 9 shapes that got FFT; gradients of
-    inputs took less.
+    inputs took less, and gradients of filters did not get it.
     """
+    if call.direction == "backward_filter":
+        return 0
     side = 1 << (max(call.source.sizes[2:]) + 1).bit_length()
     if side > 256:
         return 0
