@@ -538,6 +538,21 @@ def test_the_attention_backend_is_the_one_cuda_picks(dtype, capability, mask, he
     assert chosen == expected
 
 
+@pytest.mark.parametrize("capability", [AMPERE, (9, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_that_is_expanded_over_the_keys_is_taken_by_no_kernel(
+    dtype: torch.dtype, capability: tuple[int, int]
+) -> None:
+    """A compiled ViT on an H200 kept its probabilities: transformers' mask of ones is one value for all keys."""
+    mask = torch.empty(2, 1, 16, 1, dtype=torch.bool, device="meta").expand(2, 1, 16, 16)
+    given = {"dropout": 0.0, "is_causal": False, "enable_gqa": False}
+    backends = [
+        choose_backend(*_qkv(dtype), one, **given, capability=Capability(capability)) for one in (mask, mask.clone())
+    ]
+    assert backends[0] == "math"
+    assert backends[1] != "math"
+
+
 def test_the_users_choice_of_backend_is_honoured() -> None:
     query, key, value = _qkv(torch.float16)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

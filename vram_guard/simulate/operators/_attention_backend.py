@@ -62,10 +62,15 @@ def choose_backend(
         if capability.says(HAS_BFLOAT16) and not (wide_backward and capability.says(_is_consumers)):
             return "flash"
     if torch.backends.cuda.mem_efficient_sdp_enabled() and common and same_heads and head == key.shape[-1]:
-        mask_taken = mask is None or (not is_causal and (mask.stride(-1) == 1 or mask.shape[-1] == 1))
+        mask_taken = mask is None or (not is_causal and _is_dense(mask))
         if mask_taken and _efficient_takes(query, value, capability):
             return "efficient"
     return "math"
+
+
+def _is_dense(mask: torch.Tensor | None) -> bool:
+    """``check_last_dim_stride_equals_1_dense`` of the mask: one that is expanded over the keys is not taken."""
+    return mask is None or mask.stride(-1) == 1 or mask.shape[-1] == 1
 
 
 def _cudnn_takes(
@@ -88,6 +93,8 @@ def _cudnn_takes(
     if torch_release() >= (2, 12) and (dropout * _DROPOUT_STEPS) % 1:
         return False
     if key.shape[2] == 1 or (dropout and query.shape[2] == 1) or (is_causal and mask is not None):
+        return False
+    if not _is_dense(mask):
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False  # ``check_cudnn_deterministic``
