@@ -3,8 +3,8 @@
 How much cuDNN takes (``cudnnGetRNNTempSpaceSizes``) is published nowhere. The sizes here are read off what cuDNN 9.19
 took for float32 and float16, LSTM and GRU, batches of 1, 16 and 64, sequences of 8 and 128 steps, widths of 256 and
 512, and inputs narrower than the states: to the byte, in a batch of 1 to the MiB. Batches of 128 under autocast, which
-they were not read off, are equal as well. All of these had two layers, one direction and dropout: how the terms grow with
-either, plain recurrent layers and projections are concluded from what the terms are, and were not measured.
+they were not read off, are equal as well. All of these had two layers, one direction and dropout: how the terms grow
+with either, plain recurrent layers and projections are concluded from what the terms are, and were not measured.
 """
 
 from __future__ import annotations
