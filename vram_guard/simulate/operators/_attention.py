@@ -201,9 +201,10 @@ def _row_sums(
         workspace += sum(tiles[1:]) * _TILE * _TILE * 4
     elements = 0 if half else rows * gathered[2][1] * 4
     sums = [recorder.hold(elements, name), recorder.hold(rows * 4, name)] if elements else []
-    held = [recorder.hold(rows * 4, name)]
+    of_rows = [recorder.hold(rows * 4, name)]
     recorder.release(sums)
-    held.append(recorder.hold(parts * workspace, name))
+    held = [recorder.hold(parts * workspace, name)]
+    recorder.release(of_rows)  # as a history of torch 2.11 shows
     recorder.release(held)
 
 
