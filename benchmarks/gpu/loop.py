@@ -71,7 +71,7 @@ class RealLoop:
                 return
 
     def place_batch(self) -> None:
-        """Make a batch on the CPU and copy it to the device; the one before dies first, as in ``for batch in loader``."""
+        """Make a batch on the CPU and copy it to the device; the old one dies first, as in ``for batch in loader``."""
         self.batch = None
         self.batch = pytree.tree_map(self._to_device, self.step.batch(self.batch_size))
 
