@@ -39,10 +39,10 @@ def padding_decided(capability: tuple[int, int]) -> tuple[Any, dict[str, Any]]:
         return bool(getattr(torch._inductor.config, "force_shape_pad", False)) or is_padded(mat1, mat2, capability)
 
     module: Any = torch._inductor.fx_passes.pad_mm
-    if hasattr(module, "PaddingPlan"):  # after torch 2.13 what is chosen is more than yes or no
-        return torch._inductor.config, {"shape_padding": False}
     names = [name for name in _MEASURED if hasattr(module, name)][:1]
-    return module, {**dict.fromkeys(names, decided), "has_triton": lambda *_args, **_kwargs: True}
+    if hasattr(module, "PaddingPlan") or not names:  # after torch 2.13 what is chosen is more than yes or no
+        return torch._inductor.config, {"shape_padding": False}
+    return module, {names[0]: decided, "has_triton": lambda *_args, **_kwargs: True}
 
 
 def is_padded(mat1: torch.Tensor, mat2: torch.Tensor, capability: tuple[int, int]) -> bool:
