@@ -106,6 +106,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 
+_TF32 = "test_the_defaults"
+
+#: Where torch has them (since 2.9): its new switches for TF32, beside the old ones.
+TF32_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("torch._C:_get_fp32_precision_getter", "whether float32 products may take TF32", _TF32),
+    PrivateName("torch._C:_set_fp32_precision_setter", "a trace leaves the switches as they were", _TF32),
+)
+
 _SHARDED = "test_what_the_trace_allocates_is_the_sequence_of_a_real_run"
 _SHARDED_SCRIPT = "test_a_script_is_sharded_as_our_own_technique_shards_it"
 

@@ -22,7 +22,7 @@ from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
-from vram_guard.simulate.operators._batched_products import copied_operands
+from vram_guard.simulate.operators.batched_products import copied_operands
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import RUNNING, Matmuls, nothing_new, running
 from vram_guard.simulate.operators.library_kernels import kernel_of
