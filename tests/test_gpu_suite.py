@@ -71,6 +71,15 @@ def as_if_measured(case: Case, batch_size: int = 0, factor: float = 1.0):
     return replace(measured, has_history=case.history), snapshot(timeline, size)
 
 
+@pytest.fixture(autouse=True)
+def _switches_as_they_were():
+    """A worker, which runs one case, sets torch's switches for TF32 and leaves them."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
 @pytest.fixture(scope="module")
 def fno():
     return as_if_measured(FNO)
