@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from benchmarks.gpu.cases import Case
+from benchmarks.gpu.cases import Case, allow_tf32
 from benchmarks.gpu.compare import OWN_RESULTS
 from benchmarks.gpu.records import RESULTS, Measured, read_results
 from benchmarks.harness.command import arguments_of, is_chosen
@@ -102,8 +102,7 @@ def beside_step(measured: Measured) -> tuple[str, ...]:
 
 def predicted_seconds(case: Case, batch_size: int, gpu: str, multiprocessors: int | None) -> list[float]:
     """In a worker, whose switches for TF32 are its own: the seconds of a step, the device's and the host's."""
-    torch.backends.cuda.matmul.allow_tf32 = case.tf32
-    torch.backends.cudnn.allow_tf32 = case.tf32
+    allow_tf32(case.tf32)
     card = find_gpu(gpu)
     timeline = trace(case.step(), compute_capability=card.compute_capability, multiprocessors=multiprocessors)
     time = step_seconds(timeline, batch_size, card)

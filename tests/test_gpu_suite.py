@@ -228,6 +228,14 @@ def failing():
     raise ValueError("no such thing")
 
 
+def at_its_end():
+    raise EOFError("the file ends too early")
+
+
+def test_a_job_that_meets_the_end_of_a_file_is_told_as_well():
+    assert "the file ends too early" in workers.ask(at_its_end, limit=60).error
+
+
 def test_a_job_that_fails_is_told_with_its_traceback():
     answer = workers.ask(failing, limit=60)
     assert answer.result is None

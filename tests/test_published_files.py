@@ -178,7 +178,8 @@ def test_a_page_without_a_place_for_a_table_is_refused(tmp_path, capsys):
 # --- what READMEs state ---------------------------------------------------------------------------------------------
 
 
-# Those of bfloat16 ran under torch 2.1, whose order of requests was not that of today.
+# 05_: 0.5% too high until the filter's gradient of the patch embedding came in the order of ConvShared.cpp, which a
+# history of an H200 shows; 1.05% since then, for a reason that is not known.
 @pytest.mark.parametrize(("script", "within"), [("01_", 0.002), ("03_", 0.005), ("05_", 0.011), ("06_", 0.01)])
 def test_a_stated_peak_of_vit_is_predicted_within_a_percent(script, within):
     row = next(row for row in readmes.VIT.rows() if row["recipe"].startswith(script))

@@ -151,6 +151,15 @@ def _saved_on_cpu(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return saved
 
 
+def allow_tf32(allowed: bool) -> None:
+    """Set the flags of this process that a case means: float32 products and convolutions in TF32, or not.
+
+    By the call that sets every backend's products: torch refuses to name a precision that the backends differ in.
+    """
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 #: foreach is what PyTorch chooses on CUDA by itself.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": optimizer_of("SGD", lr=1e-4, momentum=0.9),

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.cases import allow_tf32
 from benchmarks.gpu.history import expanded
 from benchmarks.gpu.records import HISTORIES, RESULTS, Measured, read_histories, read_results
 from benchmarks.gpu.records import Results as MeasuredResults
@@ -185,13 +186,9 @@ def _cudnn_of(machine: Machine) -> str:
 
 @contextmanager
 def _tf32(allowed: bool) -> Iterator[None]:
-    """The flags that the measuring process had (``worker``): the trace reads them from torch, as a training does.
-
-    By the call that sets every backend's products: torch refuses to name a precision that the backends differ in.
-    """
+    """The flags that the measuring process had (``worker``): the trace reads them from torch, as a training does."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+    allow_tf32(allowed)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import loop as loops
-from benchmarks.gpu.cases import Case
+from benchmarks.gpu.cases import Case, allow_tf32
 from benchmarks.gpu.history import compacted, library_workspaces
 from benchmarks.harness import environment
 from benchmarks.harness.workers import LONGEST_MESSAGE
@@ -64,7 +64,7 @@ def size_that_fills(case: Case, free: int, capability: tuple[int, int], multipro
     from vram_guard import trace
     from vram_guard.timeline import largest_that_fits
 
-    _set_flags(case)
+    allow_tf32(case.tf32)
     timeline = trace(case.step(), compute_capability=capability, multiprocessors=multiprocessors)
     wanted = int(free * case.fill)
     return max(1, largest_that_fits(lambda size: timeline.replay(size).peak_reserved <= wanted, 2**20))
@@ -110,12 +110,6 @@ def run_case(
         except RuntimeError as error:  # the memory was measured all the same
             found["message"] = f"not timed: {error}"[:LONGEST_MESSAGE]
     return {**found, **after}, history
-
-
-def _set_flags(case: Case) -> None:
-    """Those of this process, which runs nothing but this case."""
-    torch.backends.cuda.matmul.allow_tf32 = case.tf32
-    torch.backends.cudnn.allow_tf32 = case.tf32
 
 
 def timed(loop: loops.RealLoop, cuda: Any) -> dict[str, list[float]]:
@@ -213,7 +207,7 @@ class _OnCuda:
 
     def before(self) -> dict[str, Any]:
         """Make the context, see what is free, start the recorder."""
-        _set_flags(self.case)
+        allow_tf32(self.case.tf32)
         torch.cuda.init()
         torch.cuda.synchronize()
         self.free, _ = torch.cuda.mem_get_info()

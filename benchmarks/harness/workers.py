@@ -122,10 +122,11 @@ def _serve(connection: Any, imports: bool) -> None:
     try:
         for name in PRELOADED if imports else ():
             importlib.import_module(name)
-        job, arguments = connection.recv()
+        try:
+            job, arguments = connection.recv()
+        except EOFError:
+            return  # nobody has a job any more
         answer: tuple[Any, str | None] = (job(*arguments), None)
-    except EOFError:
-        return  # nobody has a job any more
     except BaseException:  # noqa: BLE001 - also SystemExit of user code: the parent must be told
         answer = (None, traceback.format_exc()[-LONGEST_MESSAGE:])
     connection.send_bytes(json.dumps(answer).encode())
