@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.device.tf32 import allows_tf32, precision_switches
+from vram_guard.simulate.device.tf32 import SWITCHES, allows_tf32, precision_switches
 
 pytestmark = pytest.mark.torch_since(2, 9)  # the new switches
 
@@ -28,8 +28,15 @@ def _value(getter: Callable[[], object]) -> object:
 
 @pytest.fixture(autouse=True)
 def switches() -> Iterator[None]:
-    """Every switch is set back at the end."""
+    """The switches of a new process, whatever an earlier test did, and every one set back at the end.
+
+    Torch's old switches leave "ieee" in the new ones, which then no longer follow those above them.
+    """
     before = read()
+    torch.set_float32_matmul_precision("highest")
+    for backend, operator in SWITCHES:
+        default = "tf32" if (backend, operator) in (("cuda", "conv"), ("cuda", "rnn")) else "none"
+        torch._C._set_fp32_precision_setter(backend, operator, default)
     yield
     for (_getter, setter), value in zip(precision_switches(), before, strict=True):
         setter(value)

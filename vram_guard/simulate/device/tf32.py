@@ -10,7 +10,7 @@ import torch
 
 #: Backends and their operators that have a switch of their own since torch 2.9 (torch/backends/__init__.py). What is
 #: "none" follows ``all`` of its backend, which follows the generic one.
-_SWITCHES = (
+SWITCHES = (
     ("generic", "all"),
     *((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("all", "matmul", "conv", "rnn")),
 )
@@ -34,6 +34,6 @@ def precision_switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], An
     yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield partial(getattr, torch.backends.cudnn, "allow_tf32"), partial(setattr, torch.backends.cudnn, "allow_tf32")
     if hasattr(torch._C, "_get_fp32_precision_getter"):
-        for names in _SWITCHES:
+        for names in SWITCHES:
             get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
             yield partial(get, *names), partial(put, *names)
