@@ -284,11 +284,15 @@ class _Run:
         if not own or not all(is_symbolic(tensor) for tensor in own):
             return
         known = {id(tensor) for tensor in own}
+        walked: dict[int, Any] = {}  # a configuration that every layer holds is walked once; values keep their ids taken
         for module in model.modules():
-            plain = (value for name, value in vars(module).items() if name not in _MODULE_DICTS)
-            for leaf in leaves([value for value in plain if not _holds_nothing(value)]):
-                if isinstance(leaf, torch.Tensor) and is_symbolic(leaf) and id(leaf) not in known:
-                    self.recorder.put(leaf, leaf.__dict__.get(PLACE, "cpu"))
+            for name, value in vars(module).items():
+                if name in _MODULE_DICTS or _holds_nothing(value) or id(value) in walked:
+                    continue
+                walked[id(value)] = value
+                for leaf in leaves(value):
+                    if isinstance(leaf, torch.Tensor) and is_symbolic(leaf) and id(leaf) not in known:
+                        self.recorder.put(leaf, leaf.__dict__.get(PLACE, "cpu"))
 
     def _note_hooks(self, model: nn.Module) -> None:
         spread = self.step.parallel is not None
