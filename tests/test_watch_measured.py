@@ -32,6 +32,8 @@ class Numbers:
         self.now = [0, 0]
         self.peaks = [0, 0]
         self.released = 0
+        self.kept: int | None = None
+        """Bytes that a release leaves reserved; None: it finds nothing to give back."""
         self.total = 80 * GIB
         self.others = 0
 
@@ -59,6 +61,8 @@ class Numbers:
 
     def release(self) -> None:
         self.released += 1
+        if self.kept is not None:
+            self.now[1] = self.kept
 
 
 def watch(*, before: tuple[int, int] = (0, 0), start: tuple[int, int], steps: tuple[int, int]) -> Measured | None:
@@ -79,6 +83,20 @@ def test_what_was_there_before_the_model_is_not_the_trainings() -> None:
     assert found.ratio == pytest.approx(1.1)
     assert "allocated 11.00 GiB measured, 10.00 GiB predicted (+10.0%)" in found.words()
     assert found.metrics() == {"measured_peak_allocated_bytes": 11.0 * GIB, "measured_peak_reserved_bytes": 11.0 * GIB}
+
+
+def test_cache_that_earlier_work_left_is_given_back_and_counted_for_the_training() -> None:
+    memory = Numbers()
+    memory.take(20 * GIB, 21 * GIB)
+    memory.take(GIB, 21 * GIB)  # an earlier model died; the allocator keeps its segments
+    memory.kept = 2 * GIB
+    watcher = Watcher(memory, SimpleNamespace(peak_reserved=24 * GIB, first_steps=(20 * GIB, 24 * GIB)))  # type: ignore[arg-type]
+    assert memory.reserved() == 2 * GIB
+    watcher.start()
+    memory.take(22 * GIB, 26 * GIB)
+    found = watcher.measure()
+    assert found is not None
+    assert (found.allocated, found.reserved) == (21 * GIB, 24 * GIB)
 
 
 def test_an_earlier_peak_hides_the_trainings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,10 @@ class Measured:
 class Watcher:
     """Measures one training's first steps.
 
-    It is made before the model is on the device: what is there by then is not its own. Peaks are never reset,
-    because the user's code may read them; so a peak counts only once it rises above that of everything before the
-    training.
+    It is made before the model is on the device: what is there by then is not its own. Memory that earlier work of
+    this process left in the allocator's cache would serve this training, and be missing from what it reserves: it is
+    given back first. Peaks are never reset, because the user's code may read them; so a peak counts only once it
+    rises above that of everything before the training.
 
     Args:
         reader: the device's memory.
@@ -64,6 +66,8 @@ class Watcher:
     def __init__(self, reader: MemoryReader, estimate: Estimate) -> None:
         self._reader = reader
         self._estimate = estimate
+        with contextlib.suppress(RuntimeError):  # an error of the driver belongs to the training, not here
+            reader.release()
         self._before = (reader.allocated(), reader.reserved())
         self._earlier: tuple[int, int] | None = None
 
