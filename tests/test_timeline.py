@@ -8,6 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from architectures import BY_NAME, adamw
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard.simulate import CHECKED_SIZE, estimate, trace
@@ -156,6 +158,21 @@ def test_a_lower_bound_never_promises_a_batch_size() -> None:
 @pytest.mark.parametrize(("answer", "limit", "expected"), [(0, 9, 0), (1, 9, 1), (7, 9, 7), (8, 8, 8), (99, 10, 10)])
 def test_largest_that_fits(answer: int, limit: int, expected: int) -> None:
     assert largest_that_fits(lambda count: count <= answer, limit) == expected
+
+
+@given(answer=st.integers(0, 300), limit=st.integers(1, 300), near=st.integers(-5, 400))
+def test_largest_that_fits_is_found_from_anywhere(answer: int, limit: int, near: int) -> None:
+    asked: list[int] = []
+
+    def fits(count: int) -> bool:
+        assert 1 <= count <= limit
+        asked.append(count)
+        return count <= answer
+
+    assert largest_that_fits(fits, limit, near) == min(answer, limit)
+    assert len(asked) == len(set(asked)), "nothing is asked twice"
+    if near == answer < limit and answer > 0:
+        assert asked == [answer, answer + 1]
 
 
 def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,14 +58,33 @@ def on_every_gpu(
             traced.append(same)
         return same
 
-    peak_at = cache(lambda card, size: timeline_for(card[0]).on(card[1]).replay(size).peak_reserved)
+    seen: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    """By the events of a trace: batch size -> reserved peak on the last card that was asked; cards differ little."""
+
+    @cache
+    def peak_at(card: tuple[tuple[int, int], int | None], size: int) -> int:
+        timeline = timeline_for(card[0])
+        peak = timeline.on(card[1]).replay(size).peak_reserved
+        seen[id(timeline.events)][size] = peak
+        return peak
 
     def one(gpu: GPU) -> OnGpu:
         card = gpu.compute_capability, gpu.multiprocessors
         timeline = timeline_for(gpu.compute_capability)
         tier, network = timeline.tier, timeline.network
         budget = Budget.of(gpu, margin).for_tier(tier, network)
-        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit)
+        near = _expected(seen[id(timeline.events)], budget.usable)
+        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit, near)
         return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))
+
+
+def _expected(peaks: Mapping[int, int], usable: int) -> int:
+    """The batch size whose peak is about so high: by the line through the two that come nearest to it."""
+    nearest = sorted(peaks, key=lambda size: abs(peaks[size] - usable))[:2]
+    if len(nearest) < 2:
+        return 1
+    small, large = sorted(nearest)
+    rise = peaks[large] - peaks[small]
+    return small if rise <= 0 else small + (usable - peaks[small]) * (large - small) // rise

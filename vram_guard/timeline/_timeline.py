@@ -343,17 +343,20 @@ def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings
     return max(0, reserved - timeline.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
 
 
-def largest_that_fits(fits: Callable[[int], bool], limit: int) -> int:
+def largest_that_fits(fits: Callable[[int], bool], limit: int, near: int = 1) -> int:
     """The largest count in ``1..limit`` below which nothing was seen to fail; 0 if 1 does not fit.
 
-    Doubles until it fails, then bisects: about ``2 log2(answer)`` calls.
+    Goes away from ``near`` in steps that double, until a count that fits and one that fails lie on either side; then
+    bisects. From 1 that takes about ``2 log2(answer)`` calls, from the answer itself two.
     """
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= limit and fits(high):
-        low, high = high, high * 2
-    high = min(high, limit + 1)
+    low, high = 0, limit + 1
+    at, step = min(max(near, 1), limit), 1
+    while low < at < high:
+        if fits(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):

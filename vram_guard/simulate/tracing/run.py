@@ -284,7 +284,7 @@ class _Run:
         if not own or not all(is_symbolic(tensor) for tensor in own):
             return
         known = {id(tensor) for tensor in own}
-        walked: dict[int, Any] = {}  # a configuration that every layer holds is walked once; values keep their ids taken
+        walked: dict[int, Any] = {}  # by id, and kept: a configuration that every layer holds is walked once
         for module in model.modules():
             for name, value in vars(module).items():
                 if name in _MODULE_DICTS or _holds_nothing(value) or id(value) in walked:
