@@ -7,9 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vram_guard.forks.fork import run_in_fork
+from vram_guard.parallel.install import install
+from vram_guard.parallel.meshes import make_mesh
+from vram_guard.parallel.spec import Parallel
 from vram_guard.private_names import missing_names
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.simulate.private_api import COMPILER_NAMES
@@ -30,6 +37,40 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x).sin().tanh().exp()
+
+
+def counting() -> tuple[Callable[..., Any], list[Any]]:
+    """A backend that divides graphs as Inductor has it and compiles nothing; those that it has met, both ways."""
+    graphs: list[Any] = []
+
+    def counted(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=counted, bw_compiler=counted), graphs
+
+
+def graphs_under_tensor_parallelism(
+    made: Callable[[Callable[..., Any]], nn.Module], step: Any, layout: Parallel
+) -> int:
+    """Graphs of two steps of a model on the CPU that torch divides over pretended processes, in a copy of this one.
+
+    Args:
+        made: a backend -> the model, whose blocks it compiles.
+        step: the model -> its loss.
+        layout: of the processes.
+    """
+
+    def work(_say: object) -> int:
+        torch._dynamo.reset()
+        backend, graphs = counting()
+        dist.init_process_group("fake", rank=0, world_size=layout.gpus, store=FakeStore())
+        model = install(made(backend), layout, make_mesh(layout, "cpu"))
+        for _number in range(2):
+            step(model).backward()
+        return len(graphs)
+
+    return run_in_fork(work)
 
 
 def graphs_under_ddp(made: Callable[[Callable[..., Any]], nn.Module], step: Callable[[nn.Module], torch.Tensor]) -> int:

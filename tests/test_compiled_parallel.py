@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_cases import MISSING, graphs_under_ddp
-from parallel_cases import Net, batch, loss
+from compiled_cases import MISSING, graphs_under_ddp, graphs_under_tensor_parallelism
+from parallel_cases import Net, Transformer, batch, loss
+from parallel_cases import step as step_over
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,6 +97,30 @@ def test_blocks_compiled_under_fsdp2_gather_their_weights_outside_the_compiled_c
     assert [one.name for one in small.collectives] == [one.name for one in eager.collectives]
     assert small.at(SAMPLES).peak_reserved < eager.at(SAMPLES).peak_reserved
     assert small.events == large.events
+
+
+def layers(backend: str | Callable[..., Any] = "inductor") -> nn.Module:
+    model = Transformer(width=64)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return model
+
+
+def test_layers_compiled_under_tensor_parallelism_reduce_inside_the_compiled_code() -> None:
+    """The second layer is another graph: what the first one hands on is still to be waited for."""
+    layout = Parallel(2, kind="fsdp2", tensor=2)
+    step = step_over(layout, model=layers())
+    made, eager = followed(step), run_step(step, SAMPLES, CAPABILITY)
+    assert made.compiled is not None
+    assert made.compiled.breaks == ()
+    real = graphs_under_tensor_parallelism(layers, lambda model: loss(model, batch(2)), layout)
+    assert made.compiled.graphs == real == 4
+    assert sorted(_sent(made)) == sorted(_sent(eager))
+    assert made.at(SAMPLES).peak_reserved < eager.at(SAMPLES).peak_reserved
+
+
+def _sent(timeline: Timeline) -> list[tuple[str, int, str]]:
+    return [(one.name, one.bytes.at(SAMPLES), one.phase) for one in timeline.collectives]
 
 
 def test_a_plan_of_several_gpus_is_followed_compiled() -> None:

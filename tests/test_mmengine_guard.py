@@ -372,25 +372,25 @@ def test_the_loss_of_a_model_that_was_placed_on_a_gpu_is_run_on_the_cpu(pretrain
 @pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
-    ("kind", "given"), [("", True), ("FlexibleRunner", {"target": "forward", "backend": "inductor"})]
+    ("kind", "given", "graphs"),
+    [("", True, 5), ("FlexibleRunner", {"target": "forward", "backend": "inductor"}, 2)],
 )
-def test_what_mmengine_compiles_is_followed(pretrain: Style, kind: str, given: Any) -> None:
+def test_what_mmengine_compiles_is_followed(pretrain: Style, kind: str, given: Any, graphs: int) -> None:
     cfg = pretrain.cfg(f"compiled{kind}")
-    said = "MMEngine compiles the optimizer's step too, which is counted as uncompiled"
+    cfg.optim_wrapper.pop("paramwise_cfg")  # torch 2.13's compiler stops at what MMEngine makes of it
     if kind:
         cfg.runner_type = kind
     runner = cases.build(cfg)
-    assert said not in RunnerTraining(runner).capture().notes
     if kind:
         runner._compile = given  # its argument, which FlexibleRunner.from_cfg does not pass on
     else:
         runner.cfg.compile = given
     captured = RunnerTraining(runner, whole_job=False).capture()
-    assert (said in captured.notes) is not bool(kind)
     with captured.symbolic_run():
         made = plan(captured.step, captured.sample.batch_size, "1GiB")
     assert made.compiled is not None
-    assert (made.compiled.why, made.compiled.graphs) == ("", 2)
+    # ``train_step`` holds two graphs more: the loss that is scaled, with its backward.
+    assert (made.compiled.why, made.compiled.graphs) == ("", graphs)
     assert made.estimate.tier == "symbolic"
     assert made.estimate.peak_allocated < made.compiled.eager.peak_allocated
     loss = captured.loss_of(captured.sample.distinct(4))  # for proofs the model runs on the host, uncompiled

@@ -80,6 +80,8 @@ class TrainingStep:
             once the step as written has been traced. None: there are none.
         job: what the run does besides its steps (evaluation, saving, resuming, schedules), see
             :class:`~vram_guard.job.Job`; None: nothing, and two optimizer steps are followed.
+        update_compiled: options of ``torch.compile`` under which a framework clips gradients and steps the optimizer
+            (MMEngine, whose ``train_step`` does both); None: these are not compiled.
 
     Example:
         >>> step = TrainingStep(
@@ -112,6 +114,7 @@ class TrainingStep:
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     job: Job | None = None
+    update_compiled: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)

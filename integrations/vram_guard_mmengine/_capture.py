@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from mmengine.device import get_device
-from mmengine.model import is_model_wrapper, revert_sync_batchnorm
+from mmengine.model import MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+from torch._compile import _disable_dynamo
 from torch.utils.data import DataLoader
 
 from vram_guard.capture.later_calls import later_calls
@@ -188,7 +189,8 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
     names. So what the callers hold when the loss arrives is held until the next step begins.
     """
 
-    def __init__(self) -> None:  # there is no optimizer to wrap
+    def __init__(self, accumulate: int = 1) -> None:  # there is no optimizer to wrap
+        self._divides = accumulate == 1  # over several micro-batches, a trace does
         self._loss: torch.Tensor | None = None
         self.outputs: Any = None
         """Of the last ``train_step``."""
@@ -217,7 +219,11 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
         return nullcontext()
 
     def update_params(self, loss: torch.Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> None:
-        """Take the loss, once a step."""
+        """Take the loss, once a step; as ``scale_loss`` hands it on, which Dynamo compiles."""
+        self._take(loss / 1 if self._divides else loss)
+
+    @_disable_dynamo  # Dynamo ends a graph here, as it does at the backward pass of MMEngine's own
+    def _take(self, loss: torch.Tensor) -> None:
         if self._loss is not None:
             raise UnsupportedStepError(
                 _("train_step calls update_params more than once; only one update per step is supported")
@@ -228,15 +234,27 @@ class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
             self._held.append(dict(frame.f_locals))
             frame = frame.f_back
 
-    #: Dynamo ends a graph here, as it does at the backward pass of MMEngine's own.
-    update_params._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001 - Dynamo's own mark
-
     def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
         raise UnsupportedStepError(
             _("train_step drives the optimizer itself, instead of calling optim_wrapper.update_params(loss)")
         )
 
     backward = step = zero_grad = scale_loss = _refused
+
+
+class Wrapper:
+    """Stands in for MMDistributedDataParallel: its ``train_step``, where the replica itself is the trace's."""
+
+    detect_anomalous_params = False
+    train_step = MMDistributedDataParallel.train_step
+    _run_forward = MMDistributedDataParallel._run_forward  # noqa: SLF001 - which ``train_step`` calls
+
+    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
+        self.module = module
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.module, *args, **kwargs)
 
 
 class _Loss:
@@ -251,6 +269,19 @@ class _Loss:
         self.recorder = recorder
         self._compiled = compiled
 
+    def through(self, wrapped: Callable[..., Any]) -> Callable[[Any, HostBatch], torch.Tensor]:
+        """The same where the model lies in a MMDistributedDataParallel, whose ``train_step`` is run.
+
+        Args:
+            wrapped: a module and what it is called with -> what it returns, as the wrapper's forward calls it.
+        """
+        made: dict[int, Wrapper] = {}
+
+        def loss(model: Any, batch: HostBatch) -> torch.Tensor:
+            return self(made.setdefault(id(model), Wrapper(model, wrapped)), batch)
+
+        return loss
+
     def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
         self.recorder.begin()
         with self._as_compiled(model):
@@ -264,9 +295,12 @@ class _Loss:
 
     def _as_compiled(self, model: Any) -> AbstractContextManager[None]:
         """Inside the block the model has what the runner puts on it; on the host, for proofs, it runs uncompiled."""
-        if self._compiled is None or not is_symbolic(next(model.parameters())):
+        parts = getattr(model, "module", model)
+        if self._compiled is None or not is_symbolic(next(parts.parameters())):
             return nullcontext()
         name, options = self._compiled
+        if not hasattr(model, name):  # the wrapper's forward, which Dynamo leaves alone
+            model = parts
         return replaced(model, {name: torch.compile(getattr(model, name), **options)})
 
 
@@ -312,7 +346,7 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
     facts = _optim.read(runner.optim_wrapper)
     layout = _layouts.layout_of(runner)
     wrapper: Any = None if layout is None else layout.apply
-    recorder, compiled = RecordingOptimWrapper(), _compiled(runner)
+    recorder, compiled = RecordingOptimWrapper(facts.accumulate), _compiled(runner)
     if compiled is not None:
         importlib.import_module("torch._dynamo")  # which says that compiled code may be met
     loader = _loader(runner)
@@ -341,8 +375,9 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
         ddp_options=options_of(runner.model) if is_model_wrapper(runner.model) else {},
         prepare=lambda model: _prepare(model, checkpointed_by_config(runner)),
         device="cpu" if get_device() == "cpu" else "cuda",
+        update_compiled=compiled.options if compiled is not None and compiled.name == "train_step" else None,
     )
-    notes = [*sample.notes, *_notes(runner, model)]
+    notes = [*sample.notes, *_notes(model)]
     schedule = None
     if whole_job:
         schedule = _schedule(runner, sample)
@@ -555,11 +590,8 @@ def _compiled(runner: Any) -> CompiledMethod | None:
     return CompiledMethod(target or "train_step", options)
 
 
-def _notes(runner: Any, model: nn.Module) -> list[str]:
+def _notes(model: nn.Module) -> list[str]:
     notes = []
-    compiled = _compiled(runner)
-    if compiled is not None and compiled.name == "train_step":
-        notes.append(_("MMEngine compiles the optimizer's step too, which is counted as uncompiled"))
     if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
         notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
     return notes

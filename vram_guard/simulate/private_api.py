@@ -148,6 +148,7 @@ _COMPILED = "test_compiled_blocks_take_what_inductors_code_allocates"
 _LOSS = "test_a_compiled_loss_keeps_its_gradient"
 _PROCESSES = "test_accelerates_compiled_step_is_shown_beside_the_eager_one"
 _FACTORIES = "test_what_a_trace_does_around_factories_compiles_nothing_anew"
+_STEPS = "test_the_optimizers_compiled_step_makes_no_tensor_of_its_own_but_counts_steps_on_the_gpu"
 _BREAKS = "test_a_graph_break_is_said_and_modules_behind_it_are_compiled"
 
 #: Only for steps whose compiled code is followed; a release without one of them counts such steps as eager.
@@ -168,6 +169,10 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
         "a trace's mode stops no compiler",
         _COMPILED,
     ),
+    PrivateName(
+        "torch._dynamo.variables.optimizer:OptimizerVariable.call_method", "states are made in a trace", _STEPS
+    ),
+    PrivateName("torch._dynamo.variables.optimizer:OptimizerVariable._set_capturable", "counts lie on CUDA", _STEPS),
     PrivateName("torch._dynamo.guards:CheckFunctionManager.__init__", "each graph is compiled once", _COMPILED),
     PrivateName("torch._guards:GuardsSet.inner", "what a trace looks at compiles nothing anew", _FACTORIES),
     PrivateName("torch._guards:Guard.user_stack", "what a trace looks at compiles nothing anew", _FACTORIES),

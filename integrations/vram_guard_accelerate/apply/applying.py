@@ -39,6 +39,8 @@ class PlanInstaller:
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Every scheduler of torch: a script need not hand its own to ``prepare``."""
+        self._undo: list[Callable[[], None]] = []
+        """What holds for the process, not for a model: it ends with the training."""
 
     def install(self) -> None:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
@@ -50,6 +52,8 @@ class PlanInstaller:
             self._watch_own_loop()
         wrap(Accelerator, "prepare", self.prepare)
         wrap(Accelerator, "prepare_model", self.prepare)
+        if self.plan.recipe.activation_memory_budget is not None:
+            wrap(Accelerator, "end_training", self._end_training)
         if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
             from torch.utils.data import DataLoader
 
@@ -112,9 +116,13 @@ class PlanInstaller:
         return prepared
 
     def _treat(self, accelerator: Any, model: nn.Module) -> None:
-        from vram_guard.techniques import install
+        from vram_guard.techniques import AS_WRITTEN, install
 
-        install(model, self._recipe_of(model))
+        recipe = self._recipe_of(model)
+        install(model, recipe.with_(activation_memory_budget=None))
+        if not self._undo:
+            budget = AS_WRITTEN.with_(activation_memory_budget=recipe.activation_memory_budget)
+            self._undo.append(install(model, budget))
         plan = self.plan
         if plan.slices:
             techniques.set_slices(
@@ -126,6 +134,11 @@ class PlanInstaller:
                 returns_loss=plan.returns_loss,
                 on_slice=self._on_slice,
             )
+
+    def _end_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        while self._undo:
+            self._undo.pop()()
+        return original(*args, **kwargs)
 
     def _layout_of(self, model: nn.Module) -> Layout | None:
         """A script that trains several times over prepares models of the same kinds anew, in the same order."""

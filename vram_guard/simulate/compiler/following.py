@@ -28,6 +28,7 @@ from vram_guard.language import Message, _
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiler.fake_tensors import fake_tensors_on_cuda
 from vram_guard.simulate.compiler.inductor import inductor_without_gpu, inputs_on_cuda
+from vram_guard.simulate.compiler.optimizers import optimizers_in_trace
 from vram_guard.techniques.activation_budget import present_budget, why_not_budgeted
 from vram_guard.timeline import CompiledCode, Note
 
@@ -45,8 +46,8 @@ _DYNAMO = {
 #: The folder of what a trace runs around the user's code.
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
-#: Functions there, and in adapters, that call a module's forward.
-_AROUND_MODULES = frozenset({"called", "marked", "call"})
+#: Functions there, and in adapters, that call a module's forward, or what updates the weights.
+_AROUND_MODULES = frozenset({"called", "marked", "call", "update", "clip"})
 
 
 class Followed:
@@ -255,6 +256,7 @@ def compiler_followed(
             replaced(convert_frame, {"is_in_any_mode_without_ignore_compile_internals": lambda: False}),
             replaced(compile_fx, {"_compile_fx_inner": compile_graph}),
             replaced(torch._dynamo.guards.CheckFunctionManager, {"__init__": make_checks}),
+            optimizers_in_trace(state, mode),
             torch._dynamo.config.patch(dynamo),
             torch.compiler.set_stance("default"),  # a framework's adapter has all else run uncompiled
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -167,12 +168,19 @@ class Reduction:
         """The loss as the part that DistributedDataParallel wraps; gradients are reduced after the last micro-batch.
 
         A static graph is reduced each time: its Reducer counts gradients also where nothing is reduced yet.
+
+        Args:
+            loss: (model, batch) -> loss. One with a method ``through`` calls the wrapped part itself: what that makes
+                of :meth:`call` is run in its place.
+            micro_batches: that are traced of a step.
         """
+        through = getattr(loss, "through", None)
+        run = functools.partial(self.call, loss) if through is None else through(self.call)
 
         def wrapped(model: Any, batch: Any) -> Any:
             last = self._recorder.micro_batch == micro_batches - 1
             self._replica.require_backward_grad_sync = last or self._replica.static_graph
-            return self.call(loss, model, batch)
+            return run(model, batch)
 
         return wrapped
 

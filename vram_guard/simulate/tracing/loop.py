@@ -37,6 +37,8 @@ class Run(Protocol):
     batch_size: int
     recorder: Recorder
     mode: SymbolicMode
+    compiled: bool
+    """Whether code under torch.compile is compiled and followed."""
     input_dtype: torch.dtype | None
     """The dtype that numbers of a batch get on the device; None: their own."""
 
@@ -52,6 +54,7 @@ class Loop:
         self.optimizer = optimizer
         self.source = batch_source(run.step.batch)
         self.batch_size = run.batch_size
+        self.compiled = run.compiled
         self.input_dtype = run.input_dtype
         fp16 = run.step.precision == "16-mixed" and optimizer is not None
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
@@ -202,16 +205,24 @@ class Loop:
         if self.step.parallel is not None:  # FSDP1 stores gradients itself
             grads = (parameter.grad for parameter in self.model.parameters())
             self.recorder.classify((one for grad in grads for one in inner_tensors(grad)), "gradients")
+        options = self.step.update_compiled if self.compiled else None
+        update = self.update if options is None else torch.compile(self.update, **options)
+        update()
+        classify_states(self.recorder, self.optimizer)
+
+    def update(self) -> None:
+        """Gradients are clipped, and the optimizer steps."""
+        assert self.optimizer is not None
         if self.step.clip_grad_norm is not None or self.step.clip_grad_value is not None:
-            self._clip()
+            self.clip()
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        classify_states(self.recorder, self.optimizer)
 
-    def _clip(self) -> None:
+    def clip(self) -> None:
+        """Gradients as the step's limits leave them."""
         assert self.optimizer is not None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
