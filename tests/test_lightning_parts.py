@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 from vram_guard.capture.loader import read_loader
 from vram_guard.guard.places import Asked
 from vram_guard.techniques import Recipe
-from vram_guard_lightning import _epochs
+from vram_guard_lightning import _epochs, _trainer_proxy
 from vram_guard_lightning._epochs import LaterEpochs, _groups, _State, _switches
 
 # Lightning warns about small loaders and few workers.
@@ -168,3 +168,26 @@ def test_steps_that_decide_otherwise_are_looked_for_in_one_epoch() -> None:
     assert playing.asked.answer("global_step", 0) not in (2, 5, 9)
     playing.asked.followed({"current_epoch": 0, "global_step": 0})
     assert [list(epochs()._differing(playing, epoch, 4 * epoch)) for epoch in range(3)] == [[2], [5], [9]]
+
+
+def test_what_a_step_writes_with_its_logger_is_heard(tmp_path: Any) -> None:
+    """A plan that would have it written more often is not taken; what a logger only tells is its own."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    heard: list[str] = []
+    effects: Any = SimpleNamespace(call=heard.append)
+    logger: Any = _trainer_proxy._Logger(CSVLogger(tmp_path, version=7), _trainer_proxy._Log(effects), "logger")
+    assert isinstance(logger, CSVLogger)
+    assert logger.version == 7
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.experiment.add_image("picture", None)
+    assert heard == ["logger.log_metrics", "logger.experiment.add_image"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_of_several_ranks_are_gathered_as_large_as_they_are() -> None:
+    alone, four = (_trainer_proxy._gathered(ranks) for ranks in (1, 4))
+    data = {"loss": torch.ones(3), "name": "one"}
+    assert alone(data) is data
+    found = four(data)
+    assert (found["loss"].shape, found["name"]) == ((4, 3), "one")

@@ -186,6 +186,13 @@ def test_hooks_between_two_places_run_as_the_loop_would_run_them(sets_modes: boo
     assert run.model.training == sets_modes
 
 
+@pytest.mark.parametrize("batches", [5, None])
+def test_loops_of_iterations_number_their_batches_through(batches: int | None) -> None:
+    shadow: Any = Called()
+    schedule(batches, by_epoch=False)._go(SimpleNamespace(model=torch.nn.Linear(1, 1)), shadow, 7)  # type: ignore[arg-type]
+    assert shadow.calls == [("before_train_iter", 0, 7, "data")]
+
+
 def test_numbers_that_a_hook_may_mean_are_found_in_its_attributes() -> None:
     hook = OfIterations(at=7, never=0, off=False, often=(8, [9]), of={10: 11}, far=[[[12]]], other=OfIterations(at=13))
     assert sorted(_numbers_of(hook)) == [7, 8, 9, 10, 11]
