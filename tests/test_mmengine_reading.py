@@ -21,9 +21,11 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from vram_guard.errors import InvalidInputError
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard_mmengine import _capture, _checkpoints, _dividing, _layouts, _recovery, _rehearsal
 from vram_guard_mmengine._evaluation import Rounds, is_endless, number_of_batches
+from vram_guard_mmengine._settings import checked_priority
 from vram_guard_mmengine.commands import write_base
 
 
@@ -187,6 +189,48 @@ def test_the_last_checkpoint_is_named_where_there_is_one() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 def test_a_base_file_is_everyones_to_read(tmp_path: Path) -> None:
     assert write_base(tmp_path).stat().st_mode & 0o777 == 0o644
+
+
+def test_a_base_file_of_somebody_else_is_replaced_by_force_alone(tmp_path: Path) -> None:
+    path = write_base(tmp_path)
+    written = path.read_text()
+    assert write_base(tmp_path) == path, "the same contents are no obstacle"
+    path.write_text("budget = 1")
+    with pytest.raises(InvalidInputError, match="--force replaces it"):
+        write_base(tmp_path)
+    assert path.read_text() == "budget = 1"
+    assert write_base(tmp_path, force=True).read_text() == written
+    with pytest.raises(InvalidInputError, match="is not a folder"):
+        write_base(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("priority", ["LOW", "very_high", 0, 50, 100])
+def test_a_position_among_the_hooks(priority: str | int) -> None:
+    assert checked_priority(priority) == priority
+
+
+@pytest.mark.parametrize("priority", ["nowhere", -1, 101, True, 1.5, None])
+def test_no_position_among_the_hooks(priority: object) -> None:
+    with pytest.raises(InvalidInputError, match="from 0 to 100"):
+        checked_priority(priority)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "why"),
+    [
+        (nn.Linear(1, 1), {}, ""),
+        (nn.Linear(1, 1), {"sync_bn": "torch"}, "synchronised batch normalisation"),
+        (nn.Sequential(nn.SyncBatchNorm(1)), {}, "synchronised batch normalisation"),
+    ],
+)
+def test_several_ranks_are_recovered_where_they_can_agree(model: nn.Module, config: dict[str, Any], why: str) -> None:
+    assert _recovery.why_not(OfTwo(model, **config)).startswith(why)
+    assert bool(_recovery.why_not(OfTwo(model, **config))) == bool(why)
+    single = OfTwo(model, **config)
+    single.world_size = 1
+    assert _recovery.why_not(single) == ""
+    sharded: Any = SimpleNamespace(strategy=fully_sharded(None), world_size=1)
+    assert "under FSDPStrategy" in _recovery.why_not(sharded)
 
 
 # --- models divided over several processes ------------------------------------------------------------------------
