@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from vram_guard.capture.loader import read_loader
 from vram_guard.guard.places import Asked
 from vram_guard.techniques import Recipe
-from vram_guard_lightning import _epochs, _growth, _recovery, _refusals, _sample, _trainer_proxy
+from vram_guard_lightning import _epochs, _growth, _recovery, _refusals, _sample, _trainer_proxy, _validation
 from vram_guard_lightning._epochs import LaterEpochs, _groups, _State, _switches
 
 # Lightning warns about small loaders and few workers.
@@ -278,3 +278,22 @@ def test_what_keeps_an_optimizer_from_stepping_in_the_backward_pass(monkeypatch:
     assert "DeepSpeed's engine" in _refusals._why_not_in_backward(trainer, module)
     module.automatic_optimization = False
     assert "manual optimization" in _refusals._why_not_in_backward(trainer, module)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+@pytest.mark.parametrize(("size", "of_whole"), [(8, 1), (20, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("longest", [False, True])
+def test_batches_of_a_validation_stand_for_all_of_them(batches: int, size: int, of_whole: int, longest: bool) -> None:
+    """The longest comes last, and is one of them; a sanity check takes one for all that it looks at."""
+    sample: Any = SimpleNamespace(batch_size=8, make=lambda count: count)
+    padded: Any = SimpleNamespace(batch_size=6, make=lambda count: -count)
+    one = _validation.Loader(sample, batches, padded if longest else None)
+    count = batches * of_whole - (of_whole == 3) * (batches // 3)  # of 24 samples, 8 batches of 3
+    assert one.of_at_most(size) == (min(size, 8), count)
+    found, repeated, stands = one.followed(size, None)
+    assert [batch < 0 for batch in found] == [False] * (len(found) - longest) + [True] * longest
+    assert len(found) - 1 + stands == count or (longest and count == 1)
+    assert repeated == len(found) - longest <= 2
+    assert all(abs(batch) == min(size, 6 if batch < 0 else 8) for batch in found)
+    assert one.followed(size, 2) == ([min(size, 8)], 1, min(count, 2))
+    assert one.followed(size, 0) == ([min(size, 8)], 1, count)

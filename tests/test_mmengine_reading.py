@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.simulate.parallel.groups import alone
-from vram_guard_mmengine import _capture, _checkpoints, _dividing, _layouts, _recovery, _rehearsal
+from vram_guard_mmengine import _capture, _checkpoints, _compare, _dividing, _layouts, _recovery, _rehearsal
 from vram_guard_mmengine._evaluation import Rounds, is_endless, number_of_batches
 from vram_guard_mmengine._settings import checked_priority
 from vram_guard_mmengine.commands import write_base
@@ -231,6 +231,29 @@ def test_several_ranks_are_recovered_where_they_can_agree(model: nn.Module, conf
     assert _recovery.why_not(single) == ""
     sharded: Any = SimpleNamespace(strategy=fully_sharded(None), world_size=1)
     assert "under FSDPStrategy" in _recovery.why_not(sharded)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scaling", "rule", "rate"),
+    [
+        ({"type": "SGD", "lr": 0.1}, {}, "linear", 0.4),
+        ({"type": "SGD", "lr": 0.1}, {}, "sqrt", 0.2),
+        ({"type": "SGD", "lr": 0.1}, {}, "none", 0.1),
+        ({"type": "SGD"}, {}, "linear", None),
+        ({"type": "SGD", "lr": 0.1}, {"enable": True, "base_batch_size": 16}, "none", 0.1 * 32 * 2 / 16),
+        ({"type": "SGD", "lr": 0.1}, {"enable": False, "base_batch_size": 16}, "none", 0.1),
+    ],
+)
+def test_rates_at_another_batch_size_are_compared_as_they_would_be(
+    optimizer: dict[str, Any], scaling: dict[str, Any], rule: str, rate: float | None
+) -> None:
+    runner = OfTwo(nn.Linear(1, 1), auto_scale_lr=scaling)
+    runner.auto_scale_lr = None
+    runner.optim_wrapper = {"optimizer": optimizer}
+    assert _compare._learning_rate(runner, rule, 8, 32) == pytest.approx(rate)
+    if "lr" in optimizer:
+        runner.optim_wrapper = OptimWrapper(torch.optim.SGD(runner.model.parameters(), lr=optimizer["lr"]))
+        assert _compare._learning_rate(runner, rule, 8, 32) == pytest.approx(rate)
 
 
 # --- models divided over several processes ------------------------------------------------------------------------
