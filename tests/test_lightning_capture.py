@@ -106,26 +106,59 @@ def test_training_step_may_ask_for_anything(tmp_path: Any) -> None:
 
 
 def test_pictures_for_the_logger_go_nowhere_during_the_trace(tmp_path: Any) -> None:
-    written = []
+    written = tmp_path / "written.txt"
+
+    def write(line: object) -> None:
+        with written.open("a") as out:
+            out.write(f"{line}\n")
 
     class Recorder(pl.loggers.logger.Logger):  # type: ignore[misc]
         name, version = "recorder", "0"
+        experiment = SimpleNamespace(add_image=lambda name: write(name))
 
         def log_hyperparams(self, *_: Any) -> None:
             pass
 
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             if "own" in metrics:
-                written.append(step)
+                write(step)
 
     class Writing(Base):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.log_metrics({"own": 1.0}, step=self.global_step)
+            self.logger.experiment.add_image("picture")
             return super().training_step(batch, batch_idx)
 
     found = captured(tmp_path, Writing(), logger=Recorder(), log_every_n_steps=1000)
     assert found.timeline.tier == "symbolic"
-    assert written == [0, 1]
+    assert written.read_text().split() == ["0", "picture", "1", "picture"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_epochs": 1},
+        {"max_epochs": 3, "accumulate_grad_batches": 2},
+        {"max_epochs": 2, "limit_train_batches": 3},
+        {"max_epochs": 2, "limit_train_batches": 0.5},
+        {"max_epochs": 2, "max_steps": 3},
+        {"max_epochs": -1, "max_steps": 2},
+    ],
+)
+def test_configure_optimizers_is_told_how_long_the_training_is(tmp_path: Any, how: dict[str, Any]) -> None:
+    """In the trace as afterwards by Lightning itself: schedules are made for so many steps."""
+    told = tmp_path / "told.txt"
+
+    class Asking(Base):
+        def configure_optimizers(self) -> Any:
+            with told.open("a") as out:
+                out.write(f"{self.trainer.estimated_stepping_batches}\n")
+            return super().configure_optimizers()
+
+    captured(tmp_path, Asking(), **{"max_steps": -1, **how})
+    in_the_trace, *others = told.read_text().split()
+    assert others
+    assert set(others) == {in_the_trace}
 
 
 def sgd() -> torch.optim.Optimizer:

@@ -169,8 +169,38 @@ def test_the_layout_has_the_strategys_ranks_and_travels_without_its_trainer() ->
     found = _layouts.layout_of(trainer(strategy("FSDPStrategy")))
     assert (found.gpus, found.node, found.tensor, found.dimensions) == (8, 4, 1, {"shard": 8})
     assert vars(pickle.loads(pickle.dumps(found)).apply) == {}
+    keeps = _layouts.layout_of(trainer(strategy("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP")))
+    assert (found.reshard, keeps.reshard) == (True, False)
     whole = strategy("DDPStrategy")
     assert _layouts.layout_of(trainer(whole)) is None
+
+
+def test_deepspeeds_strategy_divides_though_it_inherits_ddps() -> None:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from vram_guard_lightning import _deepspeed, _layouts
+
+    class WithoutEngine(DeepSpeedStrategy):
+        """The engine need not be installed."""
+
+        def __init__(self) -> None: ...
+
+    found = trainer(WithoutEngine())
+    assert _deepspeed.used(found)
+    assert not _layouts.whole(found)
+    assert _layouts.installable(found) == ("checkpoint", "offload_optimizer")
+
+
+@pytest.mark.parametrize(
+    ("written", "others"), [({True}, (False,)), ({False}, (True,)), ({True, False}, (True, False)), (set(), ())]
+)
+def test_modules_that_fully_shard_is_called_for_are_planned_to_do_otherwise(
+    written: set[bool], others: tuple[bool, ...]
+) -> None:
+    from vram_guard_lightning import _layouts
+
+    layout: Any = SimpleNamespace(reshards=written)
+    assert _layouts._other_times(trainer(strategy("ModelParallelStrategy")), layout) == others
 
 
 def predicted(layout: Any = None, **settings: Any) -> Any:
@@ -271,7 +301,7 @@ def test_layers_may_be_divided_over_more_than_a_node(monkeypatch: Any) -> None:
     mesh = {"tensor_parallel": SimpleNamespace(size=lambda: 8)}
     monkeypatch.setattr(ModelParallelStrategy, "device_mesh", mesh)
     found = _layouts.layout_of(trainer(strategy("ModelParallelStrategy")))
-    assert (found.tensor, found.dimensions) == (8, {"shard": 1, "tensor": 8})
+    assert (found.tensor, found.dimensions, found.reshard) == (8, {"shard": 1, "tensor": 8}, True)
 
 
 @pytest.mark.parametrize("name", ["process_group", "ignored_parameters", "ignored_states"])

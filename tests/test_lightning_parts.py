@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from vram_guard.capture.loader import read_loader
 from vram_guard.guard.places import Asked
 from vram_guard.techniques import Recipe
-from vram_guard_lightning import _epochs
+from vram_guard_lightning import _epochs, _growth, _recovery, _refusals, _sample, _trainer_proxy, _validation
 from vram_guard_lightning._epochs import LaterEpochs, _groups, _State, _switches
 
 # Lightning warns about small loaders and few workers.
@@ -168,3 +169,131 @@ def test_steps_that_decide_otherwise_are_looked_for_in_one_epoch() -> None:
     assert playing.asked.answer("global_step", 0) not in (2, 5, 9)
     playing.asked.followed({"current_epoch": 0, "global_step": 0})
     assert [list(epochs()._differing(playing, epoch, 4 * epoch)) for epoch in range(3)] == [[2], [5], [9]]
+
+
+def test_what_a_step_writes_with_its_logger_is_heard(tmp_path: Any) -> None:
+    """A plan that would have it written more often is not taken; what a logger only tells is its own."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    heard: list[str] = []
+    effects: Any = SimpleNamespace(call=heard.append)
+    logger: Any = _trainer_proxy._Logger(CSVLogger(tmp_path, version=7), _trainer_proxy._Log(effects), "logger")
+    assert isinstance(logger, CSVLogger)
+    assert logger.version == 7
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.experiment.add_image("picture", None)
+    assert heard == ["logger.log_metrics", "logger.experiment.add_image"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_of_several_ranks_are_gathered_as_large_as_they_are() -> None:
+    alone, four = (_trainer_proxy._gathered(ranks) for ranks in (1, 4))
+    data = {"loss": torch.ones(3), "name": "one"}
+    assert alone(data) is data
+    found = four(data)
+    assert (found["loss"].shape, found["name"]) == ((4, 3), "one")
+
+
+@pytest.mark.parametrize(("total", "between", "steps"), [(1, True, []), (2, True, [1]), (2, False, [])])
+def test_a_step_of_a_later_epoch_meets_what_the_validation_left(
+    monkeypatch: pytest.MonkeyPatch, total: float, between: bool, steps: list[int]
+) -> None:
+    """Where no hook changes anything: once, if there is a later epoch and something has run in between."""
+    found, trained = epochs(total=total), []
+    monkeypatch.setattr(LaterEpochs, "_signature", lambda *_: FROZEN)
+    playing: Any = SimpleNamespace(
+        run=SimpleNamespace(accumulate=1),
+        asked=Asked(),
+        shadow=SimpleNamespace(global_step=4, optimizers=[]),
+        has=lambda _name: False,
+        train=trained.append,
+    )
+    found.play(playing, 0, 1.0, between=between)
+    assert trained == steps
+
+
+def test_weights_that_training_has_told_apart_are_equal_where_they_are_the_same() -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    assert _epochs._same(one, one)
+    assert not _epochs._same(one, other)
+
+
+def test_lists_of_loaders_and_lists_of_batches_are_told_apart() -> None:
+    first, second, batches = loader(2), loader(3), [torch.ones(2), torch.ones(2)]
+    assert _sample.loaders_in(first) == [first]
+    assert _sample.loaders_in({"a": first, "b": [second]}) == [first, second]
+    assert len(_sample.loaders_in(batches)) == 1
+    assert len(_sample.loaders_in([first, batches])) == 2
+    assert _sample.loaders_in([]) == []
+
+
+def test_rates_that_are_not_found_in_a_checkpoint_stay_multiplied_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = {"lr_schedulers": [{"base_lrs": [8.0]}], "optimizer_states": [{"param_groups": [{"lr": 8.0}]}]}
+    before = copy.deepcopy(checkpoint)
+    trainer: Any = SimpleNamespace(lr_scheduler_configs=[])
+    monkeypatch.setattr(_growth, "divided_schedulers", lambda *_: None)
+    assert not _growth.save_as_written(trainer, checkpoint, 8.0)
+    assert checkpoint == before
+
+
+def ddp(*, layer_sync: Any = None, **settings: Any) -> Any:
+    """A Trainer of two processes, none of which has been started."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    strategy = DDPStrategy(**settings)
+    made = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    strategy._layer_sync = layer_sync
+    return made
+
+
+@pytest.mark.parametrize(
+    ("trainer", "part", "why"),
+    [
+        (lambda: ddp(), torch.nn.Linear(1, 1), ""),
+        (lambda: ddp(layer_sync=object()), torch.nn.Linear(1, 1), "synchronised batch normalisation"),
+        (lambda: ddp(), torch.nn.SyncBatchNorm(1), "synchronised batch normalisation"),
+        (lambda: ddp(ddp_comm_hook=print), torch.nn.Linear(1, 1), "communication hook"),
+        (lambda: ddp(ddp_comm_state=object()), torch.nn.Linear(1, 1), "communication hook"),
+        (lambda: ddp(), torch.nn.Embedding(2, 2, sparse=True), "sparse gradients"),
+        (lambda: ddp(), torch.nn.Embedding(2, 2), ""),
+    ],
+)
+def test_several_ranks_are_recovered_where_they_can_agree(trainer: Any, part: torch.nn.Module, why: str) -> None:
+    module = LightningModule()
+    module.part = part
+    found = _recovery.why_not(trainer(), module)
+    assert why in found
+    assert bool(found) == bool(why)
+    module._ddp_params_and_buffers_to_ignore = ["part.weight"]  # type: ignore[assignment]
+    assert _recovery.why_not(trainer(), module)
+
+
+def test_what_keeps_an_optimizer_from_stepping_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, module = ddp(), LightningModule()
+    assert _refusals._why_not_in_backward(trainer, module) == ""
+    trainer.gradient_clip_val = 1.0
+    assert "clipped once all of them are there" in _refusals._why_not_in_backward(trainer, module)
+    trainer.gradient_clip_val = None
+    monkeypatch.setattr(_refusals._deepspeed, "used", lambda _trainer: True)
+    assert "DeepSpeed's engine" in _refusals._why_not_in_backward(trainer, module)
+    module.automatic_optimization = False
+    assert "manual optimization" in _refusals._why_not_in_backward(trainer, module)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 5])
+@pytest.mark.parametrize(("size", "of_whole"), [(8, 1), (20, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("longest", [False, True])
+def test_batches_of_a_validation_stand_for_all_of_them(batches: int, size: int, of_whole: int, longest: bool) -> None:
+    """The longest comes last, and is one of them; a sanity check takes one for all that it looks at."""
+    sample: Any = SimpleNamespace(batch_size=8, make=lambda count: count)
+    padded: Any = SimpleNamespace(batch_size=6, make=lambda count: -count)
+    one = _validation.Loader(sample, batches, padded if longest else None)
+    count = batches * of_whole - (of_whole == 3) * (batches // 3)  # of 24 samples, 8 batches of 3
+    assert one.of_at_most(size) == (min(size, 8), count)
+    found, repeated, stands = one.followed(size, None)
+    assert [batch < 0 for batch in found] == [False] * (len(found) - longest) + [True] * longest
+    assert len(found) - 1 + stands == count or (longest and count == 1)
+    assert repeated == len(found) - longest <= 2
+    assert all(abs(batch) == min(size, 6 if batch < 0 else 8) for batch in found)
+    assert one.followed(size, 2) == ([min(size, 8)], 1, min(count, 2))
+    assert one.followed(size, 0) == ([min(size, 8)], 1, count)

@@ -17,7 +17,7 @@ from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 
 from vram_guard_mmengine._schedule import Schedule, _numbers_of
-from vram_guard_mmengine._step_look import _parts_of, _simple
+from vram_guard_mmengine._step_look import StepLook, _parts_of, _simple
 from vram_guard_mmengine._symbolic_run import symbolic_run
 
 
@@ -186,7 +186,78 @@ def test_hooks_between_two_places_run_as_the_loop_would_run_them(sets_modes: boo
     assert run.model.training == sets_modes
 
 
+@pytest.mark.parametrize("batches", [5, None])
+def test_loops_of_iterations_number_their_batches_through(batches: int | None) -> None:
+    shadow: Any = Called()
+    schedule(batches, by_epoch=False)._go(SimpleNamespace(model=torch.nn.Linear(1, 1)), shadow, 7)  # type: ignore[arg-type]
+    assert shadow.calls == [("before_train_iter", 0, 7, "data")]
+
+
 def test_numbers_that_a_hook_may_mean_are_found_in_its_attributes() -> None:
     hook = OfIterations(at=7, never=0, off=False, often=(8, [9]), of={10: 11}, far=[[[12]]], other=OfIterations(at=13))
     assert sorted(_numbers_of(hook)) == [7, 8, 9, 10, 11]
     assert list(_numbers_of(OfIterations(many=[1] * 100_000))) == []
+
+
+@pytest.mark.parametrize(
+    ("attributes", "counts", "last", "asks"),
+    [
+        ({"initial_epoch": 3}, True, False, True),
+        ({"warmup_iters": 17}, True, False, True),
+        ({"initial_epoch": 4, "warmup_iters": 16}, True, False, False),
+        ({"depth": 3}, True, False, False),
+        ({"epoch_share": 3.0}, True, False, False),
+        ({"initial_epoch": 3}, False, False, False),
+        ({"initial_epoch": 4}, True, True, True),
+        ({"initial_epoch": 3}, False, True, False),
+    ],
+)
+def test_a_model_that_counts_may_name_the_epoch_at_which_it_changes(
+    attributes: dict[str, Any], counts: bool, last: bool, asks: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    vars(model[0]).update(attributes)
+    shadow: Any = Called()
+    shadow.runner = SimpleNamespace(model=model)
+    shadow.at(3, 17)
+    assert schedule()._asked_at(shadow, 17, last=last, counts=counts) == asks
+
+
+def looking(**state: Any) -> Any:
+    """A look at a step, in this state."""
+    look: Any = object.__new__(StepLook)
+    look.counters, look.other_loss, look._gone, look._state = set(), False, {}, state
+    return look
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words", "other_loss"),
+    [
+        ({"requires_grad a": False, "requires_grad b": False}, {"requires_grad a": True, "requires_grad b": True},
+         "2 more parameters are trained", False),
+        ({"requires_grad a": True}, {"requires_grad a": False}, "1 fewer parameters are trained", False),
+        ({"requires_grad a": True, "requires_grad b": True, "requires_grad c": False},
+         {"requires_grad a": False, "requires_grad b": False, "requires_grad c": True},
+         "1 fewer parameters are trained", False),
+        ({"accumulative_counts": 1}, {"accumulative_counts": 2}, "accumulative_counts", False),
+        ({"train_dataloader": 1}, {"train_dataloader": 2}, "train_dataloader", False),
+        ({"head.weight": 1}, {"head.weight": 2, "seen": 1}, "head.weight, seen", True),
+        ({}, {"a": 1, "b": 1, "c": 1}, "a, b, c", True),
+        ({}, {"a": 1, "b": 1, "c": 1, "d": 1}, "a, b, c, ...", True),
+        ({"counter": 1}, {"counter": 2}, "", False),
+    ],
+)  # fmt: skip
+def test_what_is_different_is_told_in_words(
+    before: dict[str, Any], after: dict[str, Any], words: str, other_loss: bool
+) -> None:
+    look = looking(**after)
+    look.counters.add("counter")
+    assert (look._in_words(before), look.other_loss) == (words, other_loss)
+
+
+def test_a_counter_goes_the_same_step_twice_in_a_row() -> None:
+    look = looking()
+    for moment in ({"n": 0, "odd": 0, "on": False}, {"n": 2, "odd": 1, "on": True}, {"n": 4, "odd": 3, "on": False}):
+        before, look._state = look._state, moment
+        look._count(before)
+    assert look.counters == {"n"}

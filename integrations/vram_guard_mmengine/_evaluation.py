@@ -89,7 +89,8 @@ class Rounds:
         size = own if most is None else min(own, most)
         if self.batches is None:
             return (size, size), 1
-        batches = self.batches if size == own else -(-self.batches * own // size)
+        evaluated = self.batches * own if self.samples is None else min(self.samples, self.batches * own)
+        batches = self.batches if size == own else -(-evaluated // size)
         last = size if self.samples is None else self.samples - (batches - 1) * size
         if batches == 1 or not 0 < last < size:
             return (min(size, last) if last > 0 else size, size)[:batches], batches - 1
