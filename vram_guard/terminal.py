@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from typing import TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
 
 from vram_guard.printable import printable
+
+if TYPE_CHECKING:
+    import logging
 
 #: Words and single wide signs; what may not end a line stays with what follows, what may not begin one with the sign
 #: before it.
@@ -38,6 +42,18 @@ def rjust(text: str, width: int) -> str:
     return " " * (width - display_width(text)) + text
 
 
+def cut(text: str, width: int) -> str:
+    """As much of ``text`` as fits into ``width`` columns of a terminal; an ellipsis where something is left out."""
+    if display_width(text) <= width:
+        return text
+    kept = ""
+    for sign in text:
+        if display_width(kept + sign) >= width:
+            break
+        kept += sign
+    return f"{kept}…"
+
+
 def terminal_width(stream: TextIO) -> int | None:
     """Columns of the terminal that a stream writes to; None: it writes to a file, a pipe or nowhere."""
     try:
@@ -65,20 +81,55 @@ def fitting(text: str, stream: TextIO) -> str:
     A word that is wider than the terminal, such as a path, is left whole, so that it can be copied.
     """
     width = terminal_width(stream)
-    if width is None:
-        return text
+    return text if width is None else in_columns(text, width)
+
+
+def in_columns(text: str, width: int) -> str:
+    """``text`` with lines of at most ``width`` columns, items indented, and longer words left whole."""
     return "\n".join(broken for line in text.split("\n") for broken in _fitting(line, width))
 
 
 def encodable(text: str, stream: TextIO) -> str:
     """``text`` as a stream can take it: signs that its encoding does not have become question marks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    return _in_encoding(text, getattr(stream, "encoding", None) or "utf-8")
+
+
+def is_utf(encoding: str) -> bool:
+    """True if everything can be drawn in an encoding."""
+    return encoding.lower().startswith(("utf-", "utf8", "utf_"))
+
+
+def in_log(text: str, logger: logging.Logger) -> str:
+    """``text`` for people as every stream of a log can take it.
+
+    ``logging`` prints a traceback in place of a record that one of its streams cannot encode.
+    """
+    text = printable(text)
+    for encoding in encodings_of(logger):
+        text = _in_encoding(text, encoding)
+    return text
+
+
+def encodings_of(logger: logging.Logger) -> Iterator[str]:
+    """The encoding of each stream that a logger's records are written to."""
+    import locale
+
+    one: logging.Logger | None = logger
+    while one is not None:
+        for handler in one.handlers:
+            # A file that is opened with the first record has no stream yet.
+            told = getattr(getattr(handler, "stream", None) or handler, "encoding", None) or "utf-8"
+            yield locale.getpreferredencoding(do_setlocale=False) if told == "locale" else told
+        one = one.parent if one.propagate else None
 
 
 def shown_on(text: str, stream: TextIO) -> str:
     """``text`` for people: nothing that a terminal would obey, its lines as :func:`fitting` has them, encodable."""
     return encodable(fitting(printable(text), stream), stream)
+
+
+def _in_encoding(text: str, encoding: str) -> str:
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _fitting(line: str, width: int) -> list[str]:

@@ -25,8 +25,10 @@ from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.report.html import where_to_read_on
+from vram_guard.report.text import DEFAULT_WIDTH, render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
+from vram_guard.terminal import encodings_of, in_columns, in_log, is_utf
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply import techniques
@@ -150,9 +152,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             return accelerator.prepare(*args, **kwargs)
         self.text, self.fits = answer.text, answer.fits
         if self.settings.verbose:
-            _logger.info("%s", self.text)
+            _logger.info("%s", in_log(self.text, _logger))
         elif accelerator.is_main_process:
-            _logger.info("%s", f"{answer.brief}\n{where_to_read_on(answer.page, 'verbose=True')}")
+            where = in_columns(where_to_read_on(answer.page, "verbose=True"), DEFAULT_WIDTH)
+            _logger.info("%s", in_log(f"{answer.brief}\n{where}", _logger))
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
         if answer.launch_plan.precision:
@@ -246,13 +249,13 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
 
 def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:
     from vram_guard.report.html import page_to_keep
-    from vram_guard.report.text import render
     from vram_guard_accelerate.planning.decide import decide
 
     made = decide(first, settings, budget)
     forks.end_all()
     notes = [f"  - {note}" for note in made.notes]
     text = "\n".join([made.plan.explain(), *notes])
-    brief = "\n".join([render(made.plan, unicode=False, verbose=False).rstrip(), *notes])
+    drawn = render(made.plan, unicode=all(map(is_utf, encodings_of(_logger))), verbose=False).rstrip()
+    brief = "\n".join([drawn, *(in_columns(note, DEFAULT_WIDTH) for note in notes)])
     page = page_to_keep(made.plan, title=sys.argv[0])
     parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))
