@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.cli._arguments import checked_margin, counts, number, unknown_model, whole_number
 from vram_guard.cli._configuration import changed
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_columns, print_json, say, tell
+from vram_guard.cli.printing import print_columns, print_json, progress_shown, say
 from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -109,12 +109,14 @@ def _symbolic(
 
     step = step_from_config(found, config)
 
-    def traced(capability: tuple[int, int]) -> Any:
-        major, minor = capability
-        tell(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
-        return trace(step, compute_capability=capability)
+    with progress_shown() as progress:
 
-    return on_every_gpu(traced, cards, margin=margin)
+        def traced(capability: tuple[int, int]) -> Any:
+            major, minor = capability
+            progress(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
+            return trace(step, compute_capability=capability)
+
+        return on_every_gpu(traced, cards, margin=margin)
 
 
 def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:

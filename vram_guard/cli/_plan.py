@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, whole_number
-from vram_guard.cli._compare import listed, tell_progress
+from vram_guard.cli._compare import listed
 from vram_guard.cli._configuration import add_set, configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
-from vram_guard.cli.printing import print_json, say
+from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -84,15 +84,16 @@ def _plot_budgets(
     from vram_guard.report.batch_curve import COMMON_CARDS
     from vram_guard.report.files import must_be_written
 
-    plans = plans_per_budget(
-        one.step,
-        one.batch_size,
-        cards or COMMON_CARDS,
-        gpu=budget.gpu,
-        allow=allow,
-        cudnn=options.cudnn,
-        progress=tell_progress,
-    )
+    with progress_shown() as progress:
+        plans = plans_per_budget(
+            one.step,
+            one.batch_size,
+            cards or COMMON_CARDS,
+            gpu=budget.gpu,
+            allow=allow,
+            cudnn=options.cudnn,
+            progress=progress,
+        )
     with must_be_written():
         save_figure(budget_figure(plans), options.plot_budgets)
     say(_("wrote {path}", path=options.plot_budgets), sys.stderr)
@@ -160,15 +161,16 @@ def _plan(options: argparse.Namespace) -> int:
     given = {"model": options.model, "batch": count("batch", options.batch), "input": options.input}
     one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, given)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
-    made = plan(
-        one.step,
-        one.batch_size,
-        budget,
-        allow=allow,
-        cudnn=options.cudnn,
-        **_several(options),
-        progress=tell_progress,
-    )
+    with progress_shown() as progress:
+        made = plan(
+            one.step,
+            one.batch_size,
+            budget,
+            allow=allow,
+            cudnn=options.cudnn,
+            **_several(options),
+            progress=progress,
+        )
     tell_assumed(one.step, name, options.input)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
