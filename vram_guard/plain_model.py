@@ -29,9 +29,8 @@ DTYPES: Final = {
 MOST_DIMENSIONS, LARGEST_DIMENSION = 8, 2**31
 
 ASSUMED = marked(
-    "assumed for {model}: AdamW; its own loss where it returns one, else cross-entropy of scores (samples x classes), "
-    "else the mean squared error, summed over outputs of equal shape (auxiliary classifiers). A TrainingStep says what "
-    "your training really does"
+    "assumed for {model}: AdamW; as loss the model's own, else cross-entropy of scores (samples x classes), else the "
+    "mean squared error, auxiliary outputs included. A TrainingStep says what your training really does"
 )
 
 
