@@ -343,10 +343,10 @@ def edited(out: Path, cache: Path, *own: str, **more: str) -> str:
 
 
 def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cache: Path) -> None:
-    results = []
+    results, heard = [], []
     for budget, more in (("1GiB", {}), ("40MiB", {}), ("40MiB", {"VRAM_GUARD_DISABLE": "1"})):
         out = tmp_path / f"{budget}.pt"
-        edited(out, cache, "--budget", budget, **more)
+        heard.append(edited(out, cache, "--budget", budget, **more))
         results.append(torch.load(out))
         assert results[-1]["restored"]
         assert Path(f"{out}.0").read_text() == "a step\n" * 3  # none of a copy's
@@ -355,6 +355,9 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
     assert 0 < difference(*results[:2]) < 1e-6
     assert results[2]["text"] == ""  # switched off
     assert difference(results[0], results[2]) == 0
+    # The script sets no logging up: what is changed is said all the same.
+    assert [said.count("Does not fit as written") for said in heard] == [0, 1, 0]
+    assert [said.count("Full report") for said in heard] == [1, 1, 0]
 
 
 @pytest.fixture(scope="module")
