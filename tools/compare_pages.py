@@ -45,7 +45,9 @@ def main(names: list[str]) -> int:
         module, lasting = PAGES[name]
         print(f"{name}: python -m {module}, about {lasting}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([sys.executable, "-m", module, "--out", folder], cwd=ROOT, check=True, capture_output=True)  # noqa: S603
+            # What it says of its progress, and why it fails, is for whoever waits.
+            command = [sys.executable, "-m", module, "--out", folder]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
             for language in ("en", "zh_cn"):
                 page, made = (root / language / f"{name}.md" for root in (ROOT / "docs", Path(folder)))
                 lines = differing(page.read_text(encoding="utf-8"), made.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, whole_number
+from vram_guard.cli._arguments import count, unknown_model, whole_number
 from vram_guard.cli._compare import listed
 from vram_guard.cli._configuration import add_set, configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
@@ -121,8 +121,16 @@ def _one_of(options: argparse.Namespace) -> None:
         if options.model is not None:
             raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
         options.config, options.model = None, options.config
+    if options.config and Path(options.config).name == options.config and not Path(options.config).suffix:
+        _check_exists(options.config)
     if not options.config and not options.model:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
+
+
+def _check_exists(name: str) -> None:
+    """Refuse a name that is neither a file's nor, here, a model's."""
+    if not Path(name).exists():
+        raise InvalidInputError(_("there is no file {name}; {said}", name=name, said=unknown_model(name)))
 
 
 def _names_model(text: str) -> bool:
