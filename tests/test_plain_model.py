@@ -185,6 +185,13 @@ def test_bad_input_is_an_error_in_words(wrong: Any) -> None:
         wrong(nn.Linear(3, 3))
 
 
+def test_a_model_that_fails_on_its_input_says_so_and_was_built(models: str, capsys: Any) -> None:
+    assert main(["estimate", "--model", f"{models}:net", "--input", "3x2x2", "--batch", "4", "--gpu", "4090"]) != 0
+    first, last = capsys.readouterr().err.splitlines()
+    assert "no symbolic answer: the model fails on an input of 3x2x2: RuntimeError" in first
+    assert "no answer: the model's step could not be run (see above)" in last
+
+
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.sampled_from(sorted(DTYPES))),
