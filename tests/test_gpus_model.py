@@ -74,6 +74,28 @@ def test_one_card_as_the_guide_has_its_tables(capsys, monkeypatch):
     assert said == ["tracing for compute capability 8.9"] * 2
 
 
+MODEL = """
+from torch import nn
+
+net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def test_a_plain_model_with_the_shape_of_its_input(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    largest = []
+    for shape in ("3x64x64", "3x128x128"):
+        assert cli.main(["gpus", "4090", "--model", "model.py:net", "--input", shape, "--json"]) == 0
+        captured = capsys.readouterr()
+        largest.append(json.loads(captured.out)["tables"][0]["gpus"][0]["largest_batch"])
+        assert "assumed for model.py:net" in captured.err
+    assert 3 < largest[0] / largest[1] < 5, "four times as many pixels"
+    for wrong in (["--model", "model.py:net", "--input", "3x8x8", "--resolutions", "8"], ["--input", "3x8x8"]):
+        assert cli.main(["gpus", *wrong]) == 2
+        assert capsys.readouterr().out == ""
+
+
 def test_a_model_folder_by_the_closed_form(tmp_path, capsys):
     folder = write_cogvideox(tmp_path / "hub", SMALL, SMALL_TEXT)
     found = answer(capsys, "A100 80GB", "--model-path", str(folder), "--resolutions", "8,16", "--num-frames", "3")
