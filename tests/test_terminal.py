@@ -24,7 +24,7 @@ from vram_guard.cli import _doctor
 from vram_guard.cli.printing import progress_shown
 from vram_guard.language import CHINESE, ENGLISH
 from vram_guard.report.columns import columns
-from vram_guard.terminal import display_width, encodings_of, fitting, in_log, terminal_width, wrapped
+from vram_guard.terminal import display_width, encodings_of, fitting, fitting_log, in_log, terminal_width, wrapped
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (60, 80, 120)
@@ -221,6 +221,21 @@ def test_text_for_a_log_is_what_all_its_streams_take(tmp_path):
     child.propagate = False
     assert in_log("é", child) == "é"
     for handler in (latin, later):
+        log.removeHandler(handler)
+
+
+def test_a_log_that_a_terminal_shows_has_lines_as_wide_as_that(tmp_path, monkeypatch):
+    """In a file alone a sentence stays whole: who looks for it finds it."""
+    monkeypatch.setenv("COLUMNS", "20")
+    log = logging.getLogger("vram_guard.tests.wide")
+    log.propagate = False
+    note = "  - a note that goes on and on"
+    file = logging.FileHandler(tmp_path / "log", delay=True)
+    log.addHandler(file)
+    assert fitting_log(note, log) == note
+    log.addHandler(shown := logging.StreamHandler(Terminal()))
+    assert fitting_log(note, log) == "  - a note that goes\n    on and on"
+    for handler in (file, shown):
         log.removeHandler(handler)
 
 

@@ -81,11 +81,8 @@ def fitting(text: str, stream: TextIO) -> str:
     A word that is wider than the terminal, such as a path, is left whole, so that it can be copied.
     """
     width = terminal_width(stream)
-    return text if width is None else in_columns(text, width)
-
-
-def in_columns(text: str, width: int) -> str:
-    """``text`` with lines of at most ``width`` columns, items indented, and longer words left whole."""
+    if width is None:
+        return text
     return "\n".join(broken for line in text.split("\n") for broken in _fitting(line, width))
 
 
@@ -110,22 +107,34 @@ def in_log(text: str, logger: logging.Logger) -> str:
     return text
 
 
+def fitting_log(text: str, logger: logging.Logger) -> str:
+    """``text`` as :func:`fitting` has it where a log goes to a terminal; else its sentences stay whole, to be found."""
+    for handler in _handlers(logger):
+        stream = getattr(handler, "stream", None)
+        text = text if stream is None else fitting(text, stream)
+    return text
+
+
 def encodings_of(logger: logging.Logger) -> Iterator[str]:
     """The encoding of each stream that a logger's records are written to."""
     import locale
 
-    one: logging.Logger | None = logger
-    while one is not None:
-        for handler in one.handlers:
-            # A file that is opened with the first record has no stream yet.
-            told = getattr(getattr(handler, "stream", None) or handler, "encoding", None) or "utf-8"
-            yield locale.getpreferredencoding(do_setlocale=False) if told == "locale" else told
-        one = one.parent if one.propagate else None
+    for handler in _handlers(logger):
+        # A file that is opened with the first record has no stream yet.
+        told = getattr(getattr(handler, "stream", None) or handler, "encoding", None) or "utf-8"
+        yield locale.getpreferredencoding(do_setlocale=False) if told == "locale" else told
 
 
 def shown_on(text: str, stream: TextIO) -> str:
     """``text`` for people: nothing that a terminal would obey, its lines as :func:`fitting` has them, encodable."""
     return encodable(fitting(printable(text), stream), stream)
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    one: logging.Logger | None = logger
+    while one is not None:
+        yield from one.handlers
+        one = one.parent if one.propagate else None
 
 
 def _in_encoding(text: str, encoding: str) -> str:

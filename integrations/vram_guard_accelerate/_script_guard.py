@@ -25,10 +25,10 @@ from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.report.html import where_to_read_on
-from vram_guard.report.text import DEFAULT_WIDTH, render
+from vram_guard.report.text import render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
-from vram_guard.terminal import encodings_of, in_columns, in_log, is_utf
+from vram_guard.terminal import encodings_of, fitting_log, in_log, is_utf
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import Settings
@@ -155,8 +155,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         if accelerator.is_main_process and self.settings.verbose:
             _report(self.text)
         elif accelerator.is_main_process:
-            where = in_columns(where_to_read_on(answer.page, "verbose=True"), DEFAULT_WIDTH)
-            _report(f"{answer.brief}\n{where}")
+            _report(f"{answer.brief}\n{where_to_read_on(answer.page, 'verbose=True')}")
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
         if answer.launch_plan.precision:
@@ -251,7 +250,7 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
 def _report(text: str) -> None:
     """In the script's log, or on standard error where it has none: a plan is not applied without a word."""
     if _logger.hasHandlers():
-        _logger.info("%s", in_log(text, _logger))
+        _logger.info("%s", in_log(fitting_log(text, _logger), _logger))
     else:
         say(text)
 
@@ -266,6 +265,6 @@ def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: Pare
     text = "\n".join([made.plan.explain(), *notes])
     heard = [*encodings_of(_logger)] or [getattr(sys.stderr, "encoding", None) or "utf-8"]
     drawn = render(made.plan, unicode=all(map(is_utf, heard)), verbose=False).rstrip()
-    brief = "\n".join([drawn, *(in_columns(note, DEFAULT_WIDTH) for note in notes)])
+    brief = "\n".join([drawn, *notes])
     page = page_to_keep(made.plan, title=sys.argv[0])
     parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))

@@ -26,7 +26,7 @@ from vram_guard.plan import Plan
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
-from vram_guard.terminal import encodings_of, in_columns, in_log, is_utf
+from vram_guard.terminal import encodings_of, fitting_log, in_log, is_utf
 from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
 from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
@@ -150,12 +150,12 @@ class RunnerTraining:
 
     def report(self, plan: Plan, lines: list[str], *, applied: bool, verbose: bool) -> None:
         """In the runner's log, and in the config that it writes down."""
-        from vram_guard.report.text import DEFAULT_WIDTH, render
+        from vram_guard.report.text import render
 
         log = self.runner.logger
         text = render(plan, unicode=all(map(is_utf, encodings_of(log))), verbose=verbose).rstrip()
-        below = (in_columns(line, DEFAULT_WIDTH) for line in lines)
-        log.info("%s", in_log("\n".join(["vram_guard", text, *below]), log))
+        below = fitting_log("\n".join(lines), log)
+        log.info("%s", in_log("\n".join(filter(None, ["vram_guard", text, below])), log))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
         self.runner.dump_config()
 
