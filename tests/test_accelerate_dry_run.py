@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_memory_is_laid_to_the_scripts_lines_and_not_to_ours(answers: Any) -> No
     for name in ("plain", "slices", "clipping"):
         plan = answers[name]["plan"]
         assert "training.py" in json.dumps(plan) or "common.py" in json.dumps(plan)
-        assert "vram_guard_accelerate/" not in json.dumps(plan), name
+        assert not re.search(r"accelerate/\w+\.py", json.dumps(plan)), f"{name}: the script calls its backward and step"
 
 
 def test_frozen_models_that_were_moved_by_hand_are_counted(answers: Any) -> None:

@@ -132,7 +132,7 @@ def test_the_plan_is_shown_and_then_followed(launched: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert "fits with: 2 micro-batches of 8" in done.stderr
     assert "micro-batch size" not in done.stderr, "that is in the whole report"
-    assert Path(done.stderr.partition("Full report: ")[2].partition(" (to print it here: -v)")[0]).is_file()
+    assert Path(done.stderr.partition("Full report (here: -v): ")[2].partition("\n")[0]).is_file()
     assert "step 0 2." in done.stdout  # the script's own prints, and nothing else there
     assert "micro-batch" not in done.stdout
     assert torch.load(out)["sizes"] == [16, 16, 8, 16, 16, 8]
@@ -343,10 +343,10 @@ def edited(out: Path, cache: Path, *own: str, **more: str) -> str:
 
 
 def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cache: Path) -> None:
-    results = []
+    results, heard = [], []
     for budget, more in (("1GiB", {}), ("40MiB", {}), ("40MiB", {"VRAM_GUARD_DISABLE": "1"})):
         out = tmp_path / f"{budget}.pt"
-        edited(out, cache, "--budget", budget, **more)
+        heard.append(edited(out, cache, "--budget", budget, **more))
         results.append(torch.load(out))
         assert results[-1]["restored"]
         assert Path(f"{out}.0").read_text() == "a step\n" * 3  # none of a copy's
@@ -355,6 +355,9 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
     assert 0 < difference(*results[:2]) < 1e-6
     assert results[2]["text"] == ""  # switched off
     assert difference(results[0], results[2]) == 0
+    # The script sets no logging up: what is changed is said all the same.
+    assert [said.count("Does not fit as written") for said in heard] == [0, 1, 0]
+    assert [said.count("Full report") for said in heard] == [1, 1, 0]
 
 
 @pytest.fixture(scope="module")

@@ -235,10 +235,15 @@ def test_figures_of_a_page_made_anew_are_compared_and_its_seconds_are_not():
     spec = spec_from_file_location("compare_pages", ROOT / "tools" / "compare_pages.py")
     tool = module_from_spec(spec)
     spec.loader.exec_module(tool)
-    page = "torch 2.13.0+cpu, Python 3.11.7, CPU x 2; A100\n| 8 GiB | 7.84 GiB | 7.2 s |\n"
-    again = "torch 2.14.0, Python 3.12, CPU x 8; A100\n| 8 GiB | 7.84 GiB | 17 s |\n"
+    head = "| budget | peak | step time | seconds | host memory |\n| --- | --- | --- | --- | --- |\n"
+    page = f"torch 2.13.0+cpu, Python 3.11.7, CPU x 2; in 7.2 s\n{head}| 8 GiB | 7.84 GiB | 0.8 s | 0.4 | 0.35 GiB |\n"
+    again = f"torch 2.14.0, Python 3.12, CPU x 8; in 17 s\n{head}| 8 GiB | 7.84 GiB | 0.8 s | 2.3 | 0.36 GiB |\n"
     assert tool.differing(page, again) == []
-    assert len(tool.differing(page, again.replace("7.84", "7.85"))) == 2
+    for figure, other in (("7.84", "7.85"), ("0.8 s", "0.9 s")):
+        assert len(tool.differing(page, again.replace(figure, other))) == 2
+    written = [text for name in tool.PAGES for text in (ROOT / "docs").glob(f"*/{name}.md")]
+    heads = {cell.strip() for text in written for cell in text.read_text("utf-8").split("|")}
+    assert heads >= tool._OF_TOOLS, "a column that has another name by now is compared"
     assert {ROOT / "docs" / "en" / f"{name}.md" for name in tool.PAGES} <= set(PAGES)
 
 

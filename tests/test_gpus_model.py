@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import nullcontext
 
 import pytest
 from folders import write_cogvideox
@@ -13,6 +14,7 @@ from test_estimate_folder import SMALL, SMALL_TEXT
 from vram_guard import Budget, cli, trace
 from vram_guard.budget import catalogue, find_gpu
 from vram_guard.capture.object_reference import load_step
+from vram_guard.cli import _gpus_model
 
 #: The guide's table for its 24 GB cards, and the factor by which each of its numbers misses its own formula.
 GUIDE_24GB = [(64, 16, 5.4, 8), (128, 8, 10.7, 8), (256, 2, 10.7, 8)]
@@ -56,7 +58,9 @@ def test_a_step_of_the_users_own_on_every_card(tmp_path, monkeypatch, capsys):
     assert memory[0]["largest_batch"] <= memory[-1]["largest_batch"]
 
 
-def test_one_card_as_the_guide_has_its_tables(capsys):
+def test_one_card_as_the_guide_has_its_tables(capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(_gpus_model, "progress_shown", lambda: nullcontext(said.append))
     arguments = shlex.split("'RTX 4090' --model fno --hidden_dim 8 --num_layers 2 --resolutions 16,16x24")
     assert cli.main(["gpus", *arguments]) == 0
     captured = capsys.readouterr()
@@ -67,7 +71,29 @@ def test_one_card_as_the_guide_has_its_tables(capsys):
     assert lines[6] == ""
     assert lines[7].startswith("Releases: Python 3.")
     assert len(lines) == 8
-    assert captured.err.count("compute capability 8.9") == 2
+    assert said == ["tracing for compute capability 8.9"] * 2
+
+
+MODEL = """
+from torch import nn
+
+net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def test_a_plain_model_with_the_shape_of_its_input(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    largest = []
+    for shape in ("3x64x64", "3x128x128"):
+        assert cli.main(["gpus", "4090", "--model", "model.py:net", "--input", shape, "--json"]) == 0
+        captured = capsys.readouterr()
+        largest.append(json.loads(captured.out)["tables"][0]["gpus"][0]["largest_batch"])
+        assert "assumed for model.py:net" in captured.err
+    assert 3 < largest[0] / largest[1] < 5, "four times as many pixels"
+    for wrong in (["--model", "model.py:net", "--input", "3x8x8", "--resolutions", "8"], ["--input", "3x8x8"]):
+        assert cli.main(["gpus", *wrong]) == 2
+        assert capsys.readouterr().out == ""
 
 
 def test_a_model_folder_by_the_closed_form(tmp_path, capsys):

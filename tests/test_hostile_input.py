@@ -270,6 +270,24 @@ def test_the_nearest_right_one_is_named(typed, meant, capsys):
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed", ["plan model.py:net --batch 8 --gpu RTX 4090", "plan gpt2 --batch 8 --budget 24 GB"])
+def test_a_value_in_two_words_is_told_to_be_quoted(typed, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(typed.split())
+    assert f"{typed.split()[-1]}; a value with spaces needs quotes" in capsys.readouterr().err
+
+
+def test_a_model_that_no_installed_library_has_is_no_missing_file_alone(monkeypatch, capsys):
+    """The documentation names `plan resnet50`: where torchvision is missing, that is what to know."""
+    monkeypatch.setattr("vram_guard.capture.model_names.absent_libraries", lambda: ["torchvision"])
+    monkeypatch.setattr("vram_guard.capture.model_names.library_of", lambda _name: None)
+    assert cli.main(["plan", "resnet50", "--batch", "8", "--gpu", "4090"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vram-guard: there is no file resnet50; the model resnet50 is unknown")
+    assert "Not installed here" in said
+    assert "torchvision" in said
+
+
 def run(shell, **environment):
     """A command in a shell of its own, where a stream can be closed; $VG is vram-guard."""
     own = {name: value for name, value in os.environ.items() if name not in environment}

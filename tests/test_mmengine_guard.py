@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import warnings
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from mmengine.config import Config
 
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard.language import speaking
 from vram_guard.plan import plan
 from vram_guard_mmengine._training import RunnerTraining
 from vram_guard_mmengine.commands import write_base
@@ -416,6 +419,28 @@ def test_the_plan_is_kept_and_logged(style: Style) -> None:
     logged = {line["predicted_memory"] for line in lines if "predicted_memory" in line}
     assert logged == {plan.estimate.peak_allocated // 2**20}
     assert f"predicted_memory: {plan.estimate.peak_allocated // 2**20}" in text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "language", "shown"),
+    [("utf-8", "en", "░]"), ("ascii", "en", ".]"), ("ascii", "zh_CN", ".]"), ("gbk", "zh_CN", "放得下")],
+)
+def test_the_report_is_drawn_as_the_log_can_take_it(
+    pretrain: Style, capsys: Any, encoding: str, language: str, shown: str
+) -> None:
+    """A record that a stream cannot encode is lost, and ``logging`` prints a traceback in its place."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding)
+    with speaking(language), contextlib.redirect_stdout(stream):
+        cases.train(pretrain.guarded(f"{encoding}-{language}", **PINNED))
+    stream.flush()
+    text = written.getvalue().decode(encoding)
+    report = text.partition("- INFO - vram_guard\n")[2].partition(" - mmengine - ")[0]
+    lines = report.splitlines()[:-1]
+    assert shown in report
+    assert len(lines) > 8
+    assert "full report" in lines[-1].lower() or language != "en"
+    assert "Logging error" not in capsys.readouterr().err
 
 
 # --- mixed precision --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, TrainingStep, plan, trace
+from vram_guard import Budget, TrainingStep, estimate, plan, trace
 from vram_guard.language import speaking
 from vram_guard.notebooks import one_line
+from vram_guard.terminal import cut, display_width
 
 NAME = "<img src=x onerror=alert(1)>\u202e"
 
@@ -119,6 +121,32 @@ def test_progress_is_one_line_that_is_replaced_and_wiped(step, monkeypatch):
     with one_line() as progress:
         progress("a line")
     assert file.getvalue() == ""
+
+
+def test_a_line_of_progress_fits_into_the_terminal(monkeypatch):
+    """A return does not lead back over two rows, and a wide sign leaves two columns."""
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with one_line() as progress:
+        progress("正在分析 bf16-mixed，批大小 256")
+        progress("short")
+    first, second, wiped, _end = terminal.getvalue().removeprefix("\r").split("\r")
+    assert first == "正在分析 bf16-mixe…"
+    assert display_width(first) == 19
+    assert (len(second), second.rstrip()) == (19, "short")
+    assert wiped == " " * 5
+    monkeypatch.setenv("COLUMNS", "21")
+    assert cut("正在分析正在分析正", 16) == "正在分析正在分…"
+    assert cut("正在", 4) == "正在"
+
+
+def test_no_two_rows_have_one_name():
+    """A convolution in float32: its reserved peak is an amount and, for cuDNN's workspaces, a range."""
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3))
+    for answer in (estimate(net, 64, input_shape=(3, 32, 32)), plan(net, 64, "1GiB", input_shape=(3, 32, 32))):
+        names = re.findall("<tr><td>([^<]*)</td>", answer._repr_html_())
+        assert {"peak reserved", "range of the peak"} < set(names)
+        assert len(names) == len(set(names)), names
 
 
 def test_the_example_runs_in_a_kernel():

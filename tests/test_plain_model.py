@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -81,6 +82,68 @@ def test_other_outputs_are_trained_by_the_mean_squared_error(output: Any) -> Non
     assert torch.equal(loss, net.layer(torch.ones(2, 3, 4, 4)).square().mean())
 
 
+class Scores(NamedTuple):
+    """As torchvision's GoogLeNetOutputs."""
+
+    logits: torch.Tensor
+    aux_logits2: torch.Tensor
+    aux_logits1: torch.Tensor
+
+
+class Deep(nn.Module):
+    """Two auxiliary classifiers that are there while it is trained, as in torchvision's GoogLeNet."""
+
+    def __init__(self, answer: Callable[..., Any] = Scores) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 16, 3), nn.Linear(16, 10)
+        self.aux1, self.aux2 = (nn.Sequential(nn.Linear(16, 1000), nn.ReLU(), nn.Linear(1000, 10)) for _ in range(2))
+        self.answer = answer
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.stem(x).relu().mean((2, 3))
+        scores = self.last(found)
+        return self.answer(scores, self.aux2(found), self.aux1(found)) if self.training else scores
+
+
+def test_auxiliary_classifiers_are_trained() -> None:
+    """With the weight of 0.3 that GoogLeNet's authors give them, and with none, a step takes the same."""
+
+    def weighted(model: Any, batch: Any) -> torch.Tensor:
+        main, *others = (nn.functional.cross_entropy(one, batch[1]) for one in model(batch[0]))
+        return main + 0.3 * (others[0] + others[1])
+
+    batches = lambda size: (torch.zeros(size, 3, 32, 32), torch.zeros(size, dtype=torch.long))  # noqa: E731
+    written = estimate(TrainingStep(Deep, batches, weighted, torch.optim.AdamW), 64)
+    alone = estimate(
+        TrainingStep(Deep, batches, lambda model, batch: model(batch[0]).logits.logsumexp(1).sum(), torch.optim.AdamW),
+        64,
+    )
+    made = estimate(Deep, 64, input_shape=(3, 32, 32))
+    assert made.breakdown["optimizer_states"] == written.breakdown["optimizer_states"]
+    assert made.breakdown["optimizer_states"] > 10 * alone.breakdown["optimizer_states"]
+    assert (made.peak_allocated, made.peak_reserved) == (written.peak_allocated, written.peak_reserved)
+
+
+@pytest.mark.parametrize(
+    ("answer", "learned"),
+    [
+        (Scores, 3),
+        (lambda *scores: list(scores), 3),
+        (lambda *scores: dict(zip("abc", scores, strict=True)), 3),
+        (lambda logits, aux2, aux1: {"logits": logits, "aux": aux2, "aux_features": aux1[:, :5]}, 2),
+        (lambda logits, aux2, aux1: (logits, (aux2, aux1), aux1.argmax(1), None, logits.half()), 1),
+    ],
+    ids=["namedtuple", "list", "dict", "other shape", "states, classes, other type"],
+)
+def test_outputs_of_the_firsts_shape_are_learned_as_it_is(answer: Callable[..., Any], learned: int) -> None:
+    net, pictures, labels = Deep(answer), torch.rand(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+    loss = step_of_model(net, InputShape.parse("3x8x8")).loss(net, (pictures, labels))
+    every = Deep.forward(net, pictures)
+    tensors = [*every.values()] if isinstance(every, dict) else [*every]
+    want = sum(nn.functional.cross_entropy(one, labels) for one in tensors[:learned])
+    assert torch.equal(loss, want)
+
+
 def test_a_models_own_loss_counts() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -120,6 +183,13 @@ def test_it_is_planned_as_a_step_is() -> None:
 def test_bad_input_is_an_error_in_words(wrong: Any) -> None:
     with pytest.raises(InvalidInputError):
         wrong(nn.Linear(3, 3))
+
+
+def test_a_model_that_fails_on_its_input_says_so_and_was_built(models: str, capsys: Any) -> None:
+    assert main(["estimate", "--model", f"{models}:net", "--input", "3x2x2", "--batch", "4", "--gpu", "4090"]) != 0
+    first, last = capsys.readouterr().err.splitlines()
+    assert "no symbolic answer: the model fails on an input of 3x2x2: RuntimeError" in first
+    assert "no answer: the model's step could not be run (see above)" in last
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pty
 import re
@@ -10,7 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +21,10 @@ from folders import write_cogvideox
 
 from vram_guard import cli
 from vram_guard.cli import _doctor
+from vram_guard.cli.printing import progress_shown
 from vram_guard.language import CHINESE, ENGLISH
 from vram_guard.report.columns import columns
-from vram_guard.terminal import display_width, fitting, terminal_width, wrapped
+from vram_guard.terminal import display_width, encodings_of, fitting, fitting_log, in_log, terminal_width, wrapped
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (60, 80, 120)
@@ -42,6 +44,7 @@ SCRIPT = f"""
 import contextlib, fcntl, struct, sys, termios
 from vram_guard import cli
 from vram_guard.cli import _doctor
+from vram_guard.cli.printing import progress_shown
 _doctor._integrations = dict  # importing the frameworks takes seconds, and shows nothing wide
 for width in {WIDTHS}:
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
@@ -73,7 +76,8 @@ def in_terminal(script, language, folder, width=80):
         shown += read
     process.wait()
     os.close(ours)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r\n", "\n")
+    return re.sub(r"[^\n]*\r", "", lines)  # progress that was replaced
 
 
 @pytest.mark.parametrize("language", [ENGLISH, CHINESE])
@@ -162,6 +166,77 @@ def test_the_size_is_that_of_the_stream_s_own_terminal(monkeypatch):
     with os.fdopen(theirs, "w", encoding="utf-8") as stream:
         assert terminal_width(stream) == 57
     os.close(ours)
+
+
+def on_screen(written):
+    """What is left of it on a screen: lines, after returns and the control sequences that erase and go up."""
+    screen, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", written):
+        if part == "\n":
+            row, column = row + 1, 0
+            screen += [""] * (row + 1 - len(screen))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            screen[row] = ""
+        elif part == "\x1b[1A":
+            row -= 1
+        elif not part.startswith("\x1b"):
+            screen[row] = screen[row][:column].ljust(column) + part + screen[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in screen if line.strip()]
+
+
+def test_progress_is_one_line_above_which_all_else_stands(monkeypatch):
+    """Also where a line is wider than the terminal, and a model prints."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with progress_shown() as progress:
+        progress("tracing 32-true")
+        assert on_screen(terminal.getvalue()) == ["vram-guard: tracing 32-true"]
+        print("from the model", file=sys.stderr)
+        progress("trying 2 of 72 ways: bf16-mixed, batch 256")
+        assert on_screen(terminal.getvalue()) == ["from the model", "vram-guard: trying 2 of 72 ways: bf16-m…"]
+    assert on_screen(terminal.getvalue()) == ["from the model"]
+    monkeypatch.setattr("sys.stderr", file := StringIO())
+    with progress_shown() as progress:
+        progress("tracing")
+    assert file.getvalue() == ""
+
+
+def test_text_for_a_log_is_what_all_its_streams_take(tmp_path):
+    log = logging.getLogger("vram_guard.tests.terminal")
+    log.propagate = False
+    latin = logging.StreamHandler(TextIOWrapper(BytesIO(), encoding="latin-1"))
+    later = logging.FileHandler(tmp_path / "log", encoding="ascii", delay=True)
+    assert in_log("é 显 \x1b[2J", log) == "é 显 \\x1b[2J"
+    log.addHandler(latin)
+    assert in_log("é 显", log) == "é ?"
+    log.addHandler(later)
+    assert in_log("é 显", log) == "? ?"
+    assert list(encodings_of(log)) == ["latin-1", "ascii"]
+    child = log.getChild("child")
+    assert in_log("é", child) == "?"
+    child.propagate = False
+    assert in_log("é", child) == "é"
+    for handler in (latin, later):
+        log.removeHandler(handler)
+
+
+def test_a_log_that_a_terminal_shows_has_lines_as_wide_as_that(tmp_path, monkeypatch):
+    """In a file alone a sentence stays whole: who looks for it finds it."""
+    monkeypatch.setenv("COLUMNS", "20")
+    log = logging.getLogger("vram_guard.tests.wide")
+    log.propagate = False
+    note = "  - a note that goes on and on"
+    file = logging.FileHandler(tmp_path / "log", delay=True)
+    log.addHandler(file)
+    assert fitting_log(note, log) == note
+    log.addHandler(shown := logging.StreamHandler(Terminal()))
+    assert fitting_log(note, log) == "  - a note that goes\n    on and on"
+    for handler in (file, shown):
+        log.removeHandler(handler)
 
 
 def test_paragraphs_break_where_chinese_may():

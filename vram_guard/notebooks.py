@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vram_guard.printable import printable
+from vram_guard.terminal import cut, display_width, ljust, terminal_width
 
 
 class ShownInNotebooks:
@@ -39,13 +40,16 @@ def one_line() -> Iterator[Callable[[str], None]]:
         yield lambda _line: None
         return
     width = 0
+    # A line that a terminal breaks cannot be replaced: a return leads to the beginning of its last row.
+    most = terminal_width(stream)
 
     def show(line: str) -> None:
         nonlocal width
         text = printable(line, lines=False)
-        stream.write(f"\r{text.ljust(width)}")
+        text = text if most is None else cut(text, most - 1)
+        stream.write(f"\r{ljust(text, width)}")
         stream.flush()
-        width = len(text)
+        width = display_width(text)
 
     try:
         yield show

@@ -29,8 +29,8 @@ DTYPES: Final = {
 MOST_DIMENSIONS, LARGEST_DIMENSION = 8, 2**31
 
 ASSUMED = marked(
-    "assumed for {model}: AdamW; its own loss where it returns one, else cross-entropy of scores (samples x classes), "
-    "else the mean squared error. A TrainingStep says what your training really does"
+    "assumed for {model}: AdamW; as loss the model's own, else cross-entropy of scores (samples x classes), else the "
+    "mean squared error, auxiliary outputs included. A TrainingStep says what your training really does"
 )
 
 
@@ -113,7 +113,9 @@ def step_of_model(
     """A training step of a model of which only the input is known.
 
     The loss is the model's own where it returns one, else the cross-entropy of scores of shape (samples, classes), else
-    the mean squared error of its first output.
+    the mean squared error of its first output. Outputs beside the first and of its shape, such as the scores of
+    GoogLeNet's auxiliary classifiers, are learned as the first is, and the losses summed: the weights that trainings
+    give them change no memory.
 
     Args:
         model: a module, or a callable that builds one, symbolically.
@@ -173,8 +175,6 @@ def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:
 
 
 def _loss(model: Any, batch: Any) -> torch.Tensor:
-    from torch.nn import functional
-
     *inputs, labels = batch
     try:
         output = model(*inputs)
@@ -200,10 +200,16 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     own = own_loss(output)
     if own is not None:
         return own
-    first = _first_tensor(output)
-    if first.dim() == 2 and first.is_floating_point() and first.shape[1] > 1:
-        return functional.cross_entropy(first, labels)
-    return functional.mse_loss(first, first.new_zeros(first.shape))
+    losses = [_assumed_loss(one, labels) for one in _learned(output)]
+    return sum(losses[1:], losses[0])
+
+
+def _assumed_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    from torch.nn import functional
+
+    if output.dim() == 2 and output.is_floating_point() and output.shape[1] > 1:
+        return functional.cross_entropy(output, labels)
+    return functional.mse_loss(output, output.new_zeros(output.shape))
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
@@ -212,9 +218,11 @@ def own_loss(output: Any) -> torch.Tensor | None:
     return found
 
 
-def _first_tensor(output: Any) -> torch.Tensor:
+def _learned(output: Any) -> list[torch.Tensor]:
+    """The first tensor that a model returns, and those beside it of its shape and type: other answers to the same."""
     import torch
 
+    beside: list[Any] = [output]
     while not isinstance(output, torch.Tensor):
         if isinstance(output, Mapping):
             output = list(output.values())
@@ -225,5 +233,9 @@ def _first_tensor(output: Any) -> torch.Tensor:
                     kind=type(output).__name__,
                 )
             )
-        output = output[0]
-    return output
+        beside, output = list(output), output[0]
+    return [
+        one
+        for one in beside
+        if isinstance(one, torch.Tensor) and one.shape == output.shape and one.dtype == output.dtype
+    ]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from typing import TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
 
 from vram_guard.printable import printable
+
+if TYPE_CHECKING:
+    import logging
 
 #: Words and single wide signs; what may not end a line stays with what follows, what may not begin one with the sign
 #: before it.
@@ -36,6 +40,18 @@ def ljust(text: str, width: int) -> str:
 def rjust(text: str, width: int) -> str:
     """``text`` with spaces before it, up to ``width`` columns of a terminal."""
     return " " * (width - display_width(text)) + text
+
+
+def cut(text: str, width: int) -> str:
+    """As much of ``text`` as fits into ``width`` columns of a terminal; an ellipsis where something is left out."""
+    if display_width(text) <= width:
+        return text
+    kept = ""
+    for sign in text:
+        if display_width(kept + sign) >= width:
+            break
+        kept += sign
+    return f"{kept}…"
 
 
 def terminal_width(stream: TextIO) -> int | None:
@@ -72,13 +88,57 @@ def fitting(text: str, stream: TextIO) -> str:
 
 def encodable(text: str, stream: TextIO) -> str:
     """``text`` as a stream can take it: signs that its encoding does not have become question marks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    return _in_encoding(text, getattr(stream, "encoding", None) or "utf-8")
+
+
+def is_utf(encoding: str) -> bool:
+    """True if everything can be drawn in an encoding."""
+    return encoding.lower().startswith(("utf-", "utf8", "utf_"))
+
+
+def in_log(text: str, logger: logging.Logger) -> str:
+    """``text`` for people as every stream of a log can take it.
+
+    ``logging`` prints a traceback in place of a record that one of its streams cannot encode.
+    """
+    text = printable(text)
+    for encoding in encodings_of(logger):
+        text = _in_encoding(text, encoding)
+    return text
+
+
+def fitting_log(text: str, logger: logging.Logger) -> str:
+    """``text`` as :func:`fitting` has it where a log goes to a terminal; else its sentences stay whole, to be found."""
+    for handler in _handlers(logger):
+        stream = getattr(handler, "stream", None)
+        text = text if stream is None else fitting(text, stream)
+    return text
+
+
+def encodings_of(logger: logging.Logger) -> Iterator[str]:
+    """The encoding of each stream that a logger's records are written to."""
+    import locale
+
+    for handler in _handlers(logger):
+        # A file that is opened with the first record has no stream yet.
+        told = getattr(getattr(handler, "stream", None) or handler, "encoding", None) or "utf-8"
+        yield locale.getpreferredencoding(do_setlocale=False) if told == "locale" else told
 
 
 def shown_on(text: str, stream: TextIO) -> str:
     """``text`` for people: nothing that a terminal would obey, its lines as :func:`fitting` has them, encodable."""
     return encodable(fitting(printable(text), stream), stream)
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    one: logging.Logger | None = logger
+    while one is not None:
+        yield from one.handlers
+        one = one.parent if one.propagate else None
+
+
+def _in_encoding(text: str, encoding: str) -> str:
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _fitting(line: str, width: int) -> list[str]:

@@ -25,9 +25,12 @@ from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.report.html import where_to_read_on
+from vram_guard.report.text import render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
+from vram_guard.terminal import encodings_of, fitting_log, in_log, is_utf
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
+from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
@@ -149,10 +152,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
                 _logger.warning("%s", _("no prediction for this training, which is left unchanged: {why}", why=error))
             return accelerator.prepare(*args, **kwargs)
         self.text, self.fits = answer.text, answer.fits
-        if self.settings.verbose:
-            _logger.info("%s", self.text)
+        if accelerator.is_main_process and self.settings.verbose:
+            _report(self.text)
         elif accelerator.is_main_process:
-            _logger.info("%s", f"{answer.brief}\n{where_to_read_on(answer.page, 'verbose=True')}")
+            _report(f"{answer.brief}\n{where_to_read_on(answer.page, 'verbose=True')}")
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
         if answer.launch_plan.precision:
@@ -244,15 +247,24 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
     run.phase.begins()
 
 
+def _report(text: str) -> None:
+    """In the script's log, or on standard error where it has none: a plan is not applied without a word."""
+    if _logger.hasHandlers():
+        _logger.info("%s", in_log(fitting_log(text, _logger), _logger))
+    else:
+        say(text)
+
+
 def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:
     from vram_guard.report.html import page_to_keep
-    from vram_guard.report.text import render
     from vram_guard_accelerate.planning.decide import decide
 
     made = decide(first, settings, budget)
     forks.end_all()
     notes = [f"  - {note}" for note in made.notes]
     text = "\n".join([made.plan.explain(), *notes])
-    brief = "\n".join([render(made.plan, unicode=False, verbose=False).rstrip(), *notes])
+    heard = [*encodings_of(_logger)] or [getattr(sys.stderr, "encoding", None) or "utf-8"]
+    drawn = render(made.plan, unicode=all(map(is_utf, heard)), verbose=False).rstrip()
+    brief = "\n".join([drawn, *notes])
     page = page_to_keep(made.plan, title=sys.argv[0])
     parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))

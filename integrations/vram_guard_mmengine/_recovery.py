@@ -21,7 +21,7 @@ from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
-from vram_guard.printable import printable
+from vram_guard.terminal import in_log
 from vram_guard.watch.batches import MicroBatches
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.optimizer_step import guard_step
@@ -64,7 +64,7 @@ def arm(
         ranks=coordinator_of(module, model),
         memory=reader_for(torch.device(get_device())),
         most=most,
-        log=lambda line: runner.logger.warning("vram_guard: %s", printable(line)),
+        log=lambda line: runner.logger.warning("vram_guard: %s", in_log(line, runner.logger)),
         prediction_text=prediction_text,
         on_failure=on_failure,
         frameworks=("mmengine",),

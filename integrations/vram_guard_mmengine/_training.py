@@ -23,10 +23,10 @@ from vram_guard.guard.decision import Decision
 from vram_guard.language import _
 from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.plan import Plan
-from vram_guard.printable import printable
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
+from vram_guard.terminal import encodings_of, fitting_log, in_log, is_utf
 from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
 from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
@@ -152,19 +152,21 @@ class RunnerTraining:
         """In the runner's log, and in the config that it writes down."""
         from vram_guard.report.text import render
 
-        text = render(plan, unicode=False, verbose=verbose).rstrip()
-        self.runner.logger.info("%s", printable("\n".join(["vram_guard", text, *lines])))
+        log = self.runner.logger
+        text = render(plan, unicode=all(map(is_utf, encodings_of(log))), verbose=verbose).rstrip()
+        below = fitting_log("\n".join(lines), log)
+        log.info("%s", in_log("\n".join(filter(None, ["vram_guard", text, below])), log))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)
         self.runner.dump_config()
 
     def tell(self, lines: Iterable[str]) -> None:
         """In the runner's log."""
         for line in lines:
-            self.runner.logger.info("vram_guard: %s", printable(line))
+            self.runner.logger.info("vram_guard: %s", in_log(line, self.runner.logger))
 
     def warn(self, message: str) -> None:
         """In the runner's log."""
-        self.runner.logger.warning("vram_guard: %s", printable(message))
+        self.runner.logger.warning("vram_guard: %s", in_log(message, self.runner.logger))
 
 
 def _schedules_by_iteration(runner: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
 from vram_guard.plan import Plan
 from vram_guard.settings import disabled, filled
+from vram_guard.terminal import in_log
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import _dividing, _recovery, _split_step
 from vram_guard_mmengine._capture import evaluation
@@ -154,7 +155,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self._iterations += 1
         found = self._guard.measured(self._iterations // max(1, self.plan.accumulate // self.plan.splits))
         if found is not None:
-            runner.logger.info("vram_guard: %s", found.words())
+            runner.logger.info("vram_guard: %s", in_log(found.words(), runner.logger))
             for name, value in found.metrics().items():
                 runner.message_hub.update_info(f"vram_guard/{name}", value)
 
@@ -183,7 +184,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         if self._guard is not None:
             self._guard.restored(contained)
         elif contained != 1.0:
-            runner.logger.warning("vram_guard: %s", still_multiplied(contained))
+            runner.logger.warning("vram_guard: %s", in_log(still_multiplied(contained), runner.logger))
 
 
 def _nothing() -> None:

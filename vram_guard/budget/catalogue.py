@@ -255,7 +255,7 @@ def _unknown(name: str) -> str:
     hint = ""
     if nearest:
         either = _(" or ").join(repr(near) for near in nearest)
-        hint = " " + _("Did you mean {names}?", names=either)
+        hint = _(" Did you mean {names}?", names=either)
     return _(
         "GPU {name} is not in the catalogue.{hint} A GPU that is not listed can be given by its memory: "
         'budget="24GiB".',

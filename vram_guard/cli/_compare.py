@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._configuration import configuration, parsed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options, asked_budget
-from vram_guard.cli.printing import print_json, say, tell
+from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -87,13 +86,8 @@ def _compare(options: argparse.Namespace) -> int:
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     required = required_releases(options)
     configurations = tuple(_configurations(options))
-    answer = compare(
-        configurations,
-        budget,
-        allow=allow,
-        lr_rule=options.lr_rule,
-        progress=tell_progress,
-    )
+    with progress_shown() as progress:
+        answer = compare(configurations, budget, allow=allow, lr_rule=options.lr_rule, progress=progress)
     _print(answer, options, required)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
 
@@ -108,14 +102,15 @@ def _variants(options: argparse.Namespace) -> int:
         if name in steps:
             raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
         steps[name] = step
-    answer = variants(
-        steps,
-        options.batch_size,
-        budget,
-        allow=listed(options.allow),
-        prefer=options.prefer,
-        progress=tell_progress,
-    )
+    with progress_shown() as progress:
+        answer = variants(
+            steps,
+            options.batch_size,
+            budget,
+            allow=listed(options.allow),
+            prefer=options.prefer,
+            progress=progress,
+        )
     _print(answer, options, required)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
@@ -169,9 +164,3 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
             yield label, load_step(name)
         else:
             yield from load_steps(text).items()
-
-
-def tell_progress(line: str) -> None:
-    """Show progress to a reader who waits at a terminal."""
-    if sys.stderr.isatty():
-        tell(line)

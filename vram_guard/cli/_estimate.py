@@ -88,7 +88,9 @@ def _estimate(options: argparse.Namespace) -> int:
         else notes.attempt(lambda: _symbolic(step, request.numbers["batch"], budget, options.cudnn))
     )
     if calculation is None and symbolic is None:
-        raise UnsupportedStepError(_("no answer: the model cannot be built, and the rule of thumb has no numbers"))
+        raise UnsupportedStepError(
+            _("no answer: the model's step could not be run (see above), and the rule of thumb lacks numbers")
+        )
     # The symbolic answer, where there is one, decides: it knows the network.
     fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
     if options.json:

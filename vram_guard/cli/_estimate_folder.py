@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vram_guard.cli._arguments import count, counts
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import asked_budget
-from vram_guard.cli.printing import Notes, print_json, print_now, tell
+from vram_guard.cli.printing import Notes, print_json, print_now, progress_shown
 from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
@@ -144,7 +144,8 @@ def _symbolic(
     largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
     made = None
     if recommend and budget is not None:
-        made = plan(step, tuning.batch, budget, allow=tuple(TECHNIQUES), cudnn=cudnn, progress=tell)
+        with progress_shown() as progress:
+            made = plan(step, tuning.batch, budget, allow=tuple(TECHNIQUES), cudnn=cudnn, progress=progress)
     return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
 
 

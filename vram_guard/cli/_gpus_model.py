@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import checked_margin, counts, number, unknown_model, whole_number
-from vram_guard.cli._configuration import changed
+from vram_guard.cli._configuration import changed, tell_assumed
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_columns, print_json, say, tell
+from vram_guard.cli.printing import print_columns, print_json, progress_shown, say
 from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
+    from vram_guard.step import TrainingStep
 
 _COUNTS = ("height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
 
@@ -31,7 +32,7 @@ def asks_about_a_model(options: argparse.Namespace) -> bool:
     """True where more is asked for than the list of cards."""
     return any(
         value is not None
-        for value in (options.model, options.model_path, options.config, options.hidden_dim, options.set)
+        for value in (options.model, options.model_path, options.config, options.hidden_dim, options.set, options.input)
     )
 
 
@@ -58,7 +59,7 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
-    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
+    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable, step_from_config
     from vram_guard.closed_form.from_config import parse_request
     from vram_guard.config_file import load_config
 
@@ -66,9 +67,11 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     given: dict[str, Any] = counts(options, *_COUNTS)
     config = changed(config, options, options.model)
     sizes = _resolutions(options.resolutions)
+    if sizes and options.input is not None:
+        raise InvalidInputError(_("--resolutions and --input both say how large a sample is: leave one out"))
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
-    found = parse_request(config, {**given, "model": options.model, "batch": 1})
+    found = parse_request(config, {**given, "model": options.model, "input": options.input, "batch": 1})
     if options.quick or found.model is None:
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
         return _RULE, rows
@@ -79,7 +82,10 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
         found.network()  # raises where a number is missing
     margin = checked_margin(options.margin)
     wanted: list[tuple[int, int] | None] = list(sizes) or [_own(found) if own else None]
-    return _SYMBOLIC, {size: _symbolic(_sized(found, size), config, cards, margin) for size in wanted}
+    steps = {size: step_from_config(_sized(found, size), config) for size in wanted}
+    rows = {size: _symbolic(step, cards, margin) for size, step in steps.items()}
+    tell_assumed(steps[wanted[0]], found.model, options.input)
+    return _SYMBOLIC, rows
 
 
 _RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"
@@ -100,21 +106,18 @@ def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequenc
     return tuple(map(one, cards))
 
 
-def _symbolic(
-    found: EstimateRequest, config: Mapping[str, Any], cards: Sequence[GPU], margin: float | None
-) -> tuple[OnGpu, ...]:
-    from vram_guard.capture.config_step import step_from_config
+def _symbolic(step: TrainingStep, cards: Sequence[GPU], margin: float | None) -> tuple[OnGpu, ...]:
     from vram_guard.plan.every_gpu import on_every_gpu
     from vram_guard.simulate import trace
 
-    step = step_from_config(found, config)
+    with progress_shown() as progress:
 
-    def traced(capability: tuple[int, int]) -> Any:
-        major, minor = capability
-        tell(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
-        return trace(step, compute_capability=capability)
+        def traced(capability: tuple[int, int]) -> Any:
+            major, minor = capability
+            progress(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
+            return trace(step, compute_capability=capability)
 
-    return on_every_gpu(traced, cards, margin=margin)
+        return on_every_gpu(traced, cards, margin=margin)
 
 
 def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, whole_number
-from vram_guard.cli._compare import listed, tell_progress
+from vram_guard.cli._arguments import count, unknown_model, whole_number
+from vram_guard.cli._compare import listed
 from vram_guard.cli._configuration import add_set, configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
-from vram_guard.cli.printing import print_json, say
+from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -84,15 +84,16 @@ def _plot_budgets(
     from vram_guard.report.batch_curve import COMMON_CARDS
     from vram_guard.report.files import must_be_written
 
-    plans = plans_per_budget(
-        one.step,
-        one.batch_size,
-        cards or COMMON_CARDS,
-        gpu=budget.gpu,
-        allow=allow,
-        cudnn=options.cudnn,
-        progress=tell_progress,
-    )
+    with progress_shown() as progress:
+        plans = plans_per_budget(
+            one.step,
+            one.batch_size,
+            cards or COMMON_CARDS,
+            gpu=budget.gpu,
+            allow=allow,
+            cudnn=options.cudnn,
+            progress=progress,
+        )
     with must_be_written():
         save_figure(budget_figure(plans), options.plot_budgets)
     say(_("wrote {path}", path=options.plot_budgets), sys.stderr)
@@ -120,8 +121,16 @@ def _one_of(options: argparse.Namespace) -> None:
         if options.model is not None:
             raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
         options.config, options.model = None, options.config
+    if options.config and Path(options.config).name == options.config and not Path(options.config).suffix:
+        _check_exists(options.config)
     if not options.config and not options.model:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
+
+
+def _check_exists(name: str) -> None:
+    """Refuse a name that is neither a file's nor, here, a model's."""
+    if not Path(name).exists():
+        raise InvalidInputError(_("there is no file {name}; {said}", name=name, said=unknown_model(name)))
 
 
 def _names_model(text: str) -> bool:
@@ -160,15 +169,16 @@ def _plan(options: argparse.Namespace) -> int:
     given = {"model": options.model, "batch": count("batch", options.batch), "input": options.input}
     one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, given)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
-    made = plan(
-        one.step,
-        one.batch_size,
-        budget,
-        allow=allow,
-        cudnn=options.cudnn,
-        **_several(options),
-        progress=tell_progress,
-    )
+    with progress_shown() as progress:
+        made = plan(
+            one.step,
+            one.batch_size,
+            budget,
+            allow=allow,
+            cudnn=options.cudnn,
+            **_several(options),
+            progress=progress,
+        )
     tell_assumed(one.step, name, options.input)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})

@@ -72,8 +72,11 @@ def fail(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """End where a parser knew nothing of some words; the option nearest to the first of them is named."""
     if words:
-        near = _nearest(words[0].partition("=")[0], parser._option_string_actions)  # noqa: SLF001 - argparse has no other
-        fail(parser, gettext.gettext("unrecognized arguments: %s") % " ".join(words) + near)
+        if words[0].startswith("-"):
+            hint = _nearest(words[0].partition("=")[0], parser._option_string_actions)  # noqa: SLF001 - argparse has no other
+        else:  # --gpu RTX 4090
+            hint = _("; a value with spaces needs quotes")
+        fail(parser, gettext.gettext("unrecognized arguments: %s") % " ".join(words) + hint)
 
 
 def _nearest(typed: str, known: Iterable[str]) -> str:

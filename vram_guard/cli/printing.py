@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from vram_guard.errors import VramGuardError
@@ -57,6 +58,25 @@ def say(text: str = "", file: TextIO | None = None, *, wrap: bool = True) -> Non
 def tell(text: str) -> None:
     """A message apart from the answer."""
     say(f"vram-guard: {text}", sys.stderr)
+
+
+@contextmanager
+def progress_shown() -> Iterator[Callable[[str], None]]:
+    """A callback for ``progress=``: on a terminal, one line that each message replaces; elsewhere nothing is written.
+
+    What the user's code prints meanwhile stands above it. No thread draws it: processes are copied meanwhile.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _line: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(), console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield lambda line: live.update(
+            Text(printable(f"vram-guard: {line}", lines=False), no_wrap=True, overflow="ellipsis"), refresh=True
+        )
 
 
 def print_now(lines: Iterable[str]) -> None:

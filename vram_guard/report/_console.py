@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from vram_guard.printable import printable
-from vram_guard.terminal import display_width, encodable, wrapped
+from vram_guard.terminal import display_width, encodable, is_utf, wrapped
 
 if TYPE_CHECKING:
     from rich.containers import Lines
@@ -45,7 +45,7 @@ class _Words(Text):
 
 def is_unicode(encoding: str | None = None) -> bool:
     """True if more than ASCII can be drawn in an encoding; None: in standard output's."""
-    return (encoding or getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith(("utf-", "utf8"))
+    return is_utf(encoding or getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
 def show(report: Callable[[bool], RenderableType], width: int, file: TextIO | None = None) -> bool:

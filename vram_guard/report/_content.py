@@ -270,7 +270,7 @@ def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
             high=format_bytes(estimate.peak_upper),
             most=format_bytes(estimate.peak_upper - estimate.peak_reserved),
         )
-        facts.append((_("peak reserved"), words))
+        facts.append((_("range of the peak"), words))
     if asked is not None and asked.refused:
         facts.append((f"cuDNN {asked.release}".strip(), _("says no workspaces: {why}", why=asked.refused)))
     elif asked is not None:

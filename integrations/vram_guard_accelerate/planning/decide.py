@@ -243,7 +243,7 @@ def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
         yield Refusal("accumulate", traces.why_not_sliced).words()
     if made.splits > 1:
         if not planner.facts.returns_loss:
-            yield _("the script computes its loss outside the model: slices run their forward twice")
+            yield _("the script computes its loss outside the model: the forward of each micro-batch runs twice")
         # Slices are weighed by what the model's loss was seen to be, not by a setting.
         yield from splitting_notes(first.root, "sum", first.sample.make, first.sample.batch_size)
     yield from sharding_notes(first, made, settings, traces.why_not_sharded)

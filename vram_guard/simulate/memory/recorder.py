@@ -55,8 +55,9 @@ _OF_PARAMETERS = frozenset({"gradients", "optimizer_states", "parameters"})
 #: Functions of ours that run a step: what called them is not the step's.
 _BEGINNINGS = frozenset({"run_step", "_traced_step"})
 
-#: How the packages of our adapters begin: the code that they wrap is not ours.
-_ADAPTERS = "vram_guard_"
+#: How the names of modules begin that hand on what they are given: our adapters' (the code that they wrap is not ours),
+#: and Accelerate's, in whose ``backward`` and ``step`` the script's own line is the one to know.
+_HANDING_ON = ("vram_guard_", "accelerate.")
 
 
 class Recorder:
@@ -687,7 +688,7 @@ def _label(frame: FrameType) -> str | None:
     """The file of a frame's code; None: look further out; "": the trace itself began here, look no further."""
     code = frame.f_code
     name = code.co_filename
-    if str(frame.f_globals.get("__name__")).startswith(_ADAPTERS):
+    if str(frame.f_globals.get("__name__")).startswith(_HANDING_ON):
         return None
     if code.co_name in _BEGINNINGS and name.startswith(_OWN_ROOT):
         return ""
