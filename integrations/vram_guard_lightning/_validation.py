@@ -41,8 +41,12 @@ class Loader:
     def of_at_most(self, size: int) -> tuple[Any, int]:
         """A batch of its own size, or of this one where that is smaller, and the number of batches then."""
         own = self.sample.batch_size
-        size = min(size, own)
-        return self.sample.make(size), math.ceil(self.batches * own / size)
+        if size >= own:
+            return self.sample.make(own), self.batches
+        samples = self.batches * own
+        if self.sample.dataset_size is not None:  # the last batch may be shorter
+            samples = min(samples, self.sample.dataset_size)
+        return self.sample.make(size), math.ceil(samples / size)
 
     def followed(self, size: int, sanity: int | None) -> tuple[list[Any], int, int]:
         """The batches that are followed, the number of the one that stands for others, and for how many it stands."""

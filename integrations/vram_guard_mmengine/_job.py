@@ -147,7 +147,8 @@ class RunnerJob:
         hub = shadow.runner.message_hub
 
         def after() -> None:
-            shadow.call("after_train_iter", batch_idx=0, data_batch=shadow.data_batch, outputs=self.outputs())
+            told = {"batch_idx": shadow.batch_idx, "data_batch": shadow.data_batch, "outputs": self.outputs()}
+            shadow.call("after_train_iter", **told)
             self.batch_ends()
 
         with replaced(hub, {"get_info": self._asked(hub)}):

@@ -172,8 +172,8 @@ class Schedule:
         shadow.at(epoch, place)
         if shadow.sets_modes:
             run.model.train()
-        number = place - epoch * self.batches if self.batches else place  # loops of iterations count through
-        shadow.call("before_train_iter", batch_idx=number, data_batch=shadow.data_batch)
+        shadow.batch_idx = place - epoch * self.batches if self.batches else place  # loops of iterations count through
+        shadow.call("before_train_iter", batch_idx=shadow.batch_idx, data_batch=shadow.data_batch)
 
     def _numbers(self, place: int) -> dict[str, int]:
         return {"epoch": place // self.batches if self.by_epoch and self.batches else 0, "iter": place}

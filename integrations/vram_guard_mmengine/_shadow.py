@@ -65,6 +65,8 @@ class Shadow:
         self._run = run
         self.accumulate = accumulate
         self.data_batch = data_batch
+        self.batch_idx = 0
+        """Position of the batch, as hooks are told it."""
         self.sets_modes = any(type(part).train is not nn.Module.train for part in run.model.modules())
         """True if ``train()`` of some module does more than it does everywhere: backbones freeze stages in it."""
         self._failed: set[tuple[int, str]] = set()
