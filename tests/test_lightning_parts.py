@@ -285,7 +285,7 @@ def test_what_keeps_an_optimizer_from_stepping_in_the_backward_pass(monkeypatch:
 @pytest.mark.parametrize("longest", [False, True])
 def test_batches_of_a_validation_stand_for_all_of_them(batches: int, size: int, of_whole: int, longest: bool) -> None:
     """The longest comes last, and is one of them; a sanity check takes one for all that it looks at."""
-    sample: Any = SimpleNamespace(batch_size=8, make=lambda count: count)
+    sample: Any = SimpleNamespace(batch_size=8, make=lambda count: count, dataset_size=None)
     padded: Any = SimpleNamespace(batch_size=6, make=lambda count: -count)
     one = _validation.Loader(sample, batches, padded if longest else None)
     count = batches * of_whole - (of_whole == 3) * (batches // 3)  # of 24 samples, 8 batches of 3
@@ -297,3 +297,10 @@ def test_batches_of_a_validation_stand_for_all_of_them(batches: int, size: int, 
     assert all(abs(batch) == min(size, 6 if batch < 0 else 8) for batch in found)
     assert one.followed(size, 2) == ([min(size, 8)], 1, min(count, 2))
     assert one.followed(size, 0) == ([min(size, 8)], 1, count)
+
+
+@pytest.mark.parametrize(("samples", "size", "count"), [(33, 4, 9), (33, 1, 33), (33, 8, 5), (33, 20, 5), (400, 4, 10)])
+def test_smaller_batches_of_a_validation_are_as_many_as_its_samples_make(samples: int, size: int, count: int) -> None:
+    """Five batches of eight: the last may be shorter, and a limit may leave out samples."""
+    sample: Any = SimpleNamespace(batch_size=8, make=lambda made: made, dataset_size=samples)
+    assert _validation.Loader(sample, 5).of_at_most(size) == (min(size, 8), count)

@@ -191,6 +191,7 @@ def test_loops_of_iterations_number_their_batches_through(batches: int | None) -
     shadow: Any = Called()
     schedule(batches, by_epoch=False)._go(SimpleNamespace(model=torch.nn.Linear(1, 1)), shadow, 7)  # type: ignore[arg-type]
     assert shadow.calls == [("before_train_iter", 0, 7, "data")]
+    assert shadow.batch_idx == 7, "what hooks are told after the iteration"
 
 
 def test_numbers_that_a_hook_may_mean_are_found_in_its_attributes() -> None:
