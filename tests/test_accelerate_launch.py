@@ -132,7 +132,7 @@ def test_the_plan_is_shown_and_then_followed(launched: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert "fits with: 2 micro-batches of 8" in done.stderr
     assert "micro-batch size" not in done.stderr, "that is in the whole report"
-    assert Path(done.stderr.partition("Full report (here: -v): ")[2].partition("\n")[0]).is_file()
+    assert Path(done.stderr.partition("Full report (-v prints it here): ")[2].partition("\n")[0]).is_file()
     assert "step 0 2." in done.stdout  # the script's own prints, and nothing else there
     assert "micro-batch" not in done.stdout
     assert torch.load(out)["sizes"] == [16, 16, 8, 16, 16, 8]

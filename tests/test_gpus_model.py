@@ -91,9 +91,35 @@ def test_a_plain_model_with_the_shape_of_its_input(tmp_path, monkeypatch, capsys
         largest.append(json.loads(captured.out)["tables"][0]["gpus"][0]["largest_batch"])
         assert "assumed for model.py:net" in captured.err
     assert 3 < largest[0] / largest[1] < 5, "four times as many pixels"
-    for wrong in (["--model", "model.py:net", "--input", "3x8x8", "--resolutions", "8"], ["--input", "3x8x8"]):
+    fno = ["--model", "fno", "--hidden_dim", "8", "--num_layers", "2", "--height", "16", "--width", "16"]
+    for wrong in (
+        ["--model", "model.py:net", "--input", "3x8x8", "--resolutions", "8"],
+        ["--input", "3x8x8"],
+        [*fno, "--input", "3x8x8"],
+        [*fno, "--quick", "--input", "3x8x8"],
+        ["--model-path", ".", "--input", "3x8x8"],
+    ):
         assert cli.main(["gpus", *wrong]) == 2
         assert capsys.readouterr().out == ""
+
+
+def test_a_card_alone_says_what_it_says_among_all(tmp_path, monkeypatch, capsys):
+    """Peaks of convolutions do not rise evenly with the batch: where the search begins must not matter."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(
+        MODEL.replace("nn.ReLU(), nn.Adap", "nn.ReLU(), nn.Conv2d(64, 128, 3), nn.Adap").replace(
+            "Linear(64", "Linear(128"
+        )
+    )
+
+    def largest(*cards):
+        assert cli.main(["gpus", *cards, "--model", "model.py:net", "--input", "3x224x224", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["tables"][0]["gpus"]
+        return {one["name"]: one["largest_batch"] for one in found}
+
+    among_all = largest()
+    for card in ("RTX A6000", "RTX 3060 12GB", "H200"):
+        assert largest(card).items() <= among_all.items()
 
 
 def test_a_model_folder_by_the_closed_form(tmp_path, capsys):

@@ -274,7 +274,12 @@ def test_the_nearest_right_one_is_named(typed, meant, capsys):
 def test_a_value_in_two_words_is_told_to_be_quoted(typed, capsys):
     with pytest.raises(SystemExit):
         cli.main(typed.split())
-    assert f"{typed.split()[-1]}; a value with spaces needs quotes" in capsys.readouterr().err
+    assert f"{typed.split()[-1]}; if they belong to a value: one with spaces needs quotes" in capsys.readouterr().err
+
+
+def test_a_value_in_two_words_beside_a_model_is_no_missing_model(capsys):
+    assert cli.main(["plan", "--model", "model.py:net", "--batch", "8", "--gpu", "RTX", "4090"]) == 2
+    assert "there is no file 4090; if it belongs to a value: one with spaces needs quotes" in capsys.readouterr().err
 
 
 def test_a_model_that_no_installed_library_has_is_no_missing_file_alone(monkeypatch, capsys):

@@ -299,8 +299,10 @@ def test_batches_of_a_validation_stand_for_all_of_them(batches: int, size: int, 
     assert one.followed(size, 0) == ([min(size, 8)], 1, count)
 
 
-@pytest.mark.parametrize(("samples", "size", "count"), [(33, 4, 9), (33, 1, 33), (33, 8, 5), (33, 20, 5), (400, 4, 10)])
+@pytest.mark.parametrize(
+    ("samples", "size", "count"), [(33, 4, 9), (33, 1, 33), (33, 8, 5), (33, 20, 5), (400, 4, 10), (10, 4, 10)]
+)
 def test_smaller_batches_of_a_validation_are_as_many_as_its_samples_make(samples: int, size: int, count: int) -> None:
-    """Five batches of eight: the last may be shorter, and a limit may leave out samples."""
+    """Five batches of eight: the last may be shorter, a limit leaves out samples, a sampler draws some twice."""
     sample: Any = SimpleNamespace(batch_size=8, make=lambda made: made, dataset_size=samples)
     assert _validation.Loader(sample, 5).of_at_most(size) == (min(size, 8), count)

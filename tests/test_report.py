@@ -177,7 +177,7 @@ def test_the_page_of_a_short_report_is_left_where_it_can_be_read(tmp_path: Path,
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path))
     line = where_to_read_on(page_to_keep(planned()), "-v")
     path = next((tmp_path / "reports").glob("*.html"))
-    assert line == f"Full report (here: -v): {path}"
+    assert line == f"Full report (-v prints it here): {path}"
     assert "Alternatives considered" in path.read_text("utf-8")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "file"))

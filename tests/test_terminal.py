@@ -44,7 +44,6 @@ SCRIPT = f"""
 import contextlib, fcntl, struct, sys, termios
 from vram_guard import cli
 from vram_guard.cli import _doctor
-from vram_guard.cli.printing import progress_shown
 _doctor._integrations = dict  # importing the frameworks takes seconds, and shows nothing wide
 for width in {WIDTHS}:
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))

@@ -171,8 +171,16 @@ def test_largest_that_fits_is_found_from_anywhere(answer: int, limit: int, near:
 
     assert largest_that_fits(fits, limit, near) == min(answer, limit)
     assert len(asked) == len(set(asked)), "nothing is asked twice"
-    if near == answer < limit and answer > 0:
-        assert asked == [answer, answer + 1]
+
+
+def test_where_peaks_do_not_rise_evenly_the_answer_is_the_same_from_anywhere() -> None:
+    """As of a network of convolutions, whose peak is lower at some larger batches."""
+    failing = {159, 160, 169, 170, 180}
+
+    def fits(count: int) -> bool:
+        return count < 190 and count not in failing
+
+    assert {largest_that_fits(fits, 2**16, near) for near in (1, 3, 158, 189, 5000)} == {158}
 
 
 def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:

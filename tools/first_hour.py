@@ -109,8 +109,9 @@ def _readable(printed: str, above: str) -> str:
 
 
 if __name__ == "__main__":
-    for one in (signal.SIGINT, signal.SIGQUIT):  # `launch` says so where a shell's background job ignores them
-        signal.signal(one, signal.SIG_DFL)
+    for name in ("SIGINT", "SIGQUIT"):  # `launch` says so where a shell's background job ignores them
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     with ThreadPoolExecutor(len(_WORDS)) as pool:
         for language, text in zip(_WORDS, pool.map(transcript, _WORDS), strict=True):
             (ROOT / "docs" / language / "first-hour.md").write_text(text, encoding="utf-8")

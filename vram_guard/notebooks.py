@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vram_guard.printable import printable
-from vram_guard.terminal import cut, display_width, ljust, terminal_width
+from vram_guard.terminal import cut, display_width, encodable, ljust, terminal_width
 
 
 class ShownInNotebooks:
@@ -47,7 +47,7 @@ def one_line() -> Iterator[Callable[[str], None]]:
         nonlocal width
         text = printable(line, lines=False)
         text = text if most is None else cut(text, most - 1)
-        stream.write(f"\r{ljust(text, width)}")
+        stream.write(f"\r{encodable(ljust(text, width), stream)}")
         stream.flush()
         width = display_width(text)
 

@@ -248,8 +248,8 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
 
 
 def _report(text: str) -> None:
-    """In the script's log, or on standard error where it has none: a plan is not applied without a word."""
-    if _logger.hasHandlers():
+    """In the script's log, or on standard error where it shows none: a plan is not applied without a word."""
+    if _logger.hasHandlers() and _logger.isEnabledFor(logging.INFO):
         _logger.info("%s", in_log(fitting_log(text, _logger), _logger))
     else:
         say(text)

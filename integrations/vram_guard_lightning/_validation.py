@@ -44,8 +44,9 @@ class Loader:
         if size >= own:
             return self.sample.make(own), self.batches
         samples = self.batches * own
-        if self.sample.dataset_size is not None:  # the last batch may be shorter
-            samples = min(samples, self.sample.dataset_size)
+        whole = self.sample.dataset_size
+        if whole is not None and whole > samples - own:  # the last batch may be shorter; a sampler may draw more
+            samples = min(samples, whole)
         return self.sample.make(size), math.ceil(samples / size)
 
     def followed(self, size: int, sanity: int | None) -> tuple[list[Any], int, int]:

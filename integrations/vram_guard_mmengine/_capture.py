@@ -295,11 +295,11 @@ class _Loss:
 
     def _as_compiled(self, model: Any) -> AbstractContextManager[None]:
         """Inside the block the model has what the runner puts on it; on the host, for proofs, it runs uncompiled."""
-        parts = getattr(model, "module", model)
+        parts = model.module if isinstance(model, Wrapper) else model
         if self._compiled is None or not is_symbolic(next(parts.parameters())):
             return nullcontext()
         name, options = self._compiled
-        if not hasattr(model, name):  # the wrapper's forward, which Dynamo leaves alone
+        if not hasattr(model, name):  # the stand-in has no forward of its own; only the part is compiled
             model = parts
         return replaced(model, {name: torch.compile(getattr(model, name), **options)})
 

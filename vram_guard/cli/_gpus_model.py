@@ -41,6 +41,8 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     from vram_guard.releases.installed import Releases
 
     required = required_releases(options)
+    if options.model_path:
+        _refuse_input(options)
     title, tables = _folder_tables(options, cards) if options.model_path else _network_tables(options, cards)
     releases = Releases.here() if title == _SYMBOLIC else None
     if options.json:
@@ -72,6 +74,8 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
     found = parse_request(config, {**given, "model": options.model, "input": options.input, "batch": 1})
+    if options.quick or found.model is None or found.model.lower() in EXAMPLE_NAMES:
+        _refuse_input(options)
     if options.quick or found.model is None:
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
         return _RULE, rows
@@ -86,6 +90,14 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     rows = {size: _symbolic(step, cards, margin) for size, step in steps.items()}
     tell_assumed(steps[wanted[0]], found.model, options.input)
     return _SYMBOLIC, rows
+
+
+def _refuse_input(options: argparse.Namespace) -> None:
+    """Where nothing reads the shape of an input, none may be given."""
+    if options.input is not None:
+        raise InvalidInputError(
+            _("--input is for a model of a library or of your own; here --height and --width say how large a sample is")
+        )
 
 
 _RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"

@@ -122,6 +122,11 @@ def _one_of(options: argparse.Namespace) -> None:
             raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
         options.config, options.model = None, options.config
     if options.config and Path(options.config).name == options.config and not Path(options.config).suffix:
+        if options.model is not None and not Path(options.config).exists():  # --model gpt2 --gpu RTX 4090
+            said = _(
+                "there is no file {name}; if it belongs to a value: one with spaces needs quotes", name=options.config
+            )
+            raise InvalidInputError(said)
         _check_exists(options.config)
     if not options.config and not options.model:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))

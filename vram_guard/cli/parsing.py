@@ -75,7 +75,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> Non
         if words[0].startswith("-"):
             hint = _nearest(words[0].partition("=")[0], parser._option_string_actions)  # noqa: SLF001 - argparse has no other
         else:  # --gpu RTX 4090
-            hint = _("; a value with spaces needs quotes")
+            hint = _("; if they belong to a value: one with spaces needs quotes")
         fail(parser, gettext.gettext("unrecognized arguments: %s") % " ".join(words) + hint)
 
 

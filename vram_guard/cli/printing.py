@@ -64,7 +64,8 @@ def tell(text: str) -> None:
 def progress_shown() -> Iterator[Callable[[str], None]]:
     """A callback for ``progress=``: on a terminal, one line that each message replaces; elsewhere nothing is written.
 
-    What the user's code prints meanwhile stands above it. No thread draws it: processes are copied meanwhile.
+    What the user's code prints to the terminal meanwhile stands above it; where standard output is a file, it goes
+    there. No thread draws the line: processes are copied meanwhile.
     """
     if not sys.stderr.isatty():
         yield lambda _line: None
@@ -73,7 +74,8 @@ def progress_shown() -> Iterator[Callable[[str], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text(), console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+    above = sys.stdout.isatty()
+    with Live(Text(), console=Console(stderr=True), auto_refresh=False, transient=True, redirect_stdout=above) as live:
         yield lambda line: live.update(
             Text(printable(f"vram-guard: {line}", lines=False), no_wrap=True, overflow="ellipsis"), refresh=True
         )

@@ -132,7 +132,9 @@ def where_to_read_on(page: str, how: str) -> str:
         written = write_atomically(path, page)
     forget_oldest(path.parent, MOST_PAGES, ("*.html",))
     return (
-        _("Full report (here: {how}): {page}", page=path, how=how) if written else _("Full report: with {how}", how=how)
+        _("Full report ({how} prints it here): {page}", page=path, how=how)
+        if written
+        else _("Full report: with {how}", how=how)
     )
 
 

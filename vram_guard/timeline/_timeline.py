@@ -344,19 +344,19 @@ def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int, near: int = 1) -> int:
-    """The largest count in ``1..limit`` below which nothing was seen to fail; 0 if 1 does not fit.
+    """The largest count in ``1..limit`` below which nothing was seen to fail; 0 if nothing fits.
 
-    Goes away from ``near`` in steps that double, until a count that fits and one that fails lie on either side; then
-    bisects. From 1 that takes about ``2 log2(answer)`` calls, from the answer itself two.
+    Powers of two lead from the one below ``near`` to two neighbours of which one fits and the other does not; then it
+    bisects. So every ``near`` leads to the same answer, unless a smaller power of two fails where this pair is: from 1
+    in about ``2 log2(answer)`` calls, from the answer's own size in half of these.
     """
     low, high = 0, limit + 1
-    at, step = min(max(near, 1), limit), 1
+    at = 1 << (min(max(near, 1), limit).bit_length() - 1)
     while low < at < high:
         if fits(at):
-            low, at = at, at + step
+            low, at = at, at * 2
         else:
-            high, at = at, at - step
-        step *= 2
+            high, at = at, at // 2
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):
