@@ -105,7 +105,7 @@ def test_options_that_make_another_training_are_left_alone(answers: Any, name: s
     assert answer["launch_plan"]["micro_batch_size"] == 8  # in slices, instead
     assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == []
     assert any("--gradient_accumulation_steps" in note and why in note for note in answer["notes"]), answer["notes"]
-    assert any("forward twice" in note for note in answer["notes"])
+    assert any("forward of each micro-batch runs twice" in note for note in answer["notes"])
 
 
 def test_a_script_that_acts_on_its_precision_is_seen_to_do_so(answers: Any) -> None:
