@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pytest
 
 pytest.importorskip("mmengine")
@@ -21,6 +18,7 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001, F401 - first: it kn
 
 import mmengine_cases as cases
 import mmengine_compiled_cases as compiled
+import mmengine_two_ranks
 import torch
 import torch._functorch.config
 from compiled_cases import MISSING
@@ -193,25 +191,7 @@ def test_a_runner_trains_under_a_budget_that_is_planned_and_puts_it_back(
 
 def test_two_processes_compile_what_is_predicted(tmp_path: Path) -> None:
     """Dynamo leaves MMDistributedDataParallel alone, and ends a graph before it, after it and at each bucket's end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
-    script = Path(__file__).parent / "mmengine_compiled_script.py"
-    runs = []
-    for rank in range(2):
-        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}  # fmt: skip
-        env = preloaded.environment(env, "mmengine.runner")
-        runs.append(subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=env,
-                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
-    try:
-        outputs = [run.communicate(timeout=300)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = mmengine_two_ranks.answers("mmengine_compiled_script.py", tmp_path, limit=300)
     assert first == second
     # The batch is prepared, the loss is put together and scaled, and the optimizer steps: 6; two for each bucket.
     assert first["traced"] == first["real"] == 6 + 2 * 3

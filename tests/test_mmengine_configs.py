@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pytest
 
 pytest.importorskip("mmengine")
 from vram_guard_mmengine import GuardRunner, VramGuardHook  # noqa: I001 - first: it knows what MMEngine's own imports warn of
 
 import mmengine_cases as cases
+import mmengine_two_ranks
 import torch
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
@@ -353,21 +348,7 @@ def test_a_runner_with_a_guard_refuses_configs_from_before_mmengine(tmp_path: Pa
 
 def test_two_processes_hold_one_plan(tmp_path: Path) -> None:
     """gloo; the second process has less memory, which counts for both; one of them runs out of memory, both go on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
-    script = Path(__file__).parent / "mmengine_ddp_script.py"
-    runs = []
-    for rank in range(2):
-        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}  # fmt: skip
-        env = preloaded.environment(env, "mmengine.runner")
-        runs.append(subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=env,
-                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
-    outputs = [run.communicate(timeout=150)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    first, second = mmengine_two_ranks.answers("mmengine_ddp_script.py", tmp_path, limit=150)
     assert first == second
     assert first["splits"] == 2
     assert first["difference"] < 1e-6

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import preloaded
+import mmengine_two_ranks
 import pytest
 
 pytest.importorskip("mmengine")
@@ -25,26 +19,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of both ranks; the second one has less memory, which counts for both."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
-    script = Path(__file__).parent / "mmengine_sharded_script.py"
-    runs = []
-    for rank in range(2):
-        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}  # fmt: skip
-        env = preloaded.environment(env, "mmengine.runner")
-        runs.append(subprocess.Popen([sys.executable, str(script), str(folder)], env=env,
-                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
-    try:
-        outputs = [run.communicate(timeout=200)[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(outputs)[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return mmengine_two_ranks.answers("mmengine_sharded_script.py", tmp_path_factory.mktemp("ranks"), limit=200)
 
 
 def test_one_rank_is_predicted_as_the_strategy_divides_the_model(answers: Any) -> None:

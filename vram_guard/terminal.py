@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
@@ -105,6 +106,12 @@ def in_log(text: str, logger: logging.Logger) -> str:
     for encoding in encodings_of(logger):
         text = _in_encoding(text, encoding)
     return text
+
+
+def log_draws(logger: logging.Logger) -> bool:
+    """True if everything can be drawn in a log; of one that nobody listens to, in standard error."""
+    heard = [*encodings_of(logger)] or [getattr(sys.stderr, "encoding", None) or "utf-8"]
+    return all(map(is_utf, heard))
 
 
 def fitting_log(text: str, logger: logging.Logger) -> str:

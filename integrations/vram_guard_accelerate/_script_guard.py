@@ -28,7 +28,7 @@ from vram_guard.report.html import where_to_read_on
 from vram_guard.report.text import render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
-from vram_guard.terminal import encodings_of, fitting_log, in_log, is_utf
+from vram_guard.terminal import fitting_log, in_log, log_draws
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import Settings
@@ -263,8 +263,7 @@ def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: Pare
     forks.end_all()
     notes = [f"  - {note}" for note in made.notes]
     text = "\n".join([made.plan.explain(), *notes])
-    heard = [*encodings_of(_logger)] or [getattr(sys.stderr, "encoding", None) or "utf-8"]
-    drawn = render(made.plan, unicode=all(map(is_utf, heard)), verbose=False).rstrip()
+    drawn = render(made.plan, unicode=log_draws(_logger), verbose=False).rstrip()
     brief = "\n".join([drawn, *notes])
     page = page_to_keep(made.plan, title=sys.argv[0])
     parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))

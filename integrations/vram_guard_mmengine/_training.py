@@ -26,7 +26,7 @@ from vram_guard.plan import Plan
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
-from vram_guard.terminal import encodings_of, fitting_log, in_log, is_utf
+from vram_guard.terminal import fitting_log, in_log, log_draws
 from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
 from vram_guard_mmengine._capture import Captured, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
@@ -153,7 +153,7 @@ class RunnerTraining:
         from vram_guard.report.text import render
 
         log = self.runner.logger
-        text = render(plan, unicode=all(map(is_utf, encodings_of(log))), verbose=verbose).rstrip()
+        text = render(plan, unicode=log_draws(log), verbose=verbose).rstrip()
         below = fitting_log("\n".join(lines), log)
         log.info("%s", in_log("\n".join(filter(None, ["vram_guard", text, below])), log))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)

@@ -41,8 +41,6 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     from vram_guard.releases.installed import Releases
 
     required = required_releases(options)
-    if options.model_path:
-        _refuse_input(options)
     title, tables = _folder_tables(options, cards) if options.model_path else _network_tables(options, cards)
     releases = Releases.here() if title == _SYMBOLIC else None
     if options.json:
@@ -74,15 +72,15 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
     found = parse_request(config, {**given, "model": options.model, "input": options.input, "batch": 1})
-    if options.quick or found.model is None or found.model.lower() in EXAMPLE_NAMES:
-        _refuse_input(options)
     if options.quick or found.model is None:
+        _refuse_input(options)
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
         return _RULE, rows
     if not is_buildable(found.model):
         raise InvalidInputError(unknown_model(found.model))
     own = found.model.lower() in EXAMPLE_NAMES
     if own:
+        _refuse_input(options)
         found.network()  # raises where a number is missing
     margin = checked_margin(options.margin)
     wanted: list[tuple[int, int] | None] = list(sizes) or [_own(found) if own else None]
@@ -140,6 +138,7 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
     from vram_guard.closed_form.inputs import InputSizes
     from vram_guard.plan.every_gpu import OnGpu
 
+    _refuse_input(options)
     given = counts(options, "height", "width", "num_frames", "seq_length")
     margin = checked_margin(options.margin)
     folder = read_folder(Path(options.model_path).expanduser())

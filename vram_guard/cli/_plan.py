@@ -122,20 +122,19 @@ def _one_of(options: argparse.Namespace) -> None:
             raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
         options.config, options.model = None, options.config
     if options.config and Path(options.config).name == options.config and not Path(options.config).suffix:
-        if options.model is not None and not Path(options.config).exists():  # --model gpt2 --gpu RTX 4090
-            said = _(
-                "there is no file {name}; if it belongs to a value: one with spaces needs quotes", name=options.config
-            )
-            raise InvalidInputError(said)
-        _check_exists(options.config)
+        _check_exists(options.config, beside_model=options.model is not None)
     if not options.config and not options.model:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
 
 
-def _check_exists(name: str) -> None:
+def _check_exists(name: str, *, beside_model: bool) -> None:
     """Refuse a name that is neither a file's nor, here, a model's."""
-    if not Path(name).exists():
-        raise InvalidInputError(_("there is no file {name}; {said}", name=name, said=unknown_model(name)))
+    if Path(name).exists():
+        return
+    if beside_model:  # --model gpt2 --gpu RTX 4090
+        said = _("there is no file {name}; if it belongs to a value: one with spaces needs quotes", name=name)
+        raise InvalidInputError(said)
+    raise InvalidInputError(_("there is no file {name}; {said}", name=name, said=unknown_model(name)))
 
 
 def _names_model(text: str) -> bool:

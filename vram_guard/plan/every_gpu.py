@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,18 +73,8 @@ def on_every_gpu(
         timeline = timeline_for(gpu.compute_capability)
         tier, network = timeline.tier, timeline.network
         budget = Budget.of(gpu, margin).for_tier(tier, network)
-        near = _expected(seen[id(timeline.events)], budget.usable)
+        near = max((size for size, peak in seen[id(timeline.events)].items() if peak <= budget.usable), default=1)
         largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit, near)
         return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))
-
-
-def _expected(peaks: Mapping[int, int], usable: int) -> int:
-    """The batch size whose peak is about so high: by the line through the two that come nearest to it."""
-    nearest = sorted(peaks, key=lambda size: abs(peaks[size] - usable))[:2]
-    if len(nearest) < 2:
-        return 1
-    small, large = sorted(nearest)
-    rise = peaks[large] - peaks[small]
-    return small if rise <= 0 else small + (usable - peaks[small]) * (large - small) // rise
