@@ -50,9 +50,7 @@ def counting() -> tuple[Callable[..., Any], list[Any]]:
     return aot_autograd(fw_compiler=counted, bw_compiler=counted), graphs
 
 
-def graphs_under_tensor_parallelism(
-    made: Callable[[Callable[..., Any]], nn.Module], step: Any, layout: Parallel
-) -> int:
+def graphs_under_layout(made: Callable[[Callable[..., Any]], nn.Module], step: Any, layout: Parallel) -> int:
     """Graphs of two steps of a model on the CPU that torch divides over pretended processes, in a copy of this one.
 
     Args:

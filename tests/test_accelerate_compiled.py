@@ -15,7 +15,9 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases
-from compiled_cases import MISSING, graphs_under_ddp
+from compiled_cases import MISSING, graphs_under_ddp, graphs_under_layout
+
+from vram_guard.parallel.spec import Parallel
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed"),
@@ -75,5 +77,17 @@ def test_what_accelerate_compiles_under_ddp_is_divided_as_in_real_processes(
 
 
 @pytest.mark.parametrize("name", ["whole", "regions"])
-def test_what_accelerate_compiles_under_fsdp2_is_followed(divided: dict[str, dict[str, Any]], name: str) -> None:
-    assert followed(divided[name]) == 1  # the blocks are equal; Dynamo leaves the whole around FSDP2's hooks alone
+def test_what_accelerate_compiles_under_fsdp2_is_divided_as_by_torch(
+    divided: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Newer releases of torch compile its own modules too: the first and the last one here."""
+    monkeypatch.syspath_prepend(str(cases.SHARDED.parent))
+    wide = importlib.import_module("sharded").Wide(depth=3)
+
+    def made(compiler: Any) -> Any:  # compiled before it is divided, as Accelerate has it
+        for part in (wide.first, *wide.blocks, wide.last) if name == "regions" else [wide]:
+            part.compile(backend=compiler)
+        return wide
+
+    real = graphs_under_layout(made, lambda model: model(torch.ones(4, 8)).sum(), Parallel(2, kind="fsdp2"))
+    assert 2 * followed(divided[name]) == real

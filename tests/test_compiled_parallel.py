@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_cases import MISSING, graphs_under_ddp, graphs_under_tensor_parallelism
+from compiled_cases import MISSING, graphs_under_ddp, graphs_under_layout
 from parallel_cases import Net, Transformer, batch, loss
 from parallel_cases import step as step_over
 from torch import nn
@@ -113,7 +113,7 @@ def test_layers_compiled_under_tensor_parallelism_reduce_inside_the_compiled_cod
     made, eager = followed(step), run_step(step, SAMPLES, CAPABILITY)
     assert made.compiled is not None
     assert made.compiled.breaks == ()
-    real = graphs_under_tensor_parallelism(layers, lambda model: loss(model, batch(2)), layout)
+    real = graphs_under_layout(layers, lambda model: loss(model, batch(2)), layout)
     assert made.compiled.graphs == real == 4
     assert sorted(_sent(made)) == sorted(_sent(eager))
     assert made.at(SAMPLES).peak_reserved < eager.at(SAMPLES).peak_reserved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -229,7 +230,11 @@ def compiler_followed(
             followed.reads_changed |= _saves_what_it_changes(graph)
         with outside_the_trace():
             inputs_on_cuda(graph, inputs)
-            return compiled_graph(graph, inputs, *args, **kwargs)
+            made = compiled_graph(graph, inputs, *args, **kwargs)
+        # From torch 2.15 on, compiling leaves cycles that hold tensors of the step. In a training Python's collector
+        # ends them, for compiling makes many objects; a trace has it switched off.
+        gc.collect()
+        return made
 
     def make_checks(self: Any, code: Any, output: Any, *args: Any, **kwargs: Any) -> None:
         """Guards remember dispatch keys: those of the trace, where the code runs; else each step compiles anew.
