@@ -233,6 +233,7 @@ def test_one_rank_of_several_is_composed(kind: Any) -> None:
     assert [request.batch_size for request in traces._exact if request.recipe == Recipe(optimizer="for-loop")] == [2]
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the head returns a view
 def test_with_parameters_on_the_host_one_step_of_checkpointed_blocks_suffices() -> None:
     traces, blocks = ready(step(*MODELS["layers"]), batch=4)

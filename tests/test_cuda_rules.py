@@ -650,6 +650,7 @@ def test_in_float32_the_memory_efficient_backward_sums_rows_first() -> None:
     assert freed[:2] == [-rows, -rows * 64]  # before the workspace
 
 
+@pytest.mark.torch_since(2, 5)
 @pytest.mark.parametrize(
     ("release", "capability", "head", "mask", "dropout", "expected"),
     [
@@ -678,6 +679,7 @@ def test_cudnns_attention_comes_first_on_hopper(
     assert chosen == expected
 
 
+@pytest.mark.torch_since(2, 5)
 @pytest.mark.parametrize(("heads", "grouped"), [(4, 4), (4, 2)])
 def test_cudnns_attention_sums_gradients_in_its_workspace(monkeypatch, heads, grouped) -> None:
     """Recorded on an H200: 25,559,296 bytes for GPT-2's 16 x 12 x 512 x 64, 25,362,688 for Llama's 8 x 12 (4) x 512."""
