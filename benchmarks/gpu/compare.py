@@ -181,7 +181,10 @@ def _cudnn_of(machine: Machine) -> str:
     Others choose other kernels, and another release's answers are no better than none (docs/en/accuracy.md).
     """
     path = installed()
-    return "ask" if path is not None and Library(path).version == machine.cudnn else "off"
+    try:
+        return "ask" if path is not None and Library(path).version == machine.cudnn else "off"
+    except OSError:  # a release that cannot be asked without a GPU
+        return "off"
 
 
 @contextmanager
