@@ -23,6 +23,7 @@ from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import TraceRequest, source_of
+from vram_guard.plan.step_time import assumed_gpu, step_seconds
 from vram_guard.plan.techniques import resident_batch
 from vram_guard.plan.tracing import Traces
 from vram_guard.report.text import render
@@ -339,6 +340,20 @@ def test_no_option_takes_less_than_its_lower_bound(priced, precision: str, split
         least.append(bound.size)
     assert least[0] == max(least)
     assert least[0] > least[1] > least[2], "less waits on the GPU for the backward pass"
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_optimizer_on_the_host_costs_what_its_own_trace_says(priced, precision: str) -> None:
+    """Gradients go down beside the backward pass, weights beside the CPU's work, and the GPU makes no step."""
+    pytest.importorskip("torchao")
+    traces, cost_model = priced
+    option = Option(precision, 1, Recipe(optimizer_on_host=True))
+    own = step_seconds(traces.exact(option, 16), 16, assumed_gpu((8, 0)))
+    price, written = cost_model.seconds(option), cost_model.seconds(Option(precision, 1))
+    # A copy costs the host's time as well, of which the price knows nothing.
+    assert price.device + price.host == pytest.approx(own.device + own.host, rel=0.02)
+    assert price.device + price.host > written.device
 
 
 def test_a_step_that_cannot_be_followed_is_a_plan_that_promises_nothing() -> None:
