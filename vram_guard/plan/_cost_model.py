@@ -156,8 +156,10 @@ class CostModel:
             down = beside(down, total_time(backward, samples, card))
         down = down.times(rounds)
         stepping = [work for work in timeline.work if work.phase == "optimizer"]
+        if not (self._source.sharded or _by_engine(recipe)):  # else the trace's own step may be there already
+            down += total_time(stepping, samples, card).times(-1)
         if recipe.optimizer_on_host:
-            return down + total_time(stepping, samples, card).times(-1) + self._torchao(static)
+            return down + self._torchao(static)
         # The weights for every forward and every backward pass, or after the step.
         trips = 2 * rounds if recipe.parameters_on_host else 1
         up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
