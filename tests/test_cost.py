@@ -59,6 +59,8 @@ works = st.lists(
         st.integers(1, 500),
         st.one_of(st.just(Affine(0, 0)), affine),
         st.integers(0, 1),
+        st.booleans(),
+        st.integers(0, 2),
     ),
     min_size=1,
     max_size=12,
@@ -147,6 +149,32 @@ def test_copies_add_to_the_step_and_overlap_with_nothing():
     assert both.seconds - alone.seconds == pytest.approx(1e9 / rate)
     assert offload_seconds(10**9, A100).seconds == pytest.approx(2e9 / rate)
     assert offload_seconds(10**9, A100, pinned=False).seconds > 2 * offload_seconds(10**9, A100).seconds
+
+
+@pytest.mark.parametrize("moved", [10**9, 10**12])
+def test_copies_on_a_stream_of_their_own_go_on_beside_the_rest_of_their_phase(moved: int) -> None:
+    copies = matmul(0, transfer=Affine(10**10, 0), unit="vector", phase="backward")
+    rate = A100.host_bandwidth * PINNED_SHARE
+    backward = matmul(0, moved, phase="backward")
+    behind, aside = (
+        step_seconds(timeline_of(backward, copies._replace(stream=stream)), 1, A100).seconds for stream in (0, 1)
+    )
+    computing = moved / A100.memory_bandwidth
+    assert behind == pytest.approx(computing + 10**10 / rate)
+    assert aside == pytest.approx(max(computing, 10**10 / rate))
+    # What runs in another phase hides nothing of them.
+    elsewhere = step_seconds(timeline_of(backward, copies._replace(stream=1, phase="forward")), 1, A100).seconds
+    assert elsewhere == pytest.approx(behind)
+
+
+def test_copies_of_the_optimizer_go_on_beside_the_work_of_the_host():
+    copies = matmul(0, transfer=Affine(10**10, 0), unit="vector", phase="optimizer", stream=1)
+    on_host = matmul(0, 5 * 10**10, unit="host", phase="optimizer")
+    time = step_seconds(timeline_of(copies, on_host), 1, A100)
+    assert time.host == pytest.approx(5e10 / 51.2e9)
+    assert time.seconds == pytest.approx(time.host + HOST_PER_OPERATOR), "and starting the copies"
+    few = step_seconds(timeline_of(copies, on_host._replace(moved=Affine(10**9, 0))), 1, A100)
+    assert few.seconds == pytest.approx(10**10 / (A100.host_bandwidth * PINNED_SHARE))
 
 
 def test_work_on_the_host_comes_on_top_and_says_what_is_assumed():

@@ -23,6 +23,7 @@ from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import TraceRequest, source_of
+from vram_guard.plan.step_time import StepTime, assumed_gpu, step_seconds
 from vram_guard.plan.techniques import resident_batch
 from vram_guard.plan.tracing import Traces
 from vram_guard.report.text import render
@@ -339,6 +340,34 @@ def test_no_option_takes_less_than_its_lower_bound(priced, precision: str, split
         least.append(bound.size)
     assert least[0] == max(least)
     assert least[0] > least[1] > least[2], "less waits on the GPU for the backward pass"
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_optimizer_on_the_host_costs_what_its_own_trace_says(priced, precision: str) -> None:
+    """Gradients go down beside the backward pass, weights beside the CPU's fused step, and the GPU makes none."""
+    pytest.importorskip("torchao")
+    option = Option(precision, 1, Recipe(optimizer_on_host=True))
+    price, own = _price_and_own(priced, option)
+    assert price.device + price.host == pytest.approx(own.device + own.host, rel=0.02)
+
+
+@pytest.mark.torch_since(2, 6)
+def test_parameters_on_the_host_cost_what_their_own_trace_says(priced) -> None:
+    """Weights come up before what needs them, and gradients go down beside the backward pass.
+
+    What FSDP2 itself computes is not in the price: kernels that matter for a model of this size alone.
+    """
+    option = Option("32-true", 1, Recipe(parameters_on_host=tuple(f"layers.{number}" for number in range(3))))
+    price, own = _price_and_own(priced, option)
+    assert price.host == pytest.approx(own.host, rel=0.02)
+    assert price.transfers == pytest.approx(own.transfers, rel=0.1)
+
+
+def _price_and_own(priced: tuple[Traces, CostModel], option: Option) -> tuple[StepTime, StepTime]:
+    """The price of an option, and the time of its own trace."""
+    traces, cost_model = priced
+    return cost_model.seconds(option), step_seconds(traces.exact(option, 16), 16, assumed_gpu((8, 0)))
 
 
 def test_a_step_that_cannot_be_followed_is_a_plan_that_promises_nothing() -> None:

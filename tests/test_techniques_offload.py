@@ -328,6 +328,16 @@ def test_the_step_takes_nothing_from_the_gpu_but_small_states():
     assert [event for event in timeline.events[start:] if event >= 0] == []
 
 
+def test_copies_are_on_a_stream_of_their_own_and_the_step_on_the_host():
+    work = [(one.phase, one.stream, one.transfer.base) for one in traced(Recipe(optimizer_on_host=True)).work]
+    weight = WIDTH * WIDTH * 4
+    gradients = [moved for phase, stream, moved in work if phase == "backward" and stream]
+    assert gradients == [weight, weight]
+    weights = [moved for phase, stream, moved in work if phase == "optimizer" and stream]
+    assert weights == [weight] * 4, "down, since other code may have written to them, and back"
+    assert {one.stream for one in traced(Recipe()).work} == {0}
+
+
 def test_accumulation_changes_nothing_of_it():
     one, two = (traced(Recipe(optimizer_on_host=True), accumulate=n) for n in (1, 2))
     assert held(one, "optimizer_states") == held(two, "optimizer_states")

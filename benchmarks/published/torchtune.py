@@ -200,15 +200,10 @@ def _eight_bit_adamw(parameters: Any) -> torch.optim.Optimizer:
     return made
 
 
-def predict(row: Record) -> list[Row]:
-    """The peak of active memory of one row."""
-    marked = row["recipe"][row["recipe"].find("[") :]
-    way = WAYS.get(marked)
-    if way is None:
-        raise NotReproducible("how long its unpacked sequences are is not stated")
-    if (way.eight_bit or way.four_bit) and importlib.util.find_spec("torchao") is None:
-        raise NotReproducible("states or weights of torchao, which is not installed")
-    step = TrainingStep(
+def step_of_row(marked: str) -> TrainingStep:
+    """The training of the row that is marked so."""
+    way = WAYS[marked]
+    return TrainingStep(
         model=lambda: Llama(way),
         batch=lambda size: torch.zeros(size, TOKENS, dtype=torch.long),
         loss=loss,
@@ -217,12 +212,22 @@ def predict(row: Record) -> list[Row]:
         recipe=Recipe(optimizer_in_backward=way.in_backward),
     )
 
+
+def predict(row: Record) -> list[Row]:
+    """The peak of active memory of one row."""
+    marked = row["recipe"][row["recipe"].find("[") :]
+    way = WAYS.get(marked)
+    if way is None:
+        raise NotReproducible("how long its unpacked sequences are is not stated")
+    if (way.eight_bit or way.four_bit) and importlib.util.find_spec("torchao") is None:
+        raise NotReproducible("states or weights of torchao, which is not installed")
+
     def answer(timeline: Timeline) -> dict[str, Any]:
         return {"predicted": timeline.at(2).peak_allocated}
 
     measured = round(float(row["figure"].split()[0]) * GIB)
     published = {"source": TORCHTUNE.title, "name": marked, "measured": measured}
-    return [predicted(step, 2, "A100 80GB", answer, compiled=way.compiled, **published)]
+    return [predicted(step_of_row(marked), 2, "A100 80GB", answer, compiled=way.compiled, **published)]
 
 
 def _rows() -> list[Record]:

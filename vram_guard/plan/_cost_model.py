@@ -11,7 +11,7 @@ from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Why
-from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime
+from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, StepTime, beside, total_time
 from vram_guard.plan.search_space import LowerBound, Timelines
 from vram_guard.plan.step_time import (
     ancestors,
@@ -110,7 +110,7 @@ class CostModel:
             # They never change: nothing is copied back. accelerate's hooks keep them in ordinary memory.
             arriving = offload_seconds(self._frozen_bytes(recipe), self._gpu, pinned=False, both_ways=False)
             time += arriving.times(rounds)
-        return time + self._host_optimizer(timeline, recipe, rounds) + self._form(timeline, recipe)
+        return time + self._host_optimizer(timeline.exact(size), recipe, rounds, size) + self._form(timeline, recipe)
 
     def _step(self, base: Option, size: int, rounds: int) -> StepTime:
         key = (base, size)
@@ -143,18 +143,37 @@ class CostModel:
                 known[name] = seconds(name)
         return sum((known[name] for name in blocks), StepTime())
 
-    def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int) -> StepTime:
+    def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int, samples: int) -> StepTime:
         """Gradients go to the host, the step is made there, weights come back."""
         if not (recipe.optimizer_on_host or recipe.parameters_on_host or _by_engine(recipe)):
             return StepTime()
         held = self._held(Option(self._source.precision, 1))
         static = {name: size // self._sharers(recipe) for name, size in held.items()}
-        down = offload_seconds(static["gradients"], self._gpu, both_ways=False).times(rounds)
-        # The weights for every forward and every backward pass, or after the step; torchao's come down before it too.
-        trips = 2 * rounds if recipe.parameters_on_host else 1 + recipe.optimizer_on_host
+        card = card_of(self._gpu, timeline.compute_capability)
+        down = offload_seconds(static["gradients"], self._gpu, both_ways=False)
+        if not _by_engine(recipe):  # torchao and FSDP2 carry them down on a stream of their own
+            backward = (work for work in timeline.work if work.phase == "backward" and work.micro_batch == 0)
+            down = beside(down, total_time(backward, samples, card))
+        down = down.times(rounds)
+        stepping = [work for work in timeline.work if work.phase == "optimizer"]
+        if not (self._source.sharded or _by_engine(recipe)):  # else the trace's own step may be there already
+            down += total_time(stepping, samples, card).times(-1)
+        if recipe.optimizer_on_host:
+            return down + self._torchao(static)
+        # The weights for every forward and every backward pass, or after the step.
+        trips = 2 * rounds if recipe.parameters_on_host else 1
         up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
-        moved = sum(work.moved.at(1) for work in timeline.work if work.phase == "optimizer") / self._sharers(recipe)
+        moved = sum(work.moved.at(1) for work in stepping) / self._sharers(recipe)
         return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH)
+
+    def _torchao(self, static: Mapping[Category, int]) -> StepTime:
+        """The step in place of the GPU's: fused, and beside it what is trained comes down and goes back.
+
+        Fused: weights, gradients and states are read, weights and states written, each once.
+        """
+        trained, states = static["gradients"], static["optimizer_states"]
+        step = StepTime(host=(3 * trained + 2 * states) / HOST_MEMORY_BANDWIDTH)
+        return beside(offload_seconds(trained, self._gpu), step) + step
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""

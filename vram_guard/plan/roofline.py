@@ -129,6 +129,12 @@ class Communication:
         return StepTime(communication=self.exposed, dispatch=self.calls * HOST_PER_OPERATOR)
 
 
+def beside(copies: StepTime, work: StepTime) -> StepTime:
+    """What copies on a stream of their own add to the work that goes on meanwhile: what is left when that is done."""
+    exposed = max(0.0, copies.transfers - work.device - work.host)
+    return StepTime(transfers=exposed, dispatch=copies.dispatch, assumptions=copies.assumptions)
+
+
 def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
     """The time of some work at a batch size, its parts added up."""
     compute = memory = kernels = transfers = host = dispatch = 0.0

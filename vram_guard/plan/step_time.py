@@ -7,18 +7,20 @@ each takes the longest of three times, the roofline of Williams, Waterman and Pa
 - its bytes, read and written, over the memory bandwidth;
 - its kernels, :data:`~vram_guard.plan.roofline.LAUNCH` apart.
 
-The GPU works through them one after the other, and so do the copies between host and device: ``save_on_cpu`` copies on
-the current stream, behind what was computed and before what needs it, whether its memory is pinned or not
-(torch/autograd/graph.py), and a training loop loads its batch in the same way. Beside the GPU the host starts the
-operators, :data:`~vram_guard.plan.roofline.HOST_PER_OPERATOR` each, ahead of the GPU (PyTorch, "CUDA semantics",
-asynchronous execution): the longer of the two sums is the step. That is what makes tiny micro-batches expensive. What
-an optimizer computes in host memory comes on top.
+The GPU works through them one after the other, and so do the copies between host and device on the stream that
+computes: ``save_on_cpu`` copies behind what was computed and before what needs it, whether its memory is pinned or not
+(torch/autograd/graph.py), and a training loop loads its batch in the same way. Copies on a stream of their own go on
+beside the rest of their phase, of which the longer one counts: torchao's ``CPUOffloadOptimizer`` carries gradients down
+beside the backward pass, and weights beside the CPU's steps.
+
+Beside the GPU the host starts the operators, :data:`~vram_guard.plan.roofline.HOST_PER_OPERATOR` each, ahead of the GPU
+(PyTorch, "CUDA semantics", asynchronous execution): the longer of the two sums is the step. That is what makes tiny
+micro-batches expensive. What an optimizer computes in host memory comes on top.
 
 What the model ignores: peaks are never reached (both compute and memory reach some 80 to 90% of theirs, so ratios
 suffer less than seconds do); caches, which make small tensors cheaper; tile and wave quantisation, which make odd
-shapes dearer; waiting for the data loader and for ``.item()``; views, whose few microseconds on the
-host are not counted; copies that a library overlaps with computing (FSDP's prefetching); power and clocks. Compare
-plans of one step on one GPU with it. Do not read its seconds as a promise.
+shapes dearer; waiting for the data loader and for ``.item()``; views, whose few microseconds on the host are not
+counted; power and clocks. Compare plans of one step on one GPU with it. Do not read its seconds as a promise.
 """
 
 from __future__ import annotations
@@ -32,7 +34,14 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan.model import Plan
-from vram_guard.plan.roofline import HOST_PER_OPERATOR, HOST_PER_SELECTED_OPERATOR, StepTime, link_rate, total_time
+from vram_guard.plan.roofline import (
+    HOST_PER_OPERATOR,
+    HOST_PER_SELECTED_OPERATOR,
+    StepTime,
+    beside,
+    link_rate,
+    total_time,
+)
 from vram_guard.step import checked_count
 from vram_guard.techniques.kept import KEEPABLE, kept_as
 from vram_guard.timeline import Block, Timeline, Work
@@ -71,7 +80,7 @@ def step_seconds(
     traced = 1 + max(work.micro_batch for work in timeline.work)
     count = traced if micro_batches is None else checked_count("micro_batches", micro_batches)
     work = timeline.work if timeline.parallel is None else filter(is_own, timeline.work)
-    loading, first, later, once = (total_time(part, batch_size, card) for part in _parts(work))
+    loading, first, later, once = (_of_phases(part, batch_size, card) for part in _parts(work))
     total = loading.times(count / traced) + first + once
     if count > 1:
         more = later.times(1 / (traced - 1)) if traced > 1 else first + _adding_up(timeline, batch_size, card)
@@ -117,6 +126,19 @@ def _parts(work: Iterable[Work]) -> tuple[list[Work], ...]:
         else:
             (later if item.micro_batch else first).append(item)
     return loading, first, later, once
+
+
+def _of_phases(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
+    """The time of some phases, one after the other; copies on a stream of their own go on beside the rest of each."""
+    phases: dict[tuple[str, int], tuple[list[Work], list[Work]]] = {}
+    for item in work:
+        alone = item.stream != 0 and (item.transfer.base > 0 or item.transfer.per_sample > 0)
+        phases.setdefault((item.phase, item.micro_batch), ([], []))[alone].append(item)
+    total = StepTime()
+    for rest, copies in phases.values():
+        time = total_time(rest, batch_size, gpu)
+        total += time + beside(total_time(copies, batch_size, gpu), time)
+    return total
 
 
 def _adding_up(timeline: Timeline, batch_size: int, gpu: GPU) -> StepTime:

@@ -300,6 +300,8 @@ class Work(NamedTuple):
     """The micro-batch of the optimizer step, from 0; the optimizer's own work belongs to the last one."""
     random: bool = False
     """It takes random numbers."""
+    stream: int = 0
+    """The CUDA stream on which it was started, numbered as :attr:`Block.stream` is."""
 
 
 #: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper

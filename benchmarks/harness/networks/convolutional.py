@@ -139,11 +139,17 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """25,557,032 parameters: stages of 3, 4, 6 and 3 bottlenecks, 1000 classes.
+    """25,557,032 parameters: stages of 3, 4, 6 and 3 bottlenecks, 1000 classes."""
+    return _resnet(3, 4, 6, 3)
 
-    After table 1 of "Deep Residual Learning for Image Recognition" (stride in the 3x3 convolution, as torchvision has
-    it).
-    """
+
+def resnet101() -> nn.Module:
+    """44,549,160 parameters: stages of 3, 4, 23 and 3 bottlenecks, 1000 classes."""
+    return _resnet(3, 4, 23, 3)
+
+
+def _resnet(*depths: int) -> nn.Module:
+    """After table 1 of "Deep Residual Learning for Image Recognition"; the 3x3 convolutions have the strides."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
@@ -151,7 +157,7 @@ def resnet50() -> nn.Module:
         nn.MaxPool2d(3, 2, 1),
     ]
     channels = 64
-    for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+    for width, depth, stride in zip((64, 128, 256, 512), depths, (1, 2, 2, 2), strict=True):
         for index in range(depth):
             layers.append(Bottleneck(channels, width, stride if index == 0 else 1))
             channels = 4 * width

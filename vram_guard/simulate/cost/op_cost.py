@@ -236,6 +236,7 @@ class CostMeter:
                 Affine(transfer, 0),
                 recorder.micro_batch,
                 random,
+                recorder.streams.current,
             )
         )
 
