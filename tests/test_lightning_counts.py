@@ -109,7 +109,9 @@ def test_epochs_batches_and_steps_are_as_many_as_the_trainer_runs(
         assert of_epoch == (samples // 2 if limited else probe.samples)
 
 
-@pytest.mark.parametrize(("how", "epochs"), [({"max_epochs": 2}, 2), ({"max_epochs": -1, "max_steps": 3}, float("inf"))])
+@pytest.mark.parametrize(
+    ("how", "epochs"), [({"max_epochs": 2}, 2), ({"max_epochs": -1, "max_steps": 3}, float("inf"))]
+)
 def test_of_a_stream_nobody_knows_how_long_it_is(tmp_path: Any, how: dict[str, Any], epochs: float) -> None:
     module, data = Asking(), DataLoader(cases.Stream(), 8)
     probe = Probe(lambda trainer: _capture._batches_per_epoch(trainer, _sample.read(data)))
