@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,3 +233,52 @@ def test_what_a_trace_does_not_follow_is_said() -> None:
     assert _capture._notes(Stepping()) == ["optimizer_step is overridden; its own memory is not counted"]
     (manual,) = _capture._notes(Overriding(automatic=False))
     assert manual.startswith("manual optimization")
+
+
+class Counted(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """Writes down the batches of its validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append((len(batch[0]), batch_idx, dataloader_idx, self.trainer.num_val_batches))
+
+
+@pytest.mark.parametrize(
+    ("most", "sanity", "sizes", "repeats"),
+    [
+        (None, None, [[8, 8], [4, 4]], [[4], [2]]),
+        (4, None, [[4, 4], [4, 4]], [[9], [2]]),
+        (None, 2, [[8], [4]], [[2], [2]]),
+    ],
+)
+def test_an_evaluation_runs_over_two_batches_that_stand_for_all(
+    tmp_path: Any, most: int | None, sanity: int | None, sizes: list[list[int]], repeats: list[list[int]]
+) -> None:
+    """In Lightning's own loop; user code is told of all batches, and limits of the Trainer's are counted already."""
+    module = Counted()
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, limit_val_batches=0.99)
+    trainer.strategy.connect(module)
+    trainer.strategy.setup_environment()
+    trainer.strategy.setup(trainer)
+    trainer.validating = True
+    rounds = _validation.read_rounds(trainer, [vectors(40, 8), vectors(12, 4)], 1.0, "validation", LARGEST)
+    assert rounds is not None
+    repeated: list[Any] = []
+
+    @contextlib.contextmanager
+    def repeat(count: int) -> Iterator[None]:
+        before = len(module.seen)
+        yield
+        repeated.append((count, module.seen[before:]))
+
+    run: Any = SimpleNamespace(repeat=repeat)
+    loop = trainer.validate_loop
+    rounds.play(run, trainer, loop, loop.run, most=most, sanity=sanity)
+    counts = [9, 3] if most else [5, 3]
+    assert module.seen == [(size, at, of, counts) for of in range(2) for at, size in enumerate(sizes[of])]
+    assert [count for count, _seen in repeated] == [one[0] for one in repeats]
+    assert [seen for _count, seen in repeated] == [[module.seen[len(sizes[0]) - 1]], [module.seen[-1]]]

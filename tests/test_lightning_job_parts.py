@@ -14,8 +14,11 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+from torch.utils.data import DataLoader
 
-from vram_guard_lightning import _job, _namespaces, _play, _shadow
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.longest.wish import LARGEST
+from vram_guard_lightning import _evaluation, _job, _namespaces, _play, _shadow, _utilization
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -235,3 +238,166 @@ def test_a_module_logs_by_itself_inside_a_validation() -> None:
         assert "log_dict" not in vars(module.net)
         raise KeyError
     assert (vars(module)["log"], vars(module.net)["log_dict"], module.net.other) == ("silent", "silent", 1)
+
+
+# --- hooks of a trace ---------------------------------------------------------------------------------------------
+
+
+class Failing(pl.Callback):  # type: ignore[misc, name-defined]
+    """Can be told to fail."""
+
+    def __init__(self) -> None:
+        self.fails, self.called = False, 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.called += 1
+        pl_module.net.eval()
+        trainer.training = False
+        if self.fails:
+            raise ValueError("no epoch ends here")
+
+
+class Ended(type(cases.make_module())):  # type: ignore[misc]
+    """Has a hook of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        self.started = True
+
+
+def playing(trainer: Any, module: Any) -> Any:
+    traced = Traced(trainer)
+    trainer.strategy.connect(module)
+    trainer.training = True
+    traced.run.train = lambda steps, label, **changes: traced.called.append((seen._asked, steps, label, changes))
+    seen: Any = SimpleNamespace(_asked=None)
+    made = _play.Playing(traced.run, trainer, module, traced.heard, seen)  # type: ignore[arg-type]
+    return made, traced
+
+
+def test_hooks_are_called_where_somebody_has_them_and_no_more_where_they_fail(tmp_path: Any) -> None:
+    callback, module = Failing(), Ended()
+    made, traced = playing(cases.make_trainer(NAMESPACE, tmp_path, [callback]), module)
+    assert [made.has(name) for name in ("on_train_epoch_end", "on_train_epoch_start", "on_train_start")] == [
+        True,
+        True,
+        False,
+    ]
+    made.call("on_train_start", "on_train_epoch_start")
+    assert module.started
+    assert traced.phases == [("setup", "")]
+    made.call("on_train_start")
+    assert traced.phases == [("setup", "")]
+    made.hook("on_train_epoch_end")
+    assert made.has("on_train_epoch_end")
+    assert (callback.called, traced.notes, module.net.training) == (1, [], False)
+    module.net.train()
+    callback.fails = made.shadow.training = True
+    made.hook("on_train_epoch_end")
+    assert not made.has("on_train_epoch_end")
+    assert made.has("on_train_epoch_start")
+    (note,) = traced.notes
+    assert note.startswith("the hook on_train_epoch_end cannot be followed to its end (ValueError: no epoch ends here)")
+    assert module.net.training, "modes are put back"
+    assert made.shadow.training
+
+
+def test_steps_are_heard_asking_for_the_place_in_the_training(tmp_path: Any) -> None:
+    made, traced = playing(cases.make_trainer(NAMESPACE, tmp_path), cases.make_module())
+    made.train(2)
+    made.train(1, "a label", accumulate=3)
+    assert traced.called == [(made.asked, 2, "", {}), (made.asked, 1, "a label", {"accumulate": 3})]
+    assert made.seen._asked is None
+
+
+# --- evaluations by themselves --------------------------------------------------------------------------------------
+
+
+class Declaring(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """Declares loaders."""
+
+    def test_dataloader(self) -> Any:
+        return cases.loader(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("module", "called", "forks", "found"),
+    [
+        (Declaring, ("test", "predict"), True, ["test"]),
+        (Declaring, ("predict",), True, []),
+        (Declaring, ("test",), False, []),
+        (pl.LightningModule, ("test",), True, []),
+    ],
+)
+def test_evaluations_that_a_script_calls_later_are_known_where_their_loaders_are(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, module: Any, called: Any, forks: bool, found: list[str]
+) -> None:
+    monkeypatch.setattr(_evaluation, "later_calls", lambda *stages: [one for one in stages if one in called])
+    monkeypatch.setattr(_evaluation, "can_fork", lambda: forks)
+    trainer = cases.make_trainer(NAMESPACE, tmp_path)
+    assert list(_evaluation.comes_later(trainer)) == []
+    made = module()
+    trainer.strategy.connect(made)
+    trainer._data_connector.attach_data(made)
+    assert list(_evaluation.comes_later(trainer)) == found
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_an_evaluation_that_comes_later_is_read_in_a_copy_as_if_it_had_begun(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, copy: bool
+) -> None:
+    monkeypatch.setattr(_evaluation, "in_copy", lambda: copy)
+    monkeypatch.setattr(
+        _evaluation, "capture_evaluation", lambda trainer, _module, stage, _wish: (trainer.state.fn, stage)
+    )
+    trainer, setups = cases.make_trainer(NAMESPACE, tmp_path), []
+    module: Any = SimpleNamespace(setup=lambda stage: setups.append(("module", stage)))
+    for datamodule in (None, SimpleNamespace(setup=lambda stage: setups.append(("data", stage)))):
+        trainer.datamodule = datamodule
+        if not copy:
+            with pytest.raises(UnsupportedStepError, match="before it begins"):
+                _evaluation.capture_later(trainer, module, "test", LARGEST)
+            continue
+        assert _evaluation.capture_later(trainer, module, "test", LARGEST) == ("test", "test")
+        assert trainer.testing
+    assert setups == ([("module", "test"), ("data", "test"), ("module", "test")] if copy else [])
+
+
+class Evaluated(type(cases.make_module())):  # type: ignore[misc]
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("samples", "settings", "size", "refused"),
+    [(40, {}, 8, ""), (0, {}, 0, "its loaders have no batches"), (40, {"limit_test_batches": 0}, 0, "have no batches")],
+)
+def test_an_evaluation_is_captured_with_the_batches_of_its_loaders(
+    tmp_path: Any, samples: int, settings: dict[str, Any], size: int, refused: str
+) -> None:
+    trainer, module = cases.make_trainer(NAMESPACE, tmp_path, **settings), Evaluated()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, test_dataloaders=DataLoader(cases.Vectors(samples), 8))
+    if refused:
+        with pytest.raises(UnsupportedStepError, match=refused):
+            _evaluation.capture_evaluation(trainer, module, "test", LARGEST)
+        return
+    found = _evaluation.capture_evaluation(trainer, module, "test", LARGEST)
+    assert (found.batch_size, found.step.device) == (size, "cpu")
+    assert len(found.step.batch(3)[0]) == 3
+    assert len(found.step.batch(99)[0]) == size, "no more than its loader delivers"
+
+
+def test_numbers_of_a_gpu_are_logged_as_often_as_the_trainer_logs() -> None:
+    logged: list[Any] = []
+    sample = SimpleNamespace(utilization=50, used=None)
+    logger = SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))
+    trainer: Any = SimpleNamespace(loggers=[logger], log_every_n_steps=2, global_step=0)
+    watched: Any = object.__new__(_utilization.Utilization)
+    found = SimpleNamespace(gpu=0, name="GPU", words=lambda: "50%", metrics=lambda: {"mean": 0.5})
+    watched._monitor = SimpleNamespace(latest=lambda: [sample], stop=lambda: [found], error=None)
+    for trainer.global_step in range(3):
+        watched.log(trainer)
+    assert logged == [({"vram_guard/gpu_utilization": 50.0}, step) for step in (0, 2)]
+    assert watched.finish(trainer) == ["GPU 0 GPU: 50%"]
+    watched._monitor.error = ValueError("lost")
+    assert watched.finish(trainer) == ["GPU 0 GPU: 50%", "lost"]
+    assert logged[-1] == ({"vram_guard/mean": 0.5}, 2)

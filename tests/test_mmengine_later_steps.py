@@ -270,3 +270,11 @@ def test_places_that_are_not_looked_at_are_said(monkeypatch: pytest.MonkeyPatch)
     late = Playing(monkeypatch, lambda _place: "", 10)
     late.play()
     assert late.gone == []
+
+
+def test_the_last_step_is_followed_where_the_model_has_asked_for_an_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that nothing was decided by may be a factor that grows: the last step has the most of it."""
+    playing = Playing(monkeypatch, lambda _place: "", 10)
+    playing.schedule.asked.answer("iter", 0)
+    assert playing.play()[-1] == "from iteration 40 on the step differs: the model asks how far the training is"
+    assert [label for label, *_others in playing.trained] == ["iteration 40"]
