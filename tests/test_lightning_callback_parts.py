@@ -19,6 +19,7 @@ import lightning_cases as cases
 from vram_guard.apply.microbatch import CannotSplitError
 from vram_guard.guard.applied import Applied
 from vram_guard.techniques import Recipe, Sharding
+from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import (
     VramGuard,
     _callback,
@@ -559,3 +560,56 @@ def test_settings_that_count_batches_keep_their_samples(tmp_path: Any, factor: i
     _growth._recount(other, factor, applied := Applied())
     assert (other.val_check_interval, other.limit_train_batches) == (2, 0.5)
     assert not any("rounded" in note or "max_steps" in note or "min_steps" in note for note in applied.notes)
+
+
+# --- recovery is armed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "splitter", "first", "batch"),
+    [
+        ({}, "spare", 2, 32),
+        ({"changes": False}, "spare", None, 32),
+        ({"fits": False}, "spare", 2, None),
+        ({"plan": None}, "spare", 2, None),
+        ({"decision": None}, None, None, 32),
+    ],
+)
+def test_recovery_begins_with_the_plan(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], splitter: Any, first: int | None, batch: int | None
+) -> None:
+    """With its micro-batches where it is applied, and of the batch of a plan that fits."""
+    armed: dict[str, Any] = {}
+    undone: list[str] = []
+    session = SimpleNamespace(undo=lambda: undone.append("undone"))
+    monkeypatch.setattr(_recovery, "arm", lambda *_given, **how: armed.update(how) or session)
+    plan = SimpleNamespace(fits=facts.get("fits", True), batch_size=32)
+    guard: Any = SimpleNamespace(
+        **{
+            "plan": plan, "changes": True, "applied": Applied(), "loss_weight": "mean", "settings": Settings(),
+            "decision": SimpleNamespace(splitter=SimpleNamespace(micro_batch_size=2), spare="spare"),
+            "training": SimpleNamespace(warn=None), "prediction": None, "out_of_memory": None, **facts,
+        }
+    )  # fmt: skip
+    assert _callback._armed(None, None, guard) is session  # type: ignore[arg-type]
+    assert (armed["splitter"], armed["most"]) == (splitter, 8)
+    assert armed["schedule"] == MicroBatchSchedule(first, batch)
+    guard.applied.close()
+    assert undone == ["undone"]
+
+
+def test_fabric_is_told_once() -> None:
+    callback = VramGuard(budget="1GiB")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _step in range(2):
+            callback.on_after_optimizer_step(None, None)
+    assert ["does nothing under Fabric" in str(one.message) for one in caught] == [True]
+
+
+def test_the_prediction_that_is_logged_is_the_plans() -> None:
+    plan: Any = SimpleNamespace(
+        estimate=SimpleNamespace(peak_reserved=1), before=SimpleNamespace(peak_reserved=2), fits=True, batch_size=4,
+        budget=SimpleNamespace(usable=3), micro_batch_size=5,
+    )  # fmt: skip
+    assert list(_callback._predicted(plan).values()) == [1, 2, 3, 4, 5, True]

@@ -264,7 +264,9 @@ def test_an_evaluation_runs_over_two_batches_that_stand_for_all(
     trainer.strategy.connect(module)
     trainer.strategy.setup_environment()
     trainer.strategy.setup(trainer)
-    trainer.validating = True
+    module.trainer = trainer
+    trainer._data_connector.attach_datamodule(module)
+    trainer.state.fn, trainer.validating = pl.trainer.states.TrainerFn.VALIDATING, True
     rounds = _validation.read_rounds(trainer, [vectors(40, 8), vectors(12, 4)], 1.0, "validation", LARGEST)
     assert rounds is not None
     repeated: list[Any] = []
@@ -278,7 +280,7 @@ def test_an_evaluation_runs_over_two_batches_that_stand_for_all(
     run: Any = SimpleNamespace(repeat=repeat)
     loop = trainer.validate_loop
     rounds.play(run, trainer, loop, loop.run, most=most, sanity=sanity)
-    counts = [9, 3] if most else [5, 3]
+    counts = [10, 3] if most else [5, 3]
     assert module.seen == [(size, at, of, counts) for of in range(2) for at, size in enumerate(sizes[of])]
     assert [count for count, _seen in repeated] == [one[0] for one in repeats]
     assert [seen for _count, seen in repeated] == [[module.seen[len(sizes[0]) - 1]], [module.seen[-1]]]

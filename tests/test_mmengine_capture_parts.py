@@ -15,10 +15,11 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows wh
 import mmengine_cases as cases
 import torch
 from mmengine.dataset import InfiniteSampler
+from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
 from mmengine.model import MMDistributedDataParallel
 from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
+from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,6 +28,7 @@ from vram_guard.longest.wish import LARGEST
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import Sharding
 from vram_guard_mmengine import _capture, _checkpoints, _dividing, _evaluation, _job, _optim, _rehearsal, _shadow
+from vram_guard_mmengine._symbolic_run import symbolic_run
 from vram_guard_mmengine._capture import HostBatch, RecordingOptimWrapper, _AccumulatedLoss, _Loss
 
 
@@ -381,6 +383,8 @@ def test_the_copy_of_a_loader_may_get_another_pipeline() -> None:
     assert copied.dataset.samples is data.samples, "what it holds of data is shared"
     assert copied.other is transform
     assert _shadow._apart(Model) is Model
+    for data in (torch.ones(4), type("Rows", (dict,), {})()):
+        assert _shadow._apart(Part(dataset=data)).dataset is data, "data that is no object of Python's own is shared"
     assert _shadow._apart(3) == 3
 
 
@@ -476,3 +480,49 @@ def test_a_quiet_runner_has_nothing_to_do_but_steps() -> None:
     assert runner.strategy._wrap_model("model") == "model"
     assert _rehearsal.doubled(torch.ones(1)).dtype == torch.float64
     assert _rehearsal.doubled(torch.ones(1, dtype=torch.int64)).dtype == torch.int64
+
+
+class Broken(Hook):  # type: ignore[misc]
+    """A hook of the user's that fails."""
+
+    called = 0
+
+    def before_train(self, runner: Any) -> None:
+        self.called += 1
+        raise ValueError("no training here")
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self.called += 10
+
+
+def test_the_copy_of_a_runner_begins_at_the_beginning(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_shadow, "in_copy", lambda: True)
+    notes: list[Any] = []
+    model = runner.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run: Any = SimpleNamespace(model=model, optimizer=optimizer, note=lambda said: notes.append(str(said)))
+    broken, loader = Broken(), DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    runner._hooks.append(broken)
+    try:
+        with symbolic_run(2, 10):
+            shadow = _shadow.Shadow(
+                runner, run, loader=loader, loop_class=EpochBasedTrainLoop, length=(2, 10), accumulate=3, data_batch="b"
+            )
+            hub = shadow.runner.message_hub
+            assert (hub.get_info("epoch"), hub.get_info("iter")) == (0, 0)
+            shadow.at(1, 7)
+            assert (hub.get_info("epoch"), hub.get_info("iter"), shadow.loop.epoch, shadow.loop.iter) == (1, 7, 1, 7)
+    finally:
+        runner._hooks.remove(broken)
+    assert (shadow.loop.max_epochs, shadow.loop.max_iters, shadow.loop.stop_training) == (2, 10, False)
+    assert (shadow.accumulate, shadow.batch_idx, shadow.data_batch, shadow.sets_modes) == (3, 0, "b", False)
+    assert shadow.runner.optim_wrapper._accumulative_counts == 3
+    assert shadow.runner.optim_wrapper.optimizer is optimizer
+    assert shadow.loader is not loader
+    assert shadow.runner is not runner
+    for _time in range(2):
+        shadow.call("before_train")
+        shadow.call("before_train_epoch")
+    assert broken.called == 1 + 2 * 10
+    (note,) = notes
+    assert note.startswith("Broken.before_train cannot be followed (ValueError: no training here)")

@@ -21,7 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from vram_guard.guard.applied import Applied
-from vram_guard_mmengine import _evaluation, _refusals, _smaller_validation, _split_step, _training, hook
+from vram_guard.techniques import Recipe
+from vram_guard.watch.recovery import MicroBatchSchedule
+from vram_guard_mmengine import _evaluation, _recovery, _refusals, _smaller_validation, _split_step, _training, hook
+from vram_guard_mmengine._settings import Settings
 from vram_guard_mmengine._summary import META_KEY
 
 
@@ -380,3 +383,61 @@ def test_one_of_several_micro_batches_updates_nothing(attempted: bool) -> None:
         assert weight.tolist() == ([0.0, 0.0] if number == 0 else [-1.0, -2.0])
     part.note = 3
     assert wrapper.note == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "done"),
+    [
+        ({}, []),
+        ({"precision": "bf16-mixed"}, ["precision"]),
+        ({"batch_size": 16}, ["batch"]),
+        ({"evaluation": SimpleNamespace(batch_size=2, batch_size_before=4)}, ["evaluation"]),
+        ({"optimizer": "fused"}, ["optimizer"]),
+    ],
+)
+def test_what_a_plan_changes_is_changed_before_anything_is_built(change: dict[str, Any], done: list[str]) -> None:
+    recipe = Recipe(optimizer=change.get("optimizer", "as-written"))
+    plan = {"precision": "32-true", "precision_before": "32-true", "batch_size": 8, "batch_size_before": 8}
+    decision: Any = SimpleNamespace(plan=SimpleNamespace(**{**plan, "evaluation": None, "recipe": recipe, **change}))
+    runner = SimpleNamespace(
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 1.0}},
+        _train_dataloader={"batch_size": 8}, _train_loop={"type": EpochBasedTrainLoop}, cfg={}, hooks=[],
+        _val_loop={}, _val_dataloader={"batch_size": 4}, param_schedulers=None, build_optim_wrapper=print,
+    )  # fmt: skip
+    _training.RunnerTraining(runner).apply(decision, "mean", Applied())
+    found = {
+        "precision": "type" in runner.optim_wrapper,
+        "batch": runner._train_dataloader["batch_size"] == 16,
+        "evaluation": runner._val_dataloader["batch_size"] == 2,
+        "optimizer": runner.build_optim_wrapper is not print,
+    }
+    assert [name for name, changed in found.items() if changed] == done
+
+
+@pytest.mark.parametrize("no_recovery", [True, False])
+@pytest.mark.parametrize(
+    ("facts", "splits", "batch"),
+    [({}, True, 32), ({"changes": False}, False, 8), ({"spare": None}, True, None), ({"decision": None}, False, None)],
+)
+def test_micro_batches_are_planned_or_found_by_recovery(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], splits: bool, batch: int | None, no_recovery: bool
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(_split_step, "install", lambda *_given: done.append("split") or print)
+    monkeypatch.setattr(
+        _recovery, "arm", lambda _runner, spare, schedule, *_more, **_how: done.append((spare, schedule)) or print
+    )
+    splitter = SimpleNamespace(micro_batch_size=2)
+    decision = SimpleNamespace(splitter=splitter, spare=facts.get("spare", "spare"))
+    guard: Any = SimpleNamespace(
+        **{
+            "decision": decision, "changes": True, "no_recovery": no_recovery, "settings": Settings(),
+            "loss_weight": "mean", "applied": Applied(), "prediction": None, "out_of_memory": None,
+            "training_starts": lambda: None, **facts,
+        }
+    )  # fmt: skip
+    hook._arm(SimpleNamespace(model=None), guard, SimpleNamespace(batch_size=32, batch_size_before=8))  # type: ignore[arg-type]
+    if no_recovery or batch is None:
+        assert done == ["split"] * splits
+    else:
+        assert done == [("spare", MicroBatchSchedule(2 if splits else None, batch))]
