@@ -303,3 +303,23 @@ def test_settings_that_count_batches_keep_their_samples(tmp_path: Any, factor: i
     _growth._recount(other, factor, applied := Applied())
     assert (other.val_check_interval, other.limit_train_batches) == (2, 0.5)
     assert not any("rounded" in note or "max_steps" in note or "min_steps" in note for note in applied.notes)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "allow", "refused"),
+    [("ddp", ["offload_parameters"], True), ("ddp", ["offload_parameters", "shard"], False),
+     ("auto", ["offload_parameters", "shard"], True)],
+)  # fmt: skip
+def test_whole_weights_stay_on_the_gpu_unless_they_may_be_divided(
+    strategy: str, allow: list[str], refused: bool
+) -> None:
+    devices = 2 if strategy == "ddp" else 1
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False
+    )
+    found = {
+        one.technique
+        for one in _refusals.refusals(trainer, cases.make_module(), Settings(allow=allow), growable="")
+        if one.reason
+    }
+    assert ("offload_parameters" in found) is refused
