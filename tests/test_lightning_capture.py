@@ -171,6 +171,7 @@ def sgd() -> torch.optim.Optimizer:
         (lambda a, s: a, 1),
         (lambda a, s: [a], 1),
         (lambda a, s: ([a], [s]), 1),
+        (lambda a, s: ([a], s), 1),
         (lambda a, s: [[a], [{"scheduler": s, "interval": "step"}]], 1),
         (lambda a, s: {"optimizer": a, "lr_scheduler": s}, 1),
         (lambda a, s: {"optimizer": a, "lr_scheduler": {"scheduler": s}}, 1),

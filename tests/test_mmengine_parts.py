@@ -161,6 +161,8 @@ def test_the_last_step_is_looked_at_where_the_model_asks_how_far_the_training_is
     assert not list(asking._places(shadow))
     assert asking.asked.answer("iter", 0) != 7
     assert list(asking._places(shadow))[-1] == 19
+    longer: Any = Called(most=500)
+    assert list(asking._places(longer))[-1] == 499, "also where not every step can be looked at"
 
 
 def test_places_have_the_names_that_users_count_by() -> None:

@@ -417,11 +417,13 @@ def _batches_per_epoch(trainer: Trainer, found: Sample) -> float:
 
 def _stepping_batches(trainer: Trainer, batches: float) -> float:
     """Optimizer steps of the whole training, as ``Trainer.estimated_stepping_batches`` counts them."""
-    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
-    if trainer.max_epochs in (-1, None) or batches == math.inf:
-        return most
-    steps = math.ceil(batches / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 0, 1)
-    return min(steps, most)
+    most, epochs = trainer.max_steps, trainer.max_epochs
+    if epochs in (-1, None):
+        return math.inf if most == -1 else most
+    if batches == math.inf:
+        return most  # -1 where nothing says how many
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * max(epochs or 0, 1)
+    return steps if most == -1 else min(steps, most)
 
 
 def _notes(module: LightningModule) -> list[str]:

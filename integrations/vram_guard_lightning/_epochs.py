@@ -192,7 +192,7 @@ class LaterEpochs:
         return epoch - first >= MOST_EPOCHS or time.process_time() > deadline
 
     def _say_reached(self, playing: Playing, epoch: int) -> None:
-        total = _("without an end") if math.isinf(self.total) else str(int(self.total))
+        total = _("an unlimited number of") if math.isinf(self.total) else str(int(self.total))
         said = Message(
             "hooks were followed up to epoch {epoch} ({total} epochs): what later ones change is not included",
             epoch=epoch,

@@ -162,7 +162,10 @@ def _apart(part: Any) -> Any:
         return [_apart(one) for one in part]
     if not hasattr(part, "__dict__") or isinstance(part, type):
         return part
-    clone = _twin(part)
+    try:
+        clone = _twin(part)
+    except TypeError:  # a tensor, a dict of a class of its own, ...: made elsewhere than in Python, and data itself
+        return part
     for name in PARTS:
         if name in vars(part):
             vars(clone)[name] = _apart(vars(part)[name])
