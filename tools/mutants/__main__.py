@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -112,6 +113,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every mutant with its verdict")
     options = parser.parse_args()
     rooms = [room for room in ROOMS if not options.rooms or any(part in room for part in options.rooms)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: what runs is ended, the copies are removed
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in IMPORTED_ONCE:

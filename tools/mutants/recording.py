@@ -86,6 +86,8 @@ class Record:
     longest: float = 0.0
     """Seconds of the slowest test, with its fixtures."""
     failed: list[str] = field(default_factory=list)
+    sharing: list[str] = field(default_factory=list)
+    """Tests that use fixtures which several tests share: any of them may have to wait until one is made."""
 
 
 class Recorder:
@@ -107,6 +109,13 @@ class Recorder:
     def pytest_collection_finish(self) -> None:
         """What importing the file has executed counts for all of its tests."""
         self._take(self._test)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Fixtures of pytest itself and of its plugins cost nothing."""
+        found = [one for every in item._fixtureinfo.name2fixturedefs.values() for one in every if one.baseid]  # noqa: SLF001
+        name = item.nodeid.partition("[")[0]
+        if any(one.scope != "function" for one in found) and name not in self._record.sharing:
+            self._record.sharing.append(name)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """After setup, call and teardown of each test.
@@ -182,13 +191,16 @@ class Kept:
 
 
 def tests_for(mutant: Mutant, records: dict[str, Record]) -> list[str]:
-    """The tests that execute a mutant's statement, those of the quickest file first; none where none does."""
-    chosen = []
+    """The tests that execute a mutant's statement, the quick ones first; none where none does.
+
+    Those of a file that share fixtures stay together, and come after all others.
+    """
+    chosen: list[tuple[bool, float, list[str]]] = []
     for test, record in records.items():
         names = [name for name, numbers in record.reached.items() if mutant.statement in numbers]
-        own = [name for name in record.seconds if name not in record.failed]
-        if test not in names:
-            own = [name for name in own if name in names]
-        if own:
-            chosen.append((sum(record.seconds[name] for name in own), own))
-    return [name for _seconds, own in sorted(chosen) for name in own]
+        own = [name for name in record.seconds if name not in record.failed and (test in names or name in names)]
+        together = [name for name in own if name in record.sharing]
+        if together:
+            chosen.append((True, record.longest + sum(record.seconds[name] for name in together), together))
+        chosen += [(False, record.seconds[name], [name]) for name in own if name not in together]
+    return [name for _sharing, _seconds, names in sorted(chosen) for name in names]

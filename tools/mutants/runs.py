@@ -128,6 +128,7 @@ def _start(root: Path, tree: Path, job: Job) -> int:
     keeper = os.fork()
     if keeper:
         return keeper
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _adopt_all()
     tests = os.fork()
     if tests == 0:
@@ -161,6 +162,7 @@ def _children_left() -> int | None:
 
 def _run_tests(tree: Path, job: Job) -> None:
     """Never returns."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(tree)
     paths = [str(tree), str(tree / "integrations"), str(tree / "tests")]
     sys.path[:0], os.environ["PYTHONPATH"] = paths, os.pathsep.join(paths)
