@@ -182,7 +182,7 @@ def test_descriptors_open_copies_too(asked: Path, users: Path) -> None:
 
 def test_torch_and_sqlite_write_copies(asked: Path, users: Path) -> None:
     torch.save({"step": 1}, users / "checkpoint.pt")
-    (users / "mapped.bin").write_bytes(bytes(4))
+    (users / "mapped.bin").write_bytes(bytes([5] * 4))
 
     def act(_writes: EarlyWrites) -> None:
         torch.save({"step": 2}, "checkpoint.pt")
@@ -195,8 +195,11 @@ def test_torch_and_sqlite_write_copies(asked: Path, users: Path) -> None:
             torch.jit.save(scripted, "log.txt")
             scripted.save("other.txt")
             torch.jit.script(torch.nn.Linear(1, 1)).save("old/weights.bin")
-        torch.from_file("mapped.bin", shared=True, size=4, dtype=torch.uint8).fill_(1)
-        assert Path("mapped.bin").read_bytes() == bytes([1] * 4)
+        mapped = torch.from_file("mapped.bin", shared=True, size=4, dtype=torch.uint8)
+        assert mapped.tolist() == [5] * 4
+        mapped[0] = 1
+        assert Path("mapped.bin").read_bytes() == bytes([1, 5, 5, 5])
+        assert torch.from_file("mapped.bin", size=4, dtype=torch.uint8).tolist() == [1, 5, 5, 5]
         torch.from_file("made.bin", shared=True, size=4, dtype=torch.uint8).fill_(1)
         for name in ("known.sqlite", "fresh.sqlite"):
             database = sqlite3.connect(name)
@@ -328,7 +331,7 @@ def test_a_folder_that_was_there_is_not_made_whole(asked: Path, users: Path) -> 
 
 def test_from_prepare_on_libraries_in_c_write_nothing_either(asked: Path, users: Path, monkeypatch: Any) -> None:
     (users.parent / "elsewhere.txt").write_text("")
-    (users / "mapped.bin").write_bytes(bytes(4))
+    (users / "mapped.bin").write_bytes(bytes([5] * 4))
     with warnings.catch_warnings():  # newer releases deprecate it
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(torch.nn.Linear(1, 1))
@@ -355,7 +358,9 @@ def test_from_prepare_on_libraries_in_c_write_nothing_either(asked: Path, users:
             scripted.save("other.txt")
             torch.jit.save(scripted, "fresh.pt")
             torch.jit.save(scripted, io.BytesIO())
-        torch.from_file("mapped.bin", shared=True, size=4, dtype=torch.uint8).fill_(1)
+        mapped = torch.from_file("mapped.bin", shared=True, size=4, dtype=torch.uint8)
+        assert mapped.tolist() == [5] * 4
+        mapped.fill_(1)
         torch.from_file("fresh.bin", shared=True, size=4, dtype=torch.uint8).fill_(1)
         # What the database held at prepare, with what was written before.
         assert count("known.sqlite") == 2

@@ -11,6 +11,7 @@ pytest.importorskip("accelerate")
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.plan.source import TraceRequest
+from vram_guard.techniques.recipe import Recipe
 from vram_guard_accelerate.dry_run import _counted_rounds, forked_traces
 from vram_guard_accelerate.dry_run._script_lines import asker
 
@@ -44,4 +45,24 @@ def test_only_the_loop_as_written_can_fail_at_another_batch_size(
     monkeypatch.setattr(forked_traces, "_answer_of", failed)
     with pytest.raises(UnsupportedStepError):
         traces._answer(TraceRequest(3, precision), whole_job=whole_job)
+    assert (traces.why_not_sliced, traces.why_not_sharded) == ("", "")
     assert traces.fails_at_others == ("with batches of 3 samples, its layers have a fixed size" if fails else "")
+
+
+@pytest.mark.parametrize(("slices", "on_host"), [(2, ()), (1, ("0",)), (2, ("0",))])
+def test_why_a_copy_in_slices_or_on_the_host_failed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, slices: int, on_host: tuple[str, ...]
+) -> None:
+    def failed(*_arguments: Any) -> Any:
+        raise UnsupportedStepError("it was lost")
+
+    first: Any = SimpleNamespace(sample=SimpleNamespace(batch_size=4), precision="32-true", models=())
+    traces = forked_traces.ForkedTraces(first)
+    monkeypatch.setattr(traces, "_fork", lambda *_task: None)
+    monkeypatch.setattr(forked_traces, "_answer_of", failed)
+    request = TraceRequest(4, "32-true", recipe=Recipe(parameters_on_host=on_host), slices=slices, sliced_by="model")
+    with pytest.raises(UnsupportedStepError):
+        traces._answer(request)
+    assert traces.why_not_sliced == ("it was lost" if slices > 1 else "")
+    assert traces.why_not_sharded == ("it was lost" if on_host else "")
+    assert traces.fails_at_others == ""
