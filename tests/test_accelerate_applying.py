@@ -198,3 +198,17 @@ def test_models_pass_batches_through_in_slices(carried_out: Any) -> None:
     out.sum().backward()
     assert model.weight.grad.tolist() == [[4.0, 4.0], [4.0, 4.0]]
     assert {(number, 1, 4) for number in range(4)} <= set(slices)
+
+
+def test_a_budget_of_the_compiler_ends_with_the_training(carried_out: Any) -> None:
+    from accelerate import Accelerator
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    carried_out(recipe=LaunchPlan().recipe.with_(activation_memory_budget=0.5))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.prepare(nn.Linear(1, 1))
+    assert config.activation_memory_budget == 0.5
+    accelerator.end_training()
+    assert config.activation_memory_budget == before

@@ -28,6 +28,7 @@ if not sys.platform.startswith("linux"):
 from vram_guard_accelerate.dry_run import early_writes, library_writes  # noqa: E402 - what is tested has to be there
 from vram_guard_accelerate.dry_run.early_writes import JOURNAL, EarlyWrites, undo  # noqa: E402
 from vram_guard_accelerate.dry_run.library_writes import LibraryWrites  # noqa: E402
+from vram_guard_accelerate.dry_run.side_effects import discard_file_writes  # noqa: E402
 
 
 class RefusedError(Exception):
@@ -373,6 +374,28 @@ def test_from_prepare_on_libraries_in_c_write_nothing_either(asked: Path, users:
     shutil.copy(users / "known.sqlite", users / "another.sqlite")
     assert follow(asked, users, act) == ""
     assert not (users.parent / "elsewhere.txt").exists()
+
+
+def test_from_prepare_on_files_are_opened_and_nothing_is_written(asked: Path, users: Path) -> None:
+    def act(writes: EarlyWrites) -> None:
+        writes.watches = False
+        discard_file_writes()
+        for name in ("log.txt", "fresh.txt"):
+            with open(name, "w") as file:
+                assert file.write("new") == 3
+            with open(name, "ab") as file:
+                assert file.write(b"new") == 3
+            Path(name).write_text("new")
+            Path(name).write_bytes(b"new")
+            torch.save({"step": 1}, name)
+        assert text("log.txt") == "kept\n"
+        assert not os.path.lexists("fresh.txt")
+        os.makedirs("folder")
+        os.remove("log.txt")
+        os.rename("log.txt", "moved.txt")
+        shutil.rmtree("old")
+
+    assert follow(asked, users, act) == ""
 
 
 def test_undone_is_what_the_journal_names_the_deepest_first(tmp_path: Path) -> None:

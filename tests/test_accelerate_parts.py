@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
 
-from vram_guard.errors import UnsupportedStepError
-from vram_guard.plan.source import TraceRequest
-from vram_guard.techniques.recipe import Recipe
-from vram_guard_accelerate.dry_run import _counted_rounds, forked_traces
-from vram_guard_accelerate.dry_run._script_lines import asker
+from vram_guard.errors import UnsupportedStepError  # noqa: E402 - what is tested has to be there
+from vram_guard.plan.source import TraceRequest  # noqa: E402
+from vram_guard.techniques.recipe import Recipe  # noqa: E402
+from vram_guard_accelerate.dry_run import _counted_rounds, _resuming, forked_traces  # noqa: E402
+from vram_guard_accelerate.dry_run._script_lines import asker  # noqa: E402
 
 
 def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None:
@@ -27,6 +28,10 @@ def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None
     for _step in (0, 1):
         next(batches)
     assert seen == [3, 3, 3, None, None]
+    trange = _counted_rounds._bar_of(pytest.importorskip("tqdm").trange)
+    for _step in trange(2, disable=True):
+        next(batches)
+    assert seen[5:] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,11 @@ def test_why_a_copy_in_slices_or_on_the_host_failed_is_kept(
     assert traces.why_not_sliced == ("it was lost" if slices > 1 else "")
     assert traces.why_not_sharded == ("it was lost" if on_host else "")
     assert traces.fails_at_others == ""
+
+
+def test_what_a_checkpoint_holds_is_loaded_to_where_it_is_wanted() -> None:
+    loaded = {"step": 1, "state": [torch.ones(1)]}
+    for place in (None, "cpu", torch.device("cpu")):
+        assert _resuming._placed(loaded, place) is loaded
+    moved = _resuming._placed(loaded, "meta")
+    assert (moved["step"], moved["state"][0].device.type) == (1, "meta")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn  # noqa: E402 - what is tested has to be there
 
 from vram_guard.codec import to_json  # noqa: E402
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError  # noqa: E402
+from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard_accelerate import _signals  # noqa: E402
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words  # noqa: E402
 from vram_guard_accelerate._sharding_change import INTRODUCED, ShardingChange  # noqa: E402
@@ -25,8 +26,10 @@ from vram_guard_accelerate.cli import _launchers, agreed_plan  # noqa: E402
 from vram_guard_accelerate.dry_run import _cpu_time, own_ranks  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.proofs import Proof  # noqa: E402
+from vram_guard_accelerate.dry_run.proofs import Proofs as ProofsOfScript  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
 from vram_guard_accelerate.planning._proven import Judge  # noqa: E402
+from vram_guard_accelerate.relaunch import relaunch as relaunches  # noqa: E402
 from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch  # noqa: E402
 
 RECIPE = LaunchPlan().recipe
@@ -135,6 +138,16 @@ def test_small_steps_of_an_optimizer_are_judged_beside() -> None:
     proofs = Proofs()
     assert list(judged(eight, proofs, steps=steps).refused.values()) == ["its steps are larger"]
     assert proofs.asked == []
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "0"), (3, "0; 1; 2"), (4, "0; 1; 2; and 1 more"), (9, "0; 1; 2; and 6 more")]
+)
+def test_three_differences_are_named_and_the_others_counted(count: int, said: str) -> None:
+    proofs = ProofsOfScript.__new__(ProofsOfScript)
+    proofs._seconds, proofs._steps = 1.0, SimpleNamespace(samples=4, random=True)  # type: ignore[assignment]
+    found = proofs._compared(lambda *_steps: [str(number) for number in range(count)])
+    assert (found.samples, found.difference, found.why_not, found.random) == (4, said, "", True)
 
 
 # --- time on this CPU -----------------------------------------------------------------------------------------------
@@ -250,6 +263,42 @@ def test_a_relaunch_is_told_as_it_would_be_typed() -> None:
     plain = LaunchChange(batch_option="--batch").applied_to(LaunchPlan(precision="fp16"))
     assert (plain.precision, plain.batch_option) == ("fp16", "")
     assert option_words(("", 1), ("--a", 2)) == ["--a", "2"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a relaunch reads of a plan, and writes there."""
+
+    reason_values: tuple[Any, ...]
+    changed: bool = True
+    slowdown: float | None = 1.5
+    recipe: Any = RECIPE
+    precision_before: str = ""
+    accumulate_before: int = 0
+    batch_size_before: int = 0
+    effective_batch_size_before: int = 0
+    before: Any = None
+    timeline_before: Any = 1
+
+
+@pytest.mark.parametrize(("changed", "told"), [(True, [Why.LAUNCHED_SO, Why.FITS, Why.FITS]), (False, [])])
+def test_a_plan_of_a_relaunch_is_one_of_the_launch_as_typed(monkeypatch: Any, changed: bool, told: list[Why]) -> None:
+    monkeypatch.setattr(relaunches, "launch_seconds", lambda _plan, _first: 3.0)
+    baseline: Any = SimpleNamespace(
+        precision="32-true", accumulate=2, batch_size=8, effective_batch_size=16, estimate="typed", seconds=2.0,
+        reason=Reason(Why.FITS), profile=PROFILE,
+    )  # fmt: skip
+    change = LaunchChange(sharding=ShardingChange(introduced=True))
+    values = (*(Reason(Why.FITS) for _ in range(3)), Reason(Why.CHEAPEST), Reason(Why.CHANGES_LEAST))
+    found: Any = Relaunch(change, baseline).combined(Planned(values, changed), None)  # type: ignore[arg-type]
+    assert found.slowdown == 1.5 * 3.0 / 2.0
+    kinds = [reason.kind for reason in found.reason_values]
+    assert kinds == [Why.FITS, Why.LAUNCHED_WITH, *told, Why.CHEAPEST]
+    assert (found.precision_before, found.accumulate_before, found.batch_size_before) == ("32-true", 2, 8)
+    assert (found.effective_batch_size_before, found.before, found.timeline_before) == (16, "typed", None)
+    assert found.recipe.sharding == change.sharding.planned
+    unchanged: Any = Relaunch(change, baseline).combined(Planned(values, changed, None), None)  # type: ignore[arg-type]
+    assert unchanged.slowdown == 1.5
 
 
 def test_notes_of_a_relaunch() -> None:
