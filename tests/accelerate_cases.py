@@ -123,6 +123,7 @@ class DryRuns(Mapping[str, dict[str, Any]]):
 
     def __init__(self, folder: Path, **more: str) -> None:
         self._folder = folder
+        self._names = sorted(one.name for one in folder.iterdir())
         self._found: dict[str, dict[str, Any]] = {}
         self._said = folder.with_name(f"{folder.name}.log")
         silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
@@ -143,15 +144,15 @@ class DryRuns(Mapping[str, dict[str, Any]]):
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(one.name for one in self._folder.iterdir()))
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(list(self._folder.iterdir()))
+        return len(self._names)
 
     def _answered(self, name: str) -> dict[str, Any]:
-        one = self._folder / name
-        if not one.is_dir():
+        if name not in self._names:
             raise KeyError(name)
+        one = self._folder / name
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{name}\n")
