@@ -123,7 +123,7 @@ class DryRuns(Mapping[str, dict[str, Any]]):
 
     def __init__(self, folder: Path, **more: str) -> None:
         self._folder = folder
-        self._names = sorted(one.name for one in folder.iterdir())
+        self._names = sorted(one.name for one in folder.iterdir() if (one / REQUEST).is_file())
         self._found: dict[str, dict[str, Any]] = {}
         self._said = folder.with_name(f"{folder.name}.log")
         silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
