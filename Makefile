@@ -100,7 +100,7 @@ test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
 
 mutants: $(STAMP) ## small faults that no test notices, a sample for each room: MUTANTS="allocator plan --sample 20"
-	$(BIN)/python tools/mutants.py $(MUTANTS)
+	$(BIN)/python -m tools.mutants $(MUTANTS)
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py

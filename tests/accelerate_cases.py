@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,26 +113,71 @@ def request(
     (folder / REQUEST).write_text(to_json(asked), encoding="utf-8")
 
 
-def dry_runs(folder: Path, **more: str) -> dict[str, dict[str, Any]]:
-    """Answer every request in the folder, from one process."""
-    silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "accelerate_dry_runs.py"), str(folder)],
-        env=environment(libraries=TRAINER_LIBRARIES, **silent, **more),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = {}
-    for one in folder.iterdir():
-        answers[one.name] = json.loads((one / ANSWER).read_text(encoding="utf-8"))
+class DryRuns(Mapping[str, dict[str, Any]]):
+    """The answers to the requests in a folder, each made when it is first asked for, from one process.
+
+    Args:
+        folder: of the requests.
+        more: variables of the process.
+    """
+
+    def __init__(self, folder: Path, **more: str) -> None:
+        self._folder = folder
+        self._names = sorted(one.name for one in folder.iterdir() if (one / REQUEST).is_file())
+        self._found: dict[str, dict[str, Any]] = {}
+        self._said = folder.with_name(f"{folder.name}.log")
+        silent = {**SILENT_ENVIRONMENT, "ACCELERATE_MIXED_PRECISION": "no"}
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "accelerate_dry_runs.py"), str(folder)],
+                env=environment(libraries=TRAINER_LIBRARIES, **silent, **more),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
+        weakref.finalize(self, _end, self._process)
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._found:
+            self._found[name] = self._answered(name)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _answered(self, name: str) -> dict[str, Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        one = self._folder / name
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == f"{name}\n", self._said.read_text()[-2000:]
+        answer: dict[str, Any] = json.loads((one / ANSWER).read_text(encoding="utf-8"))
         tried = one / "tried.json"
         if tried.is_file():
-            answers[one.name]["tried"] = json.loads(tried.read_text(encoding="utf-8"))
-        answers[one.name]["printed"] = (one / "log.txt").read_text(encoding="utf-8")
-    return answers
+            answer["tried"] = json.loads(tried.read_text(encoding="utf-8"))
+        answer["printed"] = (one / "log.txt").read_text(encoding="utf-8")
+        return answer
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """It ends when nobody asks any more."""
+    try:
+        process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+def dry_runs(folder: Path, **more: str) -> Mapping[str, dict[str, Any]]:
+    """Answer every request in the folder, from one process."""
+    return DryRuns(folder, **more)
 
 
 def wide_step(depth: int = 3, **settings: Any) -> Any:

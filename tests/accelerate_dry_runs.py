@@ -1,7 +1,8 @@
 """Several dry runs from one process, which is copied for each: importing the libraries takes longer than any of them.
 
-``python accelerate_dry_runs.py FOLDER``: every folder in it that holds a request gets an answer. Relaunches are
-run as :mod:`vram_guard_accelerate.planning.prediction` runs them, but for the process, which is a copy too.
+``python accelerate_dry_runs.py FOLDER``: each folder in it whose name is read from standard input, and that holds a
+request, gets an answer; its name is written then. Relaunches are run as
+:mod:`vram_guard_accelerate.planning.prediction` runs them, but for the process, which is a copy too.
 """
 
 import gc
@@ -32,6 +33,8 @@ gc.freeze()  # no copy looks through it again
 def answered(folder: Path, request: DryRunRequest) -> DryRunAnswer | DryRunFailure:
     process = os.fork()
     if process == 0:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
         log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -64,5 +67,6 @@ def with_relaunches(folder: Path) -> None:
     (folder / "tried.json").write_text(json.dumps(tried), encoding="utf-8")
 
 
-for one in sorted(Path(sys.argv[1]).iterdir()):
-    with_relaunches(one)
+for line in sys.stdin:
+    with_relaunches(Path(sys.argv[1], line.strip()))
+    print(line, end="", flush=True)

@@ -285,11 +285,12 @@ def doubled_rates(monkeypatch: Any) -> Any:
     """LaunchPlan to double learning rates, in this process, for one test."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     for name in ("prepare", "prepare_model", "save_state", "load_state"):
         monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
-    monkeypatch.setattr(LRScheduler, "__init__", LRScheduler.__init__)
+    for kind in (LRScheduler, ReduceLROnPlateau):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
     PlanInstaller(LaunchPlan(learning_rate_factor=2.0)).install()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

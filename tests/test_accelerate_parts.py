@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
 
-from vram_guard.errors import UnsupportedStepError
-from vram_guard.plan.source import TraceRequest
-from vram_guard_accelerate.dry_run import _counted_rounds, forked_traces
-from vram_guard_accelerate.dry_run._script_lines import asker
+from vram_guard.errors import UnsupportedStepError  # noqa: E402 - what is tested has to be there
+from vram_guard.plan.source import TraceRequest  # noqa: E402
+from vram_guard.techniques.recipe import Recipe  # noqa: E402
+from vram_guard_accelerate.dry_run import _counted_rounds, _resuming, forked_traces  # noqa: E402
+from vram_guard_accelerate.dry_run._script_lines import asker  # noqa: E402
 
 
 def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None:
@@ -26,6 +28,10 @@ def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None
     for _step in (0, 1):
         next(batches)
     assert seen == [3, 3, 3, None, None]
+    trange = _counted_rounds._bar_of(pytest.importorskip("tqdm").trange)
+    for _step in trange(2, disable=True):
+        next(batches)
+    assert seen[5:] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -44,4 +50,32 @@ def test_only_the_loop_as_written_can_fail_at_another_batch_size(
     monkeypatch.setattr(forked_traces, "_answer_of", failed)
     with pytest.raises(UnsupportedStepError):
         traces._answer(TraceRequest(3, precision), whole_job=whole_job)
+    assert (traces.why_not_sliced, traces.why_not_sharded) == ("", "")
     assert traces.fails_at_others == ("with batches of 3 samples, its layers have a fixed size" if fails else "")
+
+
+@pytest.mark.parametrize(("slices", "on_host"), [(2, ()), (1, ("0",)), (2, ("0",))])
+def test_why_a_copy_in_slices_or_on_the_host_failed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, slices: int, on_host: tuple[str, ...]
+) -> None:
+    def failed(*_arguments: Any) -> Any:
+        raise UnsupportedStepError("it was lost")
+
+    first: Any = SimpleNamespace(sample=SimpleNamespace(batch_size=4), precision="32-true", models=())
+    traces = forked_traces.ForkedTraces(first)
+    monkeypatch.setattr(traces, "_fork", lambda *_task: None)
+    monkeypatch.setattr(forked_traces, "_answer_of", failed)
+    request = TraceRequest(4, "32-true", recipe=Recipe(parameters_on_host=on_host), slices=slices, sliced_by="model")
+    with pytest.raises(UnsupportedStepError):
+        traces._answer(request)
+    assert traces.why_not_sliced == ("it was lost" if slices > 1 else "")
+    assert traces.why_not_sharded == ("it was lost" if on_host else "")
+    assert traces.fails_at_others == ""
+
+
+def test_what_a_checkpoint_holds_is_loaded_to_where_it_is_wanted() -> None:
+    loaded = {"step": 1, "state": [torch.ones(1)]}
+    for place in (None, "cpu", torch.device("cpu")):
+        assert _resuming._placed(loaded, place) is loaded
+    moved = _resuming._placed(loaded, "meta")
+    assert (moved["step"], moved["state"][0].device.type) == (1, "meta")

@@ -59,9 +59,10 @@ class PlanInstaller:
 
             wrap(DataLoader, "__init__", self._larger_batches)
         if self.plan.learning_rate_factor != 1:
-            from torch.optim.lr_scheduler import LRScheduler
+            from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-            wrap(LRScheduler, "__init__", self._remember_scheduler)
+            for kind in (LRScheduler, ReduceLROnPlateau):  # the second does not call the first's
+                wrap(kind, "__init__", self._remember_scheduler)
         if self.plan.learning_rate_factor != 1 or self.plan.resumes_grown:
             wrap(Accelerator, "save_state", self._say_in_checkpoint)
             wrap(Accelerator, "load_state", self._after_checkpoint)

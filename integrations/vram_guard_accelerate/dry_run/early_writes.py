@@ -95,7 +95,9 @@ class EarlyWrites:
         os.open = os_open  # type: ignore[assignment]
         wrap(torch, "save", self._save)
         wrap(torch.jit, "save", self._save)
-        wrap(torch.jit.RecursiveScriptModule, "save", self._save)  # type: ignore[attr-defined] # the class of all of them
+        # Those that are scripted, and those that are traced: their class has a copy of the other's functions.
+        for kind in (torch.jit.RecursiveScriptModule, torch.jit.ScriptModule):  # type: ignore[attr-defined]
+            wrap(kind, "save", self._save)
         wrap(torch, "from_file", self._map)
         for name in ("mkfifo", "mknod"):
             wrap(os, name, self._make, optional=True)
@@ -139,6 +141,8 @@ class EarlyWrites:
 
     def _map(self, original: Any, file: Any, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """``torch.from_file`` maps files in C++, and makes those that are not there."""
+        if shared and not self.watches and os.path.exists(file):  # noqa: PTH110
+            shared = False  # what is written stays in this process
         return original(self.written(file, keeps=True) if shared else self.read(file), shared, *args, **kwargs)
 
     def _make(self, original: Any, file: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,6 +183,8 @@ class EarlyWrites:
 
     def written(self, file: Any, *, keeps: bool = False) -> Any:
         """The file that is written in place of one: a copy, with its content where that is kept."""
+        if not self.watches:
+            return file if self._place(file) is None else self.thrown_away(file)
         path, instead = self._content(file), self._instead(file, keeps=keeps)
         if path is not None and instead is file:
             self._note(path)
@@ -223,7 +229,9 @@ class EarlyWrites:
         return None if os.path.lexists(path) else original(file, *args, **kwargs)
 
     def _connect(self, original: Any, database: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sqlite opens files in C: a database that is there is copied."""
+        """Sqlite opens files in C: a database that is there is copied; from ``prepare`` on, into memory."""
+        if not self.watches and not kwargs.get("uri") and (place := self._place(database)) is not None:
+            return _in_memory(original, self.read(place), *args, **kwargs)
         path = None if kwargs.get("uri") else self._content(database)
         if path is None or str(database) == ":memory:":
             return original(database, *args, **kwargs)
@@ -271,7 +279,11 @@ class EarlyWrites:
             file: as the script names it.
             below: the descriptor of the folder that the name is relative to; None and -1: the current folder.
         """
-        if not self.watches or self._busy or not isinstance(file, (str, bytes, os.PathLike)):
+        return self._place(file, below) if self.watches and not self._busy else None
+
+    def _place(self, file: Any, below: int | None = None) -> str | None:
+        """As :meth:`_watched`, whether anything is watched now or not."""
+        if not isinstance(file, (str, bytes, os.PathLike)):
             return None
         name = _below(below, file) if below not in (None, -1) else os.fsdecode(file)
         path = os.path.join(os.path.realpath(os.path.dirname(name) or "."), os.path.basename(name))  # noqa: PTH118, PTH119, PTH120
@@ -304,6 +316,19 @@ class EarlyWrites:
 def _save_tokenizer(_original: Any, tokenizer: Any, path: Any, pretty: bool = True) -> None:
     """The same text, written in Python."""
     Path(path).write_text(tokenizer.to_str(pretty), encoding="utf-8")
+
+
+def _in_memory(original: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+    """A database in memory, with all that the one at a path holds; that one itself, to be read only, if it is large."""
+    if not os.path.isfile(path):  # noqa: PTH113
+        return original(":memory:", *args, **kwargs)
+    address = f"{Path(path).as_uri()}?mode=ro"
+    if os.path.getsize(path) > LARGEST_COPY:  # noqa: PTH202
+        return original(address, *args, **{**kwargs, "uri": True})
+    made = original(":memory:", *args, **kwargs)
+    with contextlib.closing(original(address, uri=True)) as there:
+        there.backup(made)
+    return made
 
 
 def _below(descriptor: int | None, file: Any) -> str:

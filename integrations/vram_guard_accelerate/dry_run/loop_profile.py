@@ -104,7 +104,8 @@ class LoopObserver:
         self._around(torch.amp.GradScaler, "scale", self._scaled_up)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
             self._around(owner, "zero_grad", self._zeroed)
-        self._around(LRScheduler, "__init__", self._scheduler_made)
+        for kind in (LRScheduler, ReduceLROnPlateau):  # the second does not call the first's
+            self._around(kind, "__init__", self._scheduler_made)
         register_optimizer_step_pre_hook(self._before_step)
         bars = sys.modules.get("tqdm.std")
         if bars is not None:

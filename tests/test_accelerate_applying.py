@@ -1,0 +1,214 @@
+"""A launch plan on real objects of torch and Accelerate, in this process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - what is tested has to be there
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from vram_guard_accelerate._launch_plan import LaunchPlan, LoaderPlace  # noqa: E402
+from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
+from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
+
+WRAPPED = ("__init__", "prepare", "prepare_model", "end_training", "save_state", "load_state")
+
+
+@pytest.fixture
+def carried_out(monkeypatch: Any) -> Iterator[Callable[..., PlanInstaller]]:
+    """Install a plan for one test."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    for name in WRAPPED:
+        monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
+    for kind in (LRScheduler, ReduceLROnPlateau, DataLoader):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+
+    def install(**plan: Any) -> PlanInstaller:
+        installer = PlanInstaller(LaunchPlan(**plan))
+        installer.install()
+        return installer
+
+    yield install
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def sgd(lr: float = 0.1) -> Any:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)
+
+
+def rate(optimizer: Any) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_only_what_a_plan_needs_is_replaced(carried_out: Any) -> None:
+    from accelerate import Accelerator
+
+    every = [(Accelerator, name) for name in WRAPPED]
+    every += [(kind, "__init__") for kind in (LRScheduler, ReduceLROnPlateau, DataLoader)]
+
+    def replaced(**plan: Any) -> set[str]:
+        before = {(owner, name): getattr(owner, name) for owner, name in every}
+        carried_out(**plan)
+        found = {f"{owner.__name__}.{name}" for (owner, name), one in before.items() if getattr(owner, name) is not one}
+        for (owner, name), one in before.items():
+            setattr(owner, name, one)
+        return found
+
+    always = {"Accelerator.prepare", "Accelerator.prepare_model"}
+    checkpoints = {"Accelerator.save_state", "Accelerator.load_state"}
+    recipe = LaunchPlan().recipe
+    assert replaced() == always
+    assert replaced(sharding=ShardingChange(offload=True)) == {*always, "Accelerator.__init__"}
+    assert replaced(recipe=recipe.with_(activation_memory_budget=0.5)) == {*always, "Accelerator.end_training"}
+    assert replaced(batch_size=4, grown_batch_size=8) == {*always, "DataLoader.__init__"}
+    assert replaced(batch_size=4, grown_batch_size=4) == always
+    assert replaced(batch_size=4, grown_batch_size=8, batch_option="--batch") == always
+    assert replaced(resumes_grown=True) == {*always, *checkpoints}
+    schedules = {"LRScheduler.__init__", "ReduceLROnPlateau.__init__"}
+    assert replaced(learning_rate_factor=2.0) == {*always, *checkpoints, *schedules}
+
+
+def test_the_trainings_loaders_are_made_larger(carried_out: Any) -> None:
+    line = inspect.currentframe().f_lineno + 6  # type: ignore[union-attr]
+    place = LoaderPlace(f"{__file__}:{line}", 1, 2)
+    carried_out(batch_size=4, grown_batch_size=8, loader=place)
+    data: Any = range(16)
+    made = []
+    for size in (4, 4, 4, 3, 4, 4):
+        made.append(DataLoader(data, size))  # noqa: PERF401 - one line, without a frame of its own
+    elsewhere = DataLoader(data, batch_size=4)
+    assert [loader.batch_size for loader in made] == [4, 8, 4, 3, 4, 8]
+    assert elsewhere.batch_size == 4
+
+
+def test_rates_of_all_that_is_prepared_are_scaled_once(carried_out: Any) -> None:
+    from accelerate import Accelerator
+
+    carried_out(learning_rate_factor=2.0)
+    accelerator = Accelerator(cpu=True)
+    first, second = sgd(), sgd(0.3)
+    early = LambdaLR(first, lambda _: 1.0)
+    accelerator.prepare(first)
+    assert (rate(first), early.base_lrs) == (0.2, [0.2])
+    late = LambdaLR(first, lambda _: 1.0)  # over rates that are scaled
+    accelerator.prepare(second, late)
+    assert (rate(first), rate(second), late.base_lrs) == (0.2, 0.6, [0.2])
+    accelerator.prepare(nn.Linear(1, 1))
+    assert (rate(first), rate(second), early.base_lrs, late.base_lrs) == (0.2, 0.6, [0.2], [0.2])
+
+
+def test_a_schedule_that_was_made_before_and_is_prepared_later_is_scaled(carried_out: Any) -> None:
+    from accelerate import Accelerator
+
+    carried_out(learning_rate_factor=2.0)
+    accelerator = Accelerator(cpu=True)
+    optimizer = sgd()
+    schedule = LambdaLR(optimizer, lambda _: 1.0)
+    schedule.optimizer = None  # it is not known whose it is
+    accelerator.prepare(optimizer)
+    assert schedule.base_lrs == [0.1]
+    schedule.optimizer = optimizer
+    accelerator.prepare(schedule)
+    assert (rate(optimizer), schedule.base_lrs) == (0.2, [0.2])
+
+
+def test_the_least_rate_of_a_measured_schedule_is_scaled_too(carried_out: Any) -> None:
+    from accelerate import Accelerator
+
+    carried_out(learning_rate_factor=2.0)
+    optimizer = sgd()
+    schedule = ReduceLROnPlateau(optimizer, min_lr=0.01, patience=0)
+    Accelerator(cpu=True).prepare(optimizer)
+    assert (rate(optimizer), schedule.min_lrs) == (0.2, [0.02])
+
+
+@pytest.mark.parametrize(("factor", "contained", "expected"), [(2.0, 2.0, 0.2), (2.0, 1.0, 0.4), (1.0, 2.0, 0.05)])
+def test_a_checkpoint_is_scaled_by_what_it_does_not_contain(
+    carried_out: Any, tmp_path: Path, factor: float, contained: float, expected: float
+) -> None:
+    """Saved with the plan's factor; then as if it were saved with another one."""
+    from accelerate import Accelerator
+
+    from vram_guard_accelerate.apply import checkpoints
+
+    carried_out(learning_rate_factor=factor, resumes_grown=True)
+    accelerator = Accelerator(cpu=True)
+    optimizer = sgd()
+    accelerator.prepare(optimizer)
+    folder = accelerator.save_state(str(tmp_path / "saved"))
+    assert checkpoints.read_factor(Path(folder)) == factor
+    checkpoints.write_factor(Path(folder), contained)
+    for _ in range(2):
+        accelerator.load_state(folder)
+        assert rate(optimizer) == pytest.approx(expected)
+
+
+def test_recipes_of_several_models_are_each_ones_own(carried_out: Any) -> None:
+    recipe = LaunchPlan().recipe
+    names = {"checkpoint": ("0.a", "1.b", "10.c"), "offload_activations": ("1.d",)}
+    models = [nn.Linear(1, 1) for _ in range(11)]
+    installer = PlanInstaller(LaunchPlan(models=11, recipe=recipe.with_(**names, chunked_head="1.head")))
+    installer._models = list(models)
+    found = [installer._recipe_of(model) for model in models]
+    assert [one.checkpoint for one in found] == [("a",), ("b",), *[()] * 8, ("c",)]
+    assert [one.offload_activations for one in found] == [(), ("d",), *[()] * 9]
+    assert [one.chunked_head for one in found] == ["", "head", *[""] * 9]
+    one = recipe.with_(checkpoint=("a",), offload_activations=("b",), chunked_head="head", optimizer="fused")
+    installer = PlanInstaller(LaunchPlan(recipe=one))
+    installer._models = list(models)
+    assert installer._recipe_of(models[0]) == one
+    assert installer._recipe_of(models[1]) == recipe.with_(optimizer="fused")
+
+
+def test_layouts_are_those_of_the_same_kind_of_model_in_the_same_place(carried_out: Any) -> None:
+    models = [nn.Linear(1, 1), nn.ReLU(), nn.Linear(2, 2), nn.Linear(3, 3)]
+    nothing = PlanInstaller(LaunchPlan())
+    nothing._models = list(models)
+    assert nothing._layout_of(models[0]) is None
+    installer = PlanInstaller(LaunchPlan(models=2, layouts=(None, None)))
+    installer._models = list(models)
+    assert [installer._number_of(model) for model in models] == [0, 1, 2, 3]
+    assert [installer._layout_of(model) for model in models] == [None] * 4
+
+
+def test_models_pass_batches_through_in_slices(carried_out: Any) -> None:
+    from accelerate import Accelerator
+
+    slices: list[tuple[int, int, int]] = []
+    installer = PlanInstaller(
+        LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=1, returns_loss=False),
+        lambda *one: slices.append(one),
+    )
+    installer.install()
+    model = Accelerator(cpu=True).prepare(nn.Linear(2, 2))
+    out = model(torch.ones(4, 2))
+    assert out.shape == (4, 2)
+    out.sum().backward()
+    assert model.weight.grad.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    assert {(number, 1, 4) for number in range(4)} <= set(slices)
+
+
+def test_a_budget_of_the_compiler_ends_with_the_training(carried_out: Any) -> None:
+    from accelerate import Accelerator
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    carried_out(recipe=LaunchPlan().recipe.with_(activation_memory_budget=0.5))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.prepare(nn.Linear(1, 1))
+    assert config.activation_memory_budget == 0.5
+    accelerator.end_training()
+    assert config.activation_memory_budget == before

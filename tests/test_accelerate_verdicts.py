@@ -1,0 +1,438 @@
+"""What is concluded of what was seen: proofs, relaunches, time on this CPU, and variables of a launch."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate")
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402 - what is tested has to be there
+
+from vram_guard.codec import to_json  # noqa: E402
+from vram_guard.errors import DoesNotFitError, UnsupportedStepError  # noqa: E402
+from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
+from vram_guard_accelerate import _signals  # noqa: E402
+from vram_guard_accelerate._launch_plan import LaunchPlan, option_words  # noqa: E402
+from vram_guard_accelerate._sharding_change import INTRODUCED, ShardingChange  # noqa: E402
+from vram_guard_accelerate.cli import _launchers, agreed_plan  # noqa: E402
+from vram_guard_accelerate.dry_run import _cpu_time, own_ranks  # noqa: E402
+from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
+from vram_guard_accelerate.dry_run.proofs import Proof  # noqa: E402
+from vram_guard_accelerate.dry_run.proofs import Proofs as ProofsOfScript  # noqa: E402
+from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
+from vram_guard_accelerate.planning._proven import Judge  # noqa: E402
+from vram_guard_accelerate.relaunch import relaunch as relaunches  # noqa: E402
+from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch  # noqa: E402
+
+RECIPE = LaunchPlan().recipe
+SLICED = LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=2)
+CHECKPOINTED = SLICED.recipe.with_(checkpoint=("0",), checkpoint_keeps=("mm",))
+
+
+class Proofs:
+    """Answers by what a plan changes: "slices", "checkpoint", "selective", "offload", "chunked"."""
+
+    def __init__(self, **answers: Proof) -> None:
+        self._answers = answers
+        self.asked: list[str] = []
+
+    def of(self, plan: LaunchPlan) -> Proof:
+        changes = {
+            "slices": plan.slices,
+            "checkpoint": plan.recipe.checkpoint,
+            "selective": plan.recipe.checkpoint_keeps,
+        }
+        changes |= {"offload": plan.recipe.offload_activations, "chunked": plan.recipe.chunked_head}
+        self.asked.append("+".join(name for name, changed in changes.items() if changed))
+        return self._answers.get(self.asked[-1], Proof(4))
+
+
+def judged(plan: LaunchPlan, proofs: Proofs, **more: Any) -> Any:
+    weight, by_running = more.pop("weight", None), more.pop("only_by_running", False)
+    settings: Any = SimpleNamespace(loss_weight=weight)
+    why, steps = more.pop("why", ""), more.pop("steps", None)
+    judge = Judge(proofs, settings, lambda: why, lambda: ("remark",), lambda _: steps, only_by_running=by_running)  # type: ignore[arg-type]
+    return judge.of(plan)
+
+
+def test_a_plan_that_leaves_every_number_is_not_looked_at() -> None:
+    proofs = Proofs()
+    found = judged(LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=4), proofs)
+    assert (found.refused, found.notes, proofs.asked) == ({}, (), [])
+
+
+def test_what_was_run_proves_a_plan() -> None:
+    for random, said in ((False, 1), (True, 2)):
+        found = judged(SLICED, Proofs(slices=Proof(4, random=random)))
+        assert found.refused == {}
+        assert "proven by running 4 samples" in found.notes[0]
+        assert len(found.notes) == said
+    whole = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(checkpoint=("0",)))
+    assert len(judged(whole, Proofs(checkpoint=Proof(4, random=True))).notes) == 1
+
+
+def test_as_the_user_said_slices_are_not_proven() -> None:
+    proofs = Proofs()
+    found = judged(SLICED, proofs, weight="mean")
+    assert ["--loss-weight mean" in note for note in found.notes] == [True]
+    assert proofs.asked == []
+    found = judged(SLICED, proofs, weight="mean", only_by_running=True)
+    assert proofs.asked == ["slices"]
+    found = judged(replace(SLICED, recipe=RECIPE.with_(checkpoint=("0",))), proofs, weight="mean")
+    assert proofs.asked[1:] == ["checkpoint"]
+    assert len(found.notes) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refused"),
+    [
+        ({"slices": Proof(4, "it differs")}, {"accumulate"}),
+        ({"checkpoint": Proof(4, "it differs")}, {"checkpoint"}),
+        ({"selective": Proof(4, "it differs")}, {"selective_checkpoint"}),
+        ({"offload": Proof(4, "it differs")}, {"offload_activations"}),
+        ({"checkpoint": Proof(4, "it differs"), "slices": Proof(4, "it differs")}, {"checkpoint", "accumulate"}),
+        ({}, {"offload_activations"}),  # only together: the last is given up
+    ],
+)
+def test_of_a_plan_that_differs_the_parts_that_do_are_refused(wrong: dict[str, Proof], refused: set[str]) -> None:
+    recipe = CHECKPOINTED.with_(offload_activations=("1",))
+    names = {"selective": "checkpoint+selective"}
+    answers = {names.get(name, name): proof for name, proof in wrong.items()}
+    proofs = Proofs(**answers, **{"slices+checkpoint+selective+offload": Proof(4, "all differs")})
+    found = judged(replace(SLICED, recipe=recipe), proofs)
+    assert set(found.refused) == refused
+    assert all("differ" in why for why in found.refused.values())
+    parts = ["slices", "checkpoint", "checkpoint+selective", "offload"]
+    assert proofs.asked == ["slices+checkpoint+selective+offload", *parts]
+
+
+def test_where_nothing_was_run_the_loss_graph_proves_slices() -> None:
+    slow = Proof(why_not="too slow")
+    found = judged(SLICED, Proofs(slices=slow))
+    assert (found.refused, len(found.notes), found.notes[-1]) == ({}, 2, "remark")
+    assert "proven by the loss graph" in found.notes[0]
+    found = judged(SLICED, Proofs(slices=slow), why="it is unknown")
+    assert found.refused["accumulate"].startswith("it is unknown, and a few samples were not run (too slow); pass")
+    found = judged(SLICED, Proofs(slices=slow), only_by_running=True)
+    assert "without a DataLoader" in found.refused["accumulate"]
+    whole = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(checkpoint=("0",)))
+    found = judged(whole, Proofs(checkpoint=slow), why="it is unknown")
+    assert (found.refused, ["were not run for a proof" in note for note in found.notes]) == ({}, [True])
+    chunked = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(chunked_head="head"))
+    assert judged(chunked, Proofs(chunked=slow)).refused == {"chunked_loss": "too slow"}
+
+
+def test_small_steps_of_an_optimizer_are_judged_beside() -> None:
+    steps = SimpleNamespace(refutation="", words=lambda: "its steps are as large")
+    assert judged(SLICED, Proofs(), steps=steps).notes[-1] == "its steps are as large"
+    steps.refutation = "its steps are larger"
+    eight = replace(SLICED, recipe=RECIPE.with_(optimizer="8bit"))
+    proofs = Proofs()
+    assert list(judged(eight, proofs, steps=steps).refused.values()) == ["its steps are larger"]
+    assert proofs.asked == []
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "0"), (3, "0; 1; 2"), (4, "0; 1; 2; and 1 more"), (9, "0; 1; 2; and 6 more")]
+)
+def test_three_differences_are_named_and_the_others_counted(count: int, said: str) -> None:
+    proofs = ProofsOfScript.__new__(ProofsOfScript)
+    proofs._seconds, proofs._steps = 1.0, SimpleNamespace(samples=4, random=True)  # type: ignore[assignment]
+    found = proofs._compared(lambda *_steps: [str(number) for number in range(count)])
+    assert (found.samples, found.difference, found.why_not, found.random) == (4, said, "", True)
+
+
+# --- time on this CPU -----------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_step_is_its_operations_by_the_rates_that_are_reached(monkeypatch: Any) -> None:
+    def work(phase: str, flops: float, moved: float) -> Any:
+        return SimpleNamespace(
+            phase=phase,
+            flops=SimpleNamespace(at=lambda size: flops * size),
+            moved=SimpleNamespace(at=lambda size: moved * size),
+        )
+
+    timeline: Any = SimpleNamespace(
+        work=[work("forward", 100.0, 10.0), work("backward", 200.0, 20.0), work("optimizer", 1e9, 1e9)]
+    )
+    monkeypatch.setattr(_cpu_time, "_rates", lambda: (50.0, 10.0))
+    assert _cpu_time.seconds_on_cpu(timeline, 2) == pytest.approx((600 / 50 + 2 * 60 / 10) / 0.4)
+
+
+def test_rates_are_of_a_multiplication_and_a_sum_the_quickest_of_three(monkeypatch: Any) -> None:
+    took = iter([3.0, 2.0, 4.0, 8.0, 0.5, 7.0])
+    monkeypatch.setattr(_cpu_time, "_seconds", lambda work: work() is not None and next(took))
+    computing, moving = _cpu_time._rates.__wrapped__()
+    assert computing == pytest.approx(2 * 384**3 / 2.0)
+    assert moving == pytest.approx(3 * 8 * 4 * 2**20 / 0.5)  # two that are read, one that is written
+    assert next(took, None) is None
+
+
+def test_seconds_are_measured() -> None:
+    assert 0.02 <= _cpu_time._seconds(lambda: time.sleep(0.02)) < 5
+
+
+# --- relaunches ----------------------------------------------------------------------------------------------------
+
+PROFILE = LoopProfile(
+    complete=True, batch_size=4, batches_per_step=1, losses=(), counts=(("clip", 1),), rates=(), rates_unknown="",
+    batches=4, samples=16, drops_last=False, bars=(), counts_items=False,
+)  # fmt: skip
+
+
+def relaunch(precision: str = "32-true", splits: int = 1, proven: int = 0, **change: Any) -> Relaunch:
+    baseline: Any = SimpleNamespace(precision=precision, profile=PROFILE)
+    return Relaunch(LaunchChange(splits=splits, **change), baseline, splits, proven)
+
+
+@pytest.mark.parametrize(
+    ("change", "settled"),
+    [
+        ({}, {"grow"}),
+        ({"splits": 2}, {"grow", "accumulate"}),
+        ({"precision": "bf16"}, {"grow", "precision"}),
+        ({"sharding": ShardingChange(stage=0)}, {"grow", "shard"}),
+        ({"sharding": ShardingChange(states_on_host=True)}, {"grow", "offload_optimizer"}),
+    ],
+)
+def test_what_a_relaunch_has_settled(change: dict[str, Any], settled: set[str]) -> None:
+    assert Relaunch(LaunchChange(**change), relaunch().baseline).settled == settled
+
+
+def test_a_relaunch_that_trains_otherwise_is_refused() -> None:
+    relaunch().check("32-true", PROFILE, 1)
+    changed = Relaunch(LaunchChange(precision="bf16"), relaunch().baseline)
+    changed.check("bf16-mixed", PROFILE, 1)
+    with pytest.raises(UnsupportedStepError, match="it trains in no, not in bf16"):
+        changed.check("32-true", PROFILE, 1)
+    with pytest.raises(UnsupportedStepError, match="with these options, it clips gradients 2 times"):
+        changed.check("bf16-mixed", replace(PROFILE, counts=(("clip", 2),)), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "precision", "compared"),
+    [
+        ({}, "32-true", False),
+        ({"sharding": ShardingChange(introduced=True)}, "32-true", True),
+        ({"sharding": ShardingChange(introduced=True)}, "bf16-mixed", False),
+        ({"sharding": ShardingChange(stage=3)}, "bf16-mixed", True),
+        ({"sharding": ShardingChange(accumulation=2)}, "32-true", False),
+    ],
+)
+def test_losses_are_compared_where_they_are_made_of_the_same_operators(
+    change: dict[str, Any], precision: str, compared: bool
+) -> None:
+    one: Any = ((SimpleNamespace(known=True, elements=1, shape=(1,), of_each_element=1.0, labels=False, weighed=False,
+                                 by_items=False, reduction="mean"),),)  # fmt: skip
+    given = Relaunch(LaunchChange(**change), relaunch(precision).baseline)
+    if compared:
+        with pytest.raises(UnsupportedStepError, match="different parts"):
+            given.check(precision, replace(PROFILE, losses=one), 1)
+    else:
+        given.check(precision, replace(PROFILE, losses=one), 1)
+
+
+def test_a_relaunch_is_told_as_it_would_be_typed() -> None:
+    change = LaunchChange(
+        precision="bf16", splits=2, batch_size=2, batch_option="--batch", accumulation=3, accumulation_option="--acc",
+        sharding=ShardingChange(offload=True),
+    )  # fmt: skip
+    typed = "--mixed_precision bf16 --fsdp_offload_params true --batch 2 --acc 3"
+    assert change.words == typed
+    assert change.kind == "options"
+    assert replace(change, precision_option="--dtype").words.startswith("--fsdp_offload_params true --dtype bf16")
+    assert change.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert "ACCELERATE_MIXED_PRECISION" not in LaunchChange().environment
+    assert (LaunchChange().kind, replace(change, splits=1).kind) == ("precision", "offload")
+    plan = change.applied_to(LaunchPlan(batch_option="", accumulation=1))
+    assert (plan.precision, plan.batch_option, plan.accumulation_option, plan.accumulation) == (
+        "bf16",
+        "--batch",
+        "--acc",
+        3,
+    )
+    plain = LaunchChange(batch_option="--batch").applied_to(LaunchPlan(precision="fp16"))
+    assert (plain.precision, plain.batch_option) == ("fp16", "")
+    assert option_words(("", 1), ("--a", 2)) == ["--a", "2"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a relaunch reads of a plan, and writes there."""
+
+    reason_values: tuple[Any, ...]
+    changed: bool = True
+    slowdown: float | None = 1.5
+    recipe: Any = RECIPE
+    precision_before: str = ""
+    accumulate_before: int = 0
+    batch_size_before: int = 0
+    effective_batch_size_before: int = 0
+    before: Any = None
+    timeline_before: Any = 1
+
+
+@pytest.mark.parametrize(("changed", "told"), [(True, [Why.LAUNCHED_SO, Why.FITS, Why.FITS]), (False, [])])
+def test_a_plan_of_a_relaunch_is_one_of_the_launch_as_typed(monkeypatch: Any, changed: bool, told: list[Why]) -> None:
+    monkeypatch.setattr(relaunches, "launch_seconds", lambda _plan, _first: 3.0)
+    baseline: Any = SimpleNamespace(
+        precision="32-true", accumulate=2, batch_size=8, effective_batch_size=16, estimate="typed", seconds=2.0,
+        reason=Reason(Why.FITS), profile=PROFILE,
+    )  # fmt: skip
+    change = LaunchChange(sharding=ShardingChange(introduced=True))
+    values = (*(Reason(Why.FITS) for _ in range(3)), Reason(Why.CHEAPEST), Reason(Why.CHANGES_LEAST))
+    found: Any = Relaunch(change, baseline).combined(Planned(values, changed), None)  # type: ignore[arg-type]
+    assert found.slowdown == 1.5 * 3.0 / 2.0
+    kinds = [reason.kind for reason in found.reason_values]
+    assert kinds == [Why.FITS, Why.LAUNCHED_WITH, *told, Why.CHEAPEST]
+    assert (found.precision_before, found.accumulate_before, found.batch_size_before) == ("32-true", 2, 8)
+    assert (found.effective_batch_size_before, found.before, found.timeline_before) == (16, "typed", None)
+    assert found.recipe.sharding == change.sharding.planned
+    unchanged: Any = Relaunch(change, baseline).combined(Planned(values, changed, None), None)  # type: ignore[arg-type]
+    assert unchanged.slowdown == 1.5
+
+
+def test_notes_of_a_relaunch() -> None:
+    plan: Any = SimpleNamespace(timeline=None)
+    assert len(relaunch().notes(plan)) == 1
+    _seen, proven, smaller = relaunch(splits=2, batch_option="--batch").notes(plan)
+    assert "proven by the loss graph" in proven
+    assert "comes 2 times as often" in smaller
+    assert "by running 4 samples" in relaunch(splits=2, proven=4).notes(plan)[1]
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+def test_variables_and_options_of_a_division() -> None:
+    introduced = ShardingChange(introduced=True)
+    assert introduced.variables == {**INTRODUCED, "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
+    wrapped = replace(introduced, wrapped=("A", "B"))
+    assert wrapped.variables["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+    assert wrapped.variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "A,B"
+    assert wrapped.options[:5] == ["--use_fsdp", "--fsdp_version", "2", "--fsdp_transformer_layer_cls_to_wrap", "A,B"]
+    assert ShardingChange().variables == {}
+    assert ShardingChange().options == []
+    assert ShardingChange(reshard=True).variables == {"FSDP_RESHARD_AFTER_FORWARD": "true"}
+    strategy = ShardingChange(reshard=True, strategy="FULL_SHARD")
+    assert strategy.variables == {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+    assert strategy.options[:2] == ["--fsdp_sharding_strategy", "FULL_SHARD"]
+    assert ShardingChange(accumulation=3).options[0] == "gradient_accumulation_steps=3"
+    kinds = {"shard": introduced, "offload": ShardingChange(offload=True), "reshard": strategy, "": ShardingChange()}
+    assert {name: one.kind for name, one in kinds.items()} == {name: name for name in kinds}
+    assert ShardingChange(stage=3).kind == "shard"
+    engines = [ShardingChange(stage=0), ShardingChange(states_on_host=True), ShardingChange(accumulation=2)]
+    assert [one.by_engine for one in [*engines, introduced]] == [True, True, True, False]
+
+
+def test_one_process_alone_is_announced_as_a_group_of_one() -> None:
+    alone: dict[str, str] = {}
+    ShardingChange(introduced=True).announce(alone)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [alone[name] for name in names] == ["0", "0", "1", "1", "127.0.0.1"]
+    assert 1024 <= int(alone["MASTER_PORT"]) < 65536
+    several = {"LOCAL_RANK": "1"}
+    ShardingChange(introduced=True).announce(several)
+    assert "MASTER_PORT" not in several
+    other: dict[str, str] = {}
+    ShardingChange(offload=True).announce(other)
+    assert other == ShardingChange(offload=True).variables
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks", "announced"),
+    [
+        ("import torch", 2, True),
+        ("import torch", 1, False),
+        ("import os\nfrom accelerate import Accelerator", 2, False),
+        ("  import transformers as t", 2, False),
+        ("import accelerated", 2, True),
+        ("# uses accelerate", 2, True),
+        (None, 2, False),  # a module's name
+    ],
+)
+def test_ranks_are_named_for_scripts_that_read_them_themselves(
+    tmp_path: Path, monkeypatch: Any, source: str | None, ranks: int, announced: bool
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in own_ranks._variables(1, 1)}
+    monkeypatch.setattr(os, "environ", kept)
+    script = tmp_path / "train.py"
+    if source is not None:
+        script.write_text(source)
+    shape: Any = SimpleNamespace(ranks=ranks, local_ranks=2)
+    own_ranks.announce(shape, str(script))
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    expected = ["0", "0", "0", str(ranks), "2"] if announced else [None] * 5
+    assert [kept.get(name) for name in names] == expected
+    own_ranks.take_back.__wrapped__()
+    assert not {*names} & kept.keys()
+
+
+def test_only_a_model_within_its_own_distribution_takes_slices() -> None:
+    assert "holds only a part" in own_ranks.why_not_within(nn.Linear(1, 1))
+
+
+def test_exit_codes_and_the_signals_that_end() -> None:
+    assert [_signals.exit_code(code) for code in (0, 3, -9, -2)] == [0, 3, 137, 130]
+    assert not _launchers._in_front(SimpleNamespace(pid=-1))  # type: ignore[arg-type]
+
+
+# --- a plan that the first process makes for all ---------------------------------------------------------------------
+
+
+class Store:
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> Any:
+        return self.kept[key].encode()
+
+
+@pytest.mark.parametrize("found", [LaunchPlan(micro_batch_size=3), None, DryRunFailure("DoesNotFitError", "too large")])
+def test_all_ranks_hold_the_plan_of_the_first(monkeypatch: Any, found: Any) -> None:
+    store, planned = Store(), []
+    monkeypatch.setattr(agreed_plan, "_store", lambda: store)
+    monkeypatch.setattr(agreed_plan, "_planned", lambda _given, ranks: planned.append(ranks) or found)
+    answers: list[Any] = []
+    for rank in (0, 1):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", str(rank))
+        try:
+            answers.append(agreed_plan.agreed_plan(None))  # type: ignore[arg-type]
+        except DoesNotFitError as error:
+            answers.append(str(error))
+    assert answers == ["too large"] * 2 if isinstance(found, DryRunFailure) else [found] * 2
+    assert planned == [2]
+    assert store.kept == {"vram_guard/launch_plan": to_json(found)}
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("RANK", "1")  # of nobody's
+    monkeypatch.setattr(agreed_plan, "_store", None)
+    if not isinstance(found, DryRunFailure):
+        assert agreed_plan.agreed_plan(None) == found  # type: ignore[arg-type]
+        assert planned == [2, 1]
+
+
+def test_processes_that_torchrun_did_not_start_cannot_agree(monkeypatch: Any) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(UnsupportedStepError, match="use vram-guard launch instead"):
+        agreed_plan._store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "somewhere")
+    monkeypatch.setenv("MASTER_PORT", "123")
+    made: list[Any] = []
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *place, **how: made.append((place, how)))
+    agreed_plan._store()
+    assert made == [(("somewhere", 123), {"is_master": False, "timeout": agreed_plan.PATIENCE})]
+    assert agreed_plan.PATIENCE.total_seconds() == 1800
