@@ -72,11 +72,7 @@ ROOMS = {
     "vram_guard/units.py": ["test_units*"],
     "vram_guard/settings.py": ["test_settings*"],
     "vram_guard/tensors.py": ["test_outputs", "test_microbatch", "test_state"],
-    # Without the tests that launch several processes.
-    "integrations/vram_guard_lightning": [
-        "test_lightning_[!dr]*",
-        "test_lightning_recovery",
-    ],
-    "integrations/vram_guard_mmengine": ["test_mmengine_[!d]*"],
+    "integrations/vram_guard_lightning": ["test_lightning_*"],
+    "integrations/vram_guard_mmengine": ["test_mmengine_*"],
     "integrations/vram_guard_accelerate": ["test_accelerate_*"],
 }
