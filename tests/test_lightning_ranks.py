@@ -57,6 +57,7 @@ def test_ranks_with_batches_of_other_sizes_train_the_same(results: Any, case: st
     assert results[case][1]["seen"] == [3, 2, 2, 4, 4, 1] * 2
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_ranks_would_do_more_often_is_refused_before_training(results: Any, case: str) -> None:
     first, second = results[case]

@@ -134,6 +134,8 @@ class Guard:
             return _("smaller micro-batches are not allowed")
         if self.settings.said_loss_weight is None and self.decision is None:
             return _("how the losses of micro-batches are to be weighted is not known; pass loss_weight")
+        if self.decision is None and self.training.ranks.world_size > 1:
+            return _("the step could not be followed: what it exchanges with other processes is not known")
         if self.decision is not None and self.decision.unproven:
             return _(
                 "the loss is not known to be a mean or a sum over the samples ({why}); pass loss_weight",
