@@ -82,7 +82,7 @@ def test_the_first_is_what_the_others_are_compared_with():
     assert four.utilization == four.peak / answer.budget.total
     assert answer.relative_speed(four) == 1
     # Twice the samples through one optimizer step: more a second, as an update has its own cost.
-    assert answer.relative_speed(eight) > answer.relative_speed(two) >= 1
+    assert answer.relative_speed(eight) > answer.relative_speed(two) >= 1 - 1e-9
     assert [row.suggested_learning_rate for row in answer.rows] == [2e-4, 4e-4, 4e-4]
     assert two.seconds > four.seconds
     assert answer.all_fit

@@ -12,7 +12,9 @@ from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.collectives import why_not_recovered
 from vram_guard.language import _
+from vram_guard.private_names import missing_names
 from vram_guard.report.html import page_to_keep, where_to_read_on
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
@@ -134,7 +136,7 @@ class Guard:
             return _("smaller micro-batches are not allowed")
         if self.settings.said_loss_weight is None and self.decision is None:
             return _("how the losses of micro-batches are to be weighted is not known; pass loss_weight")
-        if self.decision is None and self.training.ranks.world_size > 1:
+        if self.decision is None and self.training.ranks.world_size > 1 and missing_names(COLLECTIVE_NAMES):
             return _("the step could not be followed: what it exchanges with other processes is not known")
         if self.decision is not None and self.decision.unproven:
             return _(
