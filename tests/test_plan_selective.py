@@ -11,6 +11,7 @@ from test_compose import BATCH, MODELS, compared, ready
 from test_compose import step as small
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from vram_guard import TrainingStep, plan
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
@@ -20,6 +21,7 @@ from vram_guard.plan.source import source_of
 from vram_guard.plan.step_time import recompute_seconds, worth_keeping
 from vram_guard.simulate import trace
 from vram_guard.techniques import Recipe
+from vram_guard.techniques.selective import keeping_contexts
 from vram_guard.timeline import Timeline
 
 AMPERE = (8, 0)
@@ -78,6 +80,14 @@ def test_a_plan_takes_it_where_it_is_named_and_saves_time() -> None:
     assert 1 < named.slowdown < not_named.slowdown
     assert any("6 blocks (Feed) checkpointed, results of addmm kept" in line for line in named.reasons)
     assert not plan(feed(), 32, budget, margin=0, allow=["selective_checkpoint"]).fits, "a kind of checkpointing"
+
+
+@pytest.mark.torch_since(2, 6)
+def test_a_training_stops_where_a_kept_result_is_changed_in_place() -> None:
+    """Torch 2.15 by itself goes on behind ``F.linear`` here, with wrong gradients."""
+    block, x = WritesOver(8), torch.ones(2, 3, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="activation checkpoint has been mutated"):
+        checkpointed(block, x, use_reentrant=False, context_fn=lambda: keeping_contexts(["addmm"])).sum().backward()
 
 
 @pytest.mark.torch_since(2, 6)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from vram_guard.language import _
 from vram_guard.techniques.kept import kept_as
+from vram_guard.tensors import tensors_in
 
 try:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -45,15 +47,40 @@ def keeping_contexts(keeps: Collection[str]) -> tuple[Any, Any]:
 
     Args:
         keeps: of :data:`KEEPABLE`.
-    """
-    chosen = frozenset(keeps)
 
-    def policy(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = _kept_as(operator) in chosen and not draws(operator, args, kwargs)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    Raises:
+        RuntimeError: in the forward, where a result that is kept is changed in place. Torch says so by itself where the
+            change counts for the result's version; from 2.15 on it does not behind ``F.linear`` (``_unsafe_view``),
+            and gradients are wrong. It shows results to the policy from then on.
+    """
+    chosen, kept_storages = frozenset(keeps), set[int]()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if any(each.untyped_storage()._cdata in kept_storages for each in _written(operator, args, kwargs)):  # noqa: SLF001
+            raise RuntimeError(
+                _(
+                    "what is cached during selective activation checkpoint has been mutated: {operator} changes it",
+                    operator=str(operator),
+                )
+            )
+        if _kept_as(operator) not in chosen or draws(operator, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        results = tensors_in([getattr(context, "op_output", None)])
+        kept_storages.update(result.untyped_storage()._cdata for result in results)  # noqa: SLF001
+        return CheckpointPolicy.MUST_SAVE
 
     first, second = create_selective_checkpoint_contexts(policy)
     return first, second
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Tensors that a call writes into."""
+    if not isinstance(operator, OpOverload) or not operator._schema.is_mutable:  # noqa: SLF001
+        return []
+    arguments = operator._schema.arguments  # noqa: SLF001
+    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
+    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return list(tensors_in([given.get(name) for name in written]))
 
 
 @cache
