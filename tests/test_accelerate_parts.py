@@ -34,6 +34,19 @@ def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None
     assert seen[5:] == [2, 2]
 
 
+def failing(monkeypatch: pytest.MonkeyPatch, why: str) -> forked_traces.ForkedTraces:
+    """Traces of a script in batches of four samples, each of which fails."""
+
+    def failed(*_arguments: Any) -> Any:
+        raise UnsupportedStepError(why)
+
+    first: Any = SimpleNamespace(sample=SimpleNamespace(batch_size=4), precision="32-true", models=())
+    traces = forked_traces.ForkedTraces(first)
+    monkeypatch.setattr(traces, "_fork", lambda *_task: None)
+    monkeypatch.setattr(forked_traces, "_answer_of", failed)
+    return traces
+
+
 @pytest.mark.parametrize(
     ("precision", "whole_job", "fails"),
     [("32-true", False, True), ("32-true", True, False), ("16-mixed", False, False)],
@@ -41,13 +54,7 @@ def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None
 def test_only_the_loop_as_written_can_fail_at_another_batch_size(
     monkeypatch: pytest.MonkeyPatch, precision: str, whole_job: bool, fails: bool
 ) -> None:
-    def failed(*_arguments: Any) -> Any:
-        raise UnsupportedStepError("its layers have a fixed size")
-
-    first: Any = SimpleNamespace(sample=SimpleNamespace(batch_size=4), precision="32-true", models=())
-    traces = forked_traces.ForkedTraces(first)
-    monkeypatch.setattr(traces, "_fork", lambda *_task: None)
-    monkeypatch.setattr(forked_traces, "_answer_of", failed)
+    traces = failing(monkeypatch, "its layers have a fixed size")
     with pytest.raises(UnsupportedStepError):
         traces._answer(TraceRequest(3, precision), whole_job=whole_job)
     assert (traces.why_not_sliced, traces.why_not_sharded) == ("", "")
@@ -58,13 +65,7 @@ def test_only_the_loop_as_written_can_fail_at_another_batch_size(
 def test_why_a_copy_in_slices_or_on_the_host_failed_is_kept(
     monkeypatch: pytest.MonkeyPatch, slices: int, on_host: tuple[str, ...]
 ) -> None:
-    def failed(*_arguments: Any) -> Any:
-        raise UnsupportedStepError("it was lost")
-
-    first: Any = SimpleNamespace(sample=SimpleNamespace(batch_size=4), precision="32-true", models=())
-    traces = forked_traces.ForkedTraces(first)
-    monkeypatch.setattr(traces, "_fork", lambda *_task: None)
-    monkeypatch.setattr(forked_traces, "_answer_of", failed)
+    traces = failing(monkeypatch, "it was lost")
     request = TraceRequest(4, "32-true", recipe=Recipe(parameters_on_host=on_host), slices=slices, sliced_by="model")
     with pytest.raises(UnsupportedStepError):
         traces._answer(request)

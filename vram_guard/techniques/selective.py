@@ -56,7 +56,8 @@ def keeping_contexts(keeps: Collection[str]) -> tuple[Any, Any]:
     chosen, kept_storages = frozenset(keeps), set[int]()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if any(each.untyped_storage()._cdata in kept_storages for each in _written(operator, args, kwargs)):  # noqa: SLF001
+        written = _written(operator, args, kwargs) if kept_storages else ()
+        if any(each.untyped_storage()._cdata in kept_storages for each in written):  # noqa: SLF001
             raise RuntimeError(
                 _(
                     "what is cached during selective activation checkpoint has been mutated: {operator} changes it",
@@ -75,12 +76,17 @@ def keeping_contexts(keeps: Collection[str]) -> tuple[Any, Any]:
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Tensors that a call writes into."""
-    if not isinstance(operator, OpOverload) or not operator._schema.is_mutable:  # noqa: SLF001
-        return []
-    arguments = operator._schema.arguments  # noqa: SLF001
-    given = {**dict(zip((one.name for one in arguments), args, strict=False)), **kwargs}
-    written = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return list(tensors_in([given.get(name) for name in written]))
+    places = _written_places(operator)
+    return list(tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in places]))
+
+
+@cache
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Numbers and names of the arguments that an operator writes into: asked for every call of a training."""
+    arguments = operator._schema.arguments if isinstance(operator, OpOverload) else ()  # noqa: SLF001
+    return tuple(
+        (at, one.name) for at, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write
+    )
 
 
 @cache
