@@ -16,7 +16,7 @@ from vram_guard import TrainingStep
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard.guard import guard as guard_module
+from vram_guard.guard import collectives
 from vram_guard.guard._decide import decide_alone, why_not_split
 from vram_guard.guard._ranks import Failure, Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard._verdict import judge, judge_failure
@@ -477,7 +477,7 @@ def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says(
     said.training.ranks = Recorded(0, ["", ""])  # type: ignore[misc]
     # In torch before 2.6 nobody sees what a step calls: in parts, a rank may call it more often than its peers do.
     for missing, says in (([], False), (["ProcessGroup.unbox"], True)):
-        monkeypatch.setattr(guard_module, "missing_names", lambda _names, missing=missing: missing)
+        monkeypatch.setattr(collectives, "missing_names", lambda _names, missing=missing: missing)
         assert ("exchanges with other processes" in said._why_not_recovered()) is says
     assert guard.measured(100) is None
     guard.out_of_memory()

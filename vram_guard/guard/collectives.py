@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
+from vram_guard.private_names import missing_names
+from vram_guard.simulate.private_api import COLLECTIVE_NAMES
 from vram_guard.timeline import STEP_PHASES, SYNCHRONISED_NORM, Collective, Timeline
 
 
@@ -54,6 +56,16 @@ def why_not_recovered(collectives: Sequence[Collective]) -> str:
         "the step itself calls {names}, where the other ranks would wait for one that ran out of memory",
         names=_in_words(own),
     )
+
+
+def unseen(ranks: int) -> str:
+    """The reason why a step that was not followed may not be broken off on one rank ("" where it may).
+
+    In torch before 2.6 a trace sees no collective: one that calls them is not followed for that alone.
+    """
+    if ranks > 1 and missing_names(COLLECTIVE_NAMES):
+        return _("the step could not be followed: what it exchanges with other processes is not known")
+    return ""
 
 
 def left_out() -> str:

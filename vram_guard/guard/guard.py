@@ -10,11 +10,9 @@ from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.collectives import why_not_recovered
+from vram_guard.guard.collectives import unseen, why_not_recovered
 from vram_guard.language import _
-from vram_guard.private_names import missing_names
 from vram_guard.report.html import page_to_keep, where_to_read_on
-from vram_guard.simulate.private_api import COLLECTIVE_NAMES
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
@@ -136,8 +134,6 @@ class Guard:
             return _("smaller micro-batches are not allowed")
         if self.settings.said_loss_weight is None and self.decision is None:
             return _("how the losses of micro-batches are to be weighted is not known; pass loss_weight")
-        if self.decision is None and self.training.ranks.world_size > 1 and missing_names(COLLECTIVE_NAMES):
-            return _("the step could not be followed: what it exchanges with other processes is not known")
         if self.decision is not None and self.decision.unproven:
             return _(
                 "the loss is not known to be a mean or a sum over the samples ({why}); pass loss_weight",
@@ -150,9 +146,9 @@ class Guard:
             return _("weights have stepped already where memory runs out in the backward pass")
         if plan is not None and plan.fits and plan.recipe.sharding is not None:
             return _("the ranks would wait for a rank's part of the weights, where it ran out of memory")
-        if self.decision is not None and (why := why_not_recovered(self.decision.collectives)):
-            return why
-        return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
+        if self.decision is None:
+            return unseen(self.training.ranks.world_size) or self.training.why_not_recovered({})
+        return why_not_recovered(self.decision.collectives) or self.training.why_not_recovered(self.decision.refused)
 
     def prediction(self) -> str:
         """The last part of the message of an out-of-memory error."""
