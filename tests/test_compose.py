@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -167,6 +168,58 @@ def test_gradients_die_where_they_did_under_another_form_of_the_optimizer(zero_g
         assert composed.peak_allocated == direct.peak_allocated
 
 
+class Taught(nn.Module):
+    """Layers that learn to differ from frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(*(Layer(96) for _ in range(3))).requires_grad_(False)
+        self.layers = nn.ModuleList(Layer(96) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            known = self.teacher(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x - known
+
+
+@pytest.mark.parametrize(("precision", "zero_grad"), [("16-mixed", "after_step"), ("bf16-true", "before_backward")])
+def test_what_waits_on_the_host_is_composed_of_traces_in_which_nothing_else_is_changed(
+    precision: Any, zero_grad: Any
+) -> None:
+    pytest.importorskip("torchao", reason="keeps optimizers on the host; optional")
+    traces, _every = ready(step(Taught, (40, 96), zero_grad=zero_grad, clip_grad_norm=1.0))
+    blocks = tuple(f"layers.{number}" for number in range(4))
+    traces.compose_with(blocks, blocks)
+    asked = (
+        {"checkpoint": ()},
+        {"checkpoint": blocks[:2]},
+        {"checkpoint": blocks},
+        {"offload_activations": blocks[:2]},
+    )
+    for splits, treated, on_host, frozen in itertools.product((1, 3), asked, (False, True), ((), ("teacher",))):
+        option = Option(precision, splits, Recipe(**treated, optimizer_on_host=on_host, frozen_on_host=frozen))
+        size = BATCH // splits
+        on_the_host = traces.exact(option, size).host_peak(size)
+        composed, direct = compared(traces, option)
+        assert composed == direct
+        assert on_the_host == traces.direct(option, size).host_peak(size)
+        assert (on_the_host > 0) == bool(on_host or frozen or "offload_activations" in treated)
+    bases = {(bool(one.recipe.checkpoint), one.recipe.frozen_on_host) for one in traces._traced}
+    assert (True, ("teacher",)) not in bases
+    assert [one.batch_size for one in traces._exact if one.part == "weights"] == [2]
+
+
+@pytest.mark.parametrize("frozen", [("teacher",), ("teacher.0.up", "teacher.1")])
+def test_frozen_blocks_that_wait_on_the_host_are_treated_as_a_trace_says(frozen: tuple[str, ...]) -> None:
+    traces, blocks = ready(step(Taught, (40, 96)))
+    assert blocks[0] == "teacher.0"
+    for checkpoint in (blocks[:2], blocks[1:5], blocks):
+        composed, direct = compared(traces, Option("32-true", 1, Recipe(checkpoint=checkpoint, frozen_on_host=frozen)))
+        assert composed == direct
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("made", ["layers", "convolutions"])
 def test_micro_batches_are_composed_event_by_event(made: str, precision: str) -> None:
@@ -183,6 +236,35 @@ def test_micro_batches_are_composed_event_by_event(made: str, precision: str) ->
     composed = traces.exact(option, 4).exact(4)
     assert traces.composed(option, 4)
     assert seen(composed) == seen(traces.direct(option, 4).exact(4))
+
+
+class TimeFirst(nn.Module):
+    """Its result is put in order anew: of one sample it lies so already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(96) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize(("made", "follows"), [(TimeFirst, False), (layers, True)])
+def test_a_single_sample_is_composed_of_traces_of_one_where_the_law_of_several_does_not_hold(
+    made: Any, follows: bool
+) -> None:
+    traces, blocks = ready(step(made, (40, 32 if follows else 96)))
+    option = Option("32-true", BATCH, Recipe(checkpoint=blocks[:2]))
+    assert not traces.known(option, 1)
+    composed = traces.exact(option, 1)
+    assert traces.composed(option, 1)
+    assert traces.known(option, 1)
+    direct = traces.direct(option, 1)
+    copies = [[block for block in each.blocks if "clone" in block.operator] for each in (composed, direct)]
+    assert copies[0] == copies[1] == []
+    assert composed.exact(1).at(1).peak_allocated == direct.exact(1).at(1).peak_allocated
+    single = {request.part for request in traces._exact if request.batch_size == 1 and request.slices == 1}
+    assert single == ({"whole"} if follows else {"whole", "first"})
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

@@ -19,6 +19,7 @@ from vram_guard.simulate.operators.batched_products import copied_operands
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
+from vram_guard.techniques.recipe import Recipe
 from vram_guard.timeline import Block, Timeline
 
 AMPERE = (8, 0)
@@ -1025,3 +1026,16 @@ def test_the_math_backend_adds_its_mask_in_place_and_looks_for_rows_without_a_sc
     first = next(n for n, block in enumerate(forward) if "bmm" in block.operator)
     assert bytes_of(forward[first : first + 5]) == [4 * scores, 4 * scores, scores, rows, 4]
     assert "softmax" in forward[first + 1].operator
+
+
+@pytest.mark.torch_since(2, 11)
+def test_with_a_mode_of_the_step_a_mask_is_added_to_a_copy_of_the_scores() -> None:
+    """``areAnyTensorSubclassLike`` in attention.cpp; selective checkpointing could not keep scores that change."""
+    net, scores = nn.Sequential(Grouped()), 4 * 4 * 4 * 128 * 128
+    sums = {}
+    for keeps in ((), ("bmm",)):
+        recipe = Recipe(checkpoint=("0",), checkpoint_keeps=keeps)
+        timeline = traced(net, lambda b: torch.randn(b, 128, 64), recipe=recipe)
+        made = [block for block in in_phase(timeline, "forward", 1) if "add.Tensor" in block.operator]
+        sums[keeps] = bytes_of(made)
+    assert sums == {(): [], ("bmm",): [scores]}

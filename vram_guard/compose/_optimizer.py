@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.timeline import Marks, Timeline
 
 
-def with_optimizer_of(timeline: Timeline, other: Timeline) -> Timeline:
+def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = False) -> Timeline:
     """The timeline with the optimizer phases of another one.
 
     What the phase frees of earlier ones (gradients) it frees before or after all that the other form allocates, as it
@@ -18,9 +19,10 @@ def with_optimizer_of(timeline: Timeline, other: Timeline) -> Timeline:
     Args:
         timeline: the whole step.
         other: a step with the same weights; nothing but its optimizer phases counts.
+        on_host: what it holds in host memory counts too: its optimizer is there.
 
     Raises:
-        CannotComposeError: the two have not the same optimizer phases.
+        CannotComposeError: the two have not the same optimizer phases, or both come and go in host memory.
     """
     taken = list(_optimizer_phases(other))
     own = list(_optimizer_phases(timeline))
@@ -55,8 +57,22 @@ def with_optimizer_of(timeline: Timeline, other: Timeline) -> Timeline:
         blocks=(*timeline.blocks, *other.blocks),
         events=tuple(events),
         phases=tuple(phases),
+        **(_in_host_memory(timeline, other) if on_host else {}),
         marks=None if marks is None else Marks((), tuple((at_event[at], block) for at, block in marks.accumulated)),
     )
+
+
+def _in_host_memory(timeline: Timeline, other: Timeline) -> dict[str, Any]:
+    """What both put there; of which one stays to the end, so that it does not matter when it came."""
+    staying, moving = sorted((timeline, other), key=lambda one: any(event < 0 for event in one.host_events))
+    if any(event < 0 for event in staying.host_events):
+        raise CannotComposeError("in host memory the step and its optimizer come and go")
+    offset = len(staying.host_blocks)
+    shifted = (event + offset if event >= 0 else event - offset for event in moving.host_events)
+    return {
+        "host_blocks": (*staying.host_blocks, *moving.host_blocks),
+        "host_events": (*staying.host_events, *shifted),
+    }
 
 
 def _optimizer_phases(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, int]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batches, with_optimizer_of
 from vram_guard.plan.source import Source, TraceRequest
+from vram_guard.plan.step_time import ancestors
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.timeline import Timeline
 
@@ -52,7 +53,7 @@ class Composer:
         """The timeline; None where it has to be traced."""
         if self.blocks is None or not self._composes(request, self.blocks):
             return None
-        if self._bases(request, self.blocks)[-1] in self._refused:
+        if self._group(request, self.blocks) in self._refused:
             return None
         if request not in self._made:
             try:
@@ -68,9 +69,7 @@ class Composer:
     def made(self, request: TraceRequest) -> bool:
         """True if the timeline has been composed already, and is believed."""
         return (
-            request in self._made
-            and self.blocks is not None
-            and (self._bases(request, self.blocks)[-1] not in self._refused)
+            request in self._made and self.blocks is not None and self._group(request, self.blocks) not in self._refused
         )
 
     def known(self, request: TraceRequest, has: Callable[[TraceRequest], bool]) -> bool:
@@ -79,15 +78,15 @@ class Composer:
             return False
         whole = replace(request, slices=1) if self._cut(request) else request
         none, every = bases = self._bases(whole, self.blocks)
-        if self._bases(request, self.blocks)[-1] in self._refused or not has(none):
+        if self._group(request, self.blocks) in self._refused or not has(none):
             return False
         blocks = none == every or bases in self._mixtures
-        return blocks and (request.recipe.optimizer == "as-written" or has(self._optimizer(whole)))
+        return blocks and (not _other_optimizer(request.recipe) or has(self._optimizer(whole)))
 
     def refuse(self, request: TraceRequest, why: str) -> None:
         """From now on the request is traced, and so are those that were composed of the same timelines."""
         if self.blocks is not None:
-            group = self._bases(request, self.blocks)[-1]
+            group = self._group(request, self.blocks)
             self._refused.add(group)
             _log.info("%s: each option is traced: %s", group, why)
 
@@ -109,6 +108,13 @@ class Composer:
             return checkpointed | offloaded == blocks.checkpoint
         return checkpointed <= blocks.checkpoint and offloaded <= blocks.offload
 
+    def _group(self, request: TraceRequest, blocks: Treatable) -> TraceRequest:
+        """What the requests that are composed of the same timelines have in common."""
+        recipe = request.recipe
+        every = self._bases(request, blocks)[-1]
+        own = {name: getattr(recipe, name) for name in ("optimizer", "optimizer_on_host", "frozen_on_host")}
+        return replace(every, recipe=every.recipe.with_(**own))
+
     def _bases(self, request: TraceRequest, blocks: Treatable) -> tuple[TraceRequest, TraceRequest]:
         """The two ends of a mixture of blocks, with the optimizer as written: no block treated, and every one.
 
@@ -121,14 +127,21 @@ class Composer:
                 "offload_activations": tuple(sorted(offload)),
                 "checkpoint_keeps": request.recipe.checkpoint_keeps,  # none without a checkpointed block
             }
-            return replace(request, recipe=request.recipe.with_(optimizer="as-written", **treated))
+            recipe = request.recipe.with_(optimizer="as-written", optimizer_on_host=False, **treated)
+            return replace(request, recipe=recipe)
 
         recipe = request.recipe
         if recipe.checkpoint and recipe.offload_activations:
             return every(checkpoint=blocks.checkpoint), every(offload=blocks.checkpoint)
         if recipe.offload_activations:
             return every(), every(offload=blocks.offload)
-        return every(), every(checkpoint=blocks.checkpoint) if recipe.checkpoint else every()
+        if not recipe.checkpoint:
+            return every(), every()
+        treated = every(checkpoint=blocks.checkpoint)
+        if self._first_suffices(request) and not _overlap(recipe.frozen_on_host, blocks.checkpoint):
+            # Nothing but checkpointed blocks is taken of it.
+            treated = replace(treated, recipe=treated.recipe.with_(frozen_on_host=()))
+        return every(), treated
 
     def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         if self._cut(request):
@@ -141,8 +154,9 @@ class Composer:
     def _whole(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         """The timeline with its blocks and the form of its optimizer."""
         timeline = self._of_blocks(request, blocks)
-        if request.recipe.optimizer != "as-written":
-            return with_optimizer_of(timeline, self._base(self._optimizer(request)))
+        if _other_optimizer(request.recipe):
+            other = self._base(self._optimizer(request))
+            return with_optimizer_of(timeline, other, on_host=request.recipe.optimizer_on_host)
         return timeline
 
     def _of_blocks(self, request: TraceRequest, blocks: Treatable) -> Timeline:
@@ -151,16 +165,25 @@ class Composer:
         if none == every:
             return self._law(none)
         if bases not in self._mixtures:
-            # The first step of the other end suffices, where this one is known anyhow, or where the models are those
-            # whose blocks come to the GPU one by one: few of them need no block checkpointed. By a law in the depth of
-            # the model both steps cost little, and a mixture of other blocks needs them.
-            alone = none.recipe.with_(parameters_on_host=()) == AS_WRITTEN
-            first = alone and not every.recipe.offload_activations and self._source.direct is None
+            first = not every.recipe.offload_activations and self._first_suffices(none)
             if not first and treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
                 return self._law(every)
             other = self._law(replace(every, part="first")) if first else self._law(every)
             self._mixtures[bases] = BlockMixture(self._law(none), other, blocks.checkpoint | blocks.offload)
         return self._mixtures[bases].of(treated)
+
+    def _first_suffices(self, request: TraceRequest) -> bool:
+        """True if one step with every block checkpointed is enough, beside two with none.
+
+        That is where the latter is known anyhow, or where blocks come to the GPU one by one: few of such models need no
+        block checkpointed. By a law in the depth of the model both steps cost little, and a mixture of other blocks
+        needs them.
+        """
+        recipe = request.recipe.with_(
+            optimizer="as-written", optimizer_on_host=False, checkpoint=(), checkpoint_keeps=()
+        )
+        alone = recipe.with_(parameters_on_host=(), frozen_on_host=()) == AS_WRITTEN
+        return alone and self._source.direct is None
 
     def _law(self, request: TraceRequest) -> Timeline:
         timeline = self._base(request)
@@ -174,8 +197,23 @@ class Composer:
         Of a layout one step stands for those of every size, in micro-batches or not: its optimizer sees the rank's part
         of weights and gradients alone.
         """
-        plain = replace(request, recipe=request.recipe.with_(checkpoint=(), offload_activations=()))
+        untreated = request.recipe.with_(checkpoint=(), checkpoint_keeps=(), offload_activations=())
+        plain = replace(request, recipe=untreated)
         if plain.recipe.parameters_on_host or plain.recipe.sharding is not None:
             return plain
-        one = replace(plain, batch_size=_ANY_SIZE, slices=1)
+        one = replace(plain, recipe=untreated.with_(frozen_on_host=()), batch_size=_ANY_SIZE, slices=1)
         return one if self._divided else replace(one, part="weights")
+
+
+def _other_optimizer(recipe: Recipe) -> bool:
+    """True if the optimizer's step is that of another trace."""
+    return recipe.optimizer != "as-written" or recipe.optimizer_on_host
+
+
+def _overlap(some: Iterable[str], others: Iterable[str]) -> bool:
+    """True if a module of the one lies within one of the other, or is the same."""
+    named, within = {*some}, {*others}
+    return not (
+        named.isdisjoint(outer for name in within for outer in ancestors(name))
+        and within.isdisjoint(outer for name in named for outer in ancestors(name))
+    )

@@ -10,6 +10,7 @@ from vram_guard.plan._ahead import Ahead
 from vram_guard.plan._composed import Composer, Treatable
 from vram_guard.plan.descriptions import recipe_words
 from vram_guard.plan.techniques import resident_batch, splits_of
+from vram_guard.techniques.recipe import AS_WRITTEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -85,7 +86,10 @@ class Traces:
     def known(self, option: Option, size: int) -> bool:
         """True if the option has been traced at this size, or all that it is composed of has been traced."""
         request = self._request(option, size)
-        return request in self._exact or self._compose.known(self._composable(request), self._has)
+        if request in self._exact:
+            return True
+        single = self._single(request)
+        return (single is None or single in self._exact) and self._compose.known(self._composable(request), self._has)
 
     def by_law(self, option: Option, size: int) -> bool:
         """True if a law in the depth of the model may have said what the option takes, in place of a trace."""
@@ -130,7 +134,26 @@ class Traces:
     def _composable(self, request: TraceRequest) -> TraceRequest:
         """The request as it is composed: for every size, unless each is traced by itself, or no other is composed."""
         one_size = self._directly or (request.slices == 1 and not self._compose.cuts(request.recipe))
-        return request if one_size else replace(request, batch_size=0)
+        return request if one_size or not self._follows_law(request) else replace(request, batch_size=0)
+
+    def _follows_law(self, request: TraceRequest) -> bool:
+        """True if what is composed of laws holds at the request's size; a trace of the step without changes shows it.
+
+        Of a single sample more tensors are contiguous than of several: copies of them are left out.
+        """
+        single = self._single(request)
+        if single is None:
+            return True
+        law = self._law(replace(single, batch_size=0))
+        return law.retrace is not None or self._confirmed(single) is law
+
+    def _single(self, request: TraceRequest) -> TraceRequest | None:
+        """A request of fewer samples than any law is traced at, without changes; None: it is of more."""
+        from vram_guard.simulate import TRACED_SIZES
+
+        if not 0 < request.batch_size < TRACED_SIZES[0]:
+            return None
+        return self.source.request(request.precision, 1, AS_WRITTEN, request.batch_size)
 
     def _has(self, request: TraceRequest) -> bool:
         """True if :meth:`_base` has traced this already."""

@@ -22,6 +22,7 @@ _IMPORTED = "test_a_module_that_is_imported_during_a_trace_is_a_real_one"
 _META = "test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device"
 _PROFILED = "test_ranges_for_a_profiler_stop_no_trace"
 _FLEX = "test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncompiled"
+_MODES = "test_with_a_mode_of_the_step_a_mask_is_added_to_a_copy_of_the_scores"
 _FOREACH = "test_foreach_optimizers_hold_copies_of_the_parameters"
 
 #: Operators that are followed where they are there.
@@ -78,6 +79,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "torch.utils._python_dispatch:_disable_current_modes", "imports run as always, constants are read", _IMPORTED
+    ),
+    PrivateName(
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "whether the step has a mode on", _MODES
     ),
     PrivateName("torch._C:DisableTorchFunction", "imports run as always", _IMPORTED),
     PrivateName(
