@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.budget import catalogue
 from vram_guard.plan.every_gpu import on_every_gpu
-from vram_guard.simulate.operators._release import torch_release
+from vram_guard.torch_release import torch_release
 
 CAPABILITIES = sorted({gpu.compute_capability for gpu in catalogue()})
 

@@ -184,6 +184,13 @@ def test_the_trace_shows_what_is_saved() -> None:
     assert whole - chunked > 2 * logits  # logits, their softmax and gradient; a chunk of each stays
 
 
+def test_under_an_old_torch_it_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vram_guard.torch_release.torch_release", lambda: (2, 4))
+    made = plan(_step(_shifted), 256, "4GiB", pin={"chunked_loss": True})
+    assert not made.fits
+    assert "a loss in chunks needs torch 2.6 or later" in made.reasons[0]
+
+
 @pytest.mark.torch_since(2, 6)
 def test_a_plan_takes_it_where_it_is_allowed_and_a_cross_entropy_follows() -> None:
     made = plan(_step(_shifted), 256, "30MiB", margin=0, allow=["chunked_loss"])

@@ -19,8 +19,8 @@ from vram_guard.guard.collectives import (  # noqa: E402
     static_graph,
     why_not_recovered,
 )
-from vram_guard.simulate.operators._release import torch_release  # noqa: E402
 from vram_guard.timeline import SYNCHRONISED_NORM, Collective  # noqa: E402
+from vram_guard.torch_release import torch_release  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("collectives_script.py")
 

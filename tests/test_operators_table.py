@@ -13,10 +13,10 @@ import torch
 
 from vram_guard.simulate import operators
 from vram_guard.simulate.operators import composite_ops, foreach
-from vram_guard.simulate.operators._release import torch_release
 from vram_guard.simulate.operators.handlers import HANDLERS
 from vram_guard.simulate.operators.kernels import RUNNING, Matmuls
 from vram_guard.simulate.operators.reductions import REDUCTIONS
+from vram_guard.torch_release import torch_release
 
 ROOT = Path(__file__).parents[1]
 TABLE: dict[str, list[dict[str, Any]]] = json.loads(

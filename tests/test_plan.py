@@ -476,6 +476,24 @@ def test_two_usable_amounts_are_explained_by_their_margins() -> None:
         assert Why.MARGINS not in {reason.kind for reason in one.reason_values}
 
 
+@pytest.mark.parametrize(
+    ("pin", "changes", "why"),
+    [
+        ({"parameters_on_host": True}, {}, "parameters on the host need torch 2.6 or later"),
+        ({"optimizer_on_host": True, "optimizer": "8bit"}, {}, "an optimizer on the host has no other form"),
+        ({"optimizer_in_backward": True}, {"accumulate": 2}, "a step has 2 backward passes"),
+    ],
+)
+def test_pins_that_the_step_does_not_admit_are_said_with_the_reason(
+    pin: dict[str, Any], changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vram_guard.torch_release.torch_release", lambda: (2, 4))
+    made = plan(STEP.with_(**changes), 8, "1GiB", pin=pin)
+    assert (made.fits, made.fits_as_written, made.changed) == (False, True, False)
+    assert [reason.kind for reason in made.reason_values] == [Why.PINS_REFUSED, Why.UNCHANGED]
+    assert made.reasons[0].startswith(f"The pinned settings are not possible in this step: {why}")
+
+
 def test_a_pin_that_does_not_fit_is_not_called_applied() -> None:
     """It contradicted itself: "the pinned settings are applied nevertheless ... Nothing was changed."."""
     made = plan(STEP, 8, "1GiB", pin={"offload_activations": ("first",)}, host_budget="1KiB")

@@ -117,7 +117,11 @@ def block_compiled() -> nn.Module:
     ("changes", "why"),
     [
         ({"model": block_compiled}, "compiled blocks cannot keep results of single operators"),
-        ({"parallel": Parallel(2, kind="ddp")}, "it is not planned over several GPUs"),
+        pytest.param(
+            {"parallel": Parallel(2, kind="ddp")},
+            "it is not planned over several GPUs",
+            marks=pytest.mark.torch_since(2, 6),
+        ),
         ({}, ""),
     ],
 )

@@ -180,10 +180,9 @@ def _flatten(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
 def _check_torch(parallel: Parallel) -> None:
     import torch
 
-    if (
-        parallel.kind in ("fsdp2", "hsdp")
-        and tuple(int(part) for part in torch.__version__.split(".")[:2]) < FULLY_SHARD_SINCE
-    ):
+    from vram_guard.torch_release import torch_release
+
+    if parallel.kind in ("fsdp2", "hsdp") and torch_release() < FULLY_SHARD_SINCE:
         raise UnsupportedTechniqueError(
             _("fully_shard needs torch 2.6 or later, not {version}", version=torch.__version__)
         )

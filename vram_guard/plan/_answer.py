@@ -111,7 +111,11 @@ def changed(
 def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:
     """The step as written, which is not known to fit, and neither is anything else."""
     fits = request.fits(before.estimate)
-    why = [Reason(Why.PINS_DO_NOT_FIT) if fits else shortage(request, before.estimate)]
+    why = [shortage(request, before.estimate)]
+    if refusal := request.space.refusal:
+        why = [Reason(Why.PINS_REFUSED, why=refusal)]
+    elif fits:
+        why = [Reason(Why.PINS_DO_NOT_FIT)]
     closest = nearest(rejected)
     if closest is not None and len(rejected) > 1:
         missing = closest.missing

@@ -131,7 +131,7 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}
         reasons["accumulate"] = refused_reason("accumulate", again)
-    refusal = incompatible(_KEEPING, compiled=source.compiles)
+    refusal = _no_selective_checkpointing(source)
     if refusal and asked.pins.checkpoint_keeps:
         raise UnsupportedStepError(_("{pin} is pinned, but {refusal}", pin="checkpoint_keeps", refusal=refusal))
     precisions, why_precision = _precisions(asked, source.precision)
@@ -170,7 +170,17 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
 def _techniques(asked: Asked, source: Source) -> frozenset[str]:
     """The techniques that this source's plan may take."""
     left = asked.techniques - _not_spread(source)
-    return left - {"selective_checkpoint"} if incompatible(_KEEPING, compiled=source.compiles) else left
+    return left - {"selective_checkpoint"} if _no_selective_checkpointing(source) else left
+
+
+def _no_selective_checkpointing(source: Source) -> str:
+    return incompatible(_KEEPING, compiled=source.compiles, torch_version=_torch_release())
+
+
+def _torch_release() -> tuple[int, int]:
+    from vram_guard.torch_release import torch_release  # torch itself is imported late
+
+    return torch_release()
 
 
 def _not_spread(source: Source) -> frozenset[str]:
@@ -183,9 +193,9 @@ def _not_spread(source: Source) -> frozenset[str]:
 def _left_out(asked: Asked, source: Source) -> tuple[Reason, ...]:
     """The reasons why techniques that were asked for by name are not planned."""
     left_out = asked.techniques - _techniques(asked, source) - checked_techniques(DEFAULT_ALLOW)
-    spread, compiled = Message("it is not planned over several GPUs"), incompatible(_KEEPING, compiled=source.compiles)
+    spread, refusal = Message("it is not planned over several GPUs"), _no_selective_checkpointing(source)
     not_spread = _not_spread(source)
-    return tuple(refused_reason(name, spread if name in not_spread else compiled) for name in sorted(left_out))
+    return tuple(refused_reason(name, spread if name in not_spread else refusal) for name in sorted(left_out))
 
 
 def _host_usable(asked: Asked, source: Source) -> int | None:
@@ -228,6 +238,7 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
             sharded=source.sharded,
             accumulate=source.accumulate * option.splits,
             compiled=source.compiles,
+            torch_version=_torch_release(),
         )
 
     return why

@@ -268,5 +268,5 @@ def _form_on_host(recipe: Recipe) -> str:
     """The reason why another form of the optimizer is useless ("" where it is useful)."""
     on_host = recipe.optimizer_on_host and recipe.optimizer != "as-written"
     if on_host or (recipe.parameters_on_host and recipe.optimizer in ("fused", "8bit")):
-        return "an optimizer on the host has no other form"
+        return _("an optimizer on the host has no other form")
     return ""

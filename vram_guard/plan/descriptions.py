@@ -23,6 +23,7 @@ class Why(Enum):
     FITS = marked("The step fits as written.")
     PINNED = marked("The step fits as written; the pinned settings are applied nevertheless.")
     PINS_DO_NOT_FIT = marked("The step fits as written; with the pinned settings it does not.")
+    PINS_REFUSED = marked("The pinned settings are not possible in this step: {why}.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
     MARGINS = marked("The safety margin is measured on runs of the same kind: {before} as written, {after} as planned.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from vram_guard.budget.margins import NETWORKS, USUAL_TIER
@@ -122,13 +123,26 @@ class Space:
 
     def families(self) -> Iterator[OptionFamily]:
         """Every family whose parts go together."""
-        for precision in self.precisions:
-            for recipe in self.recipes:
-                for prefix in (None, *self.prefixes):
-                    for splits in self.splits:
-                        family = OptionFamily(precision, splits, recipe, prefix)
-                        if family.lengths and not self.incompatible(family.option(family.lengths[-1])):
-                            yield family
+        for family in self._all():
+            if not self._refusal(family):
+                yield family
+
+    @property
+    def refusal(self) -> str:
+        """The reason against the plainest options where there are none whose parts go together; "" where there are."""
+        reasons = [self._refusal(family) for family in self._all()]
+        return "" if "" in reasons else next(iter(reasons), "")
+
+    def _all(self) -> Iterator[OptionFamily]:
+        for precision, recipe, prefix, splits in product(
+            self.precisions, self.recipes, (None, *self.prefixes), self.splits
+        ):
+            family = OptionFamily(precision, splits, recipe, prefix)
+            if family.lengths:
+                yield family
+
+    def _refusal(self, family: OptionFamily) -> str:
+        return self.incompatible(family.option(family.lengths[-1]))
 
     def __contains__(self, option: Option) -> bool:
         plain = option.precision in self.precisions and option.splits in self.splits

@@ -85,8 +85,9 @@ def check_torch() -> None:
     """
     import torch
 
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) < SINCE:
+    from vram_guard.torch_release import torch_release
+
+    if torch_release() < SINCE:
         raise UnsupportedTechniqueError(
             _("parameters_on_host needs torch 2.6 or later, not {version}", version=torch.__version__)
         )

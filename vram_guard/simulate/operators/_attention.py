@@ -14,7 +14,7 @@ from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators._attention_backend import choose_backend
 from vram_guard.simulate.operators._attention_math import math_as_on_cuda
-from vram_guard.simulate.operators._release import torch_release
+from vram_guard.torch_release import torch_release
 
 
 def attention(

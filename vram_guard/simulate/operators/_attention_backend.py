@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from vram_guard.simulate.device.capability import HAS_BFLOAT16, Capability, Version
-from vram_guard.simulate.operators._release import torch_release
+from vram_guard.torch_release import torch_release
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 

@@ -14,7 +14,7 @@ from vram_guard.scratch import PartialGradient
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
-from vram_guard.simulate.operators._release import torch_release
+from vram_guard.torch_release import torch_release
 
 _META = torch.device("meta")
 

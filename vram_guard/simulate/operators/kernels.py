@@ -16,7 +16,7 @@ from vram_guard.simulate.device.capability import Capability, Since
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import shape_rules
-from vram_guard.simulate.operators._release import torch_release
+from vram_guard.torch_release import torch_release
 
 #: ``CUDABlas.cpp`` / ``CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: ``:4096:2:16:8`` KiB before Hopper,
 #: 32 MiB from compute capability 9.0 on. Taken from the caching allocator once per handle and stream.

@@ -1,4 +1,4 @@
-"""The release of torch whose kernels are followed: the installed one."""
+"""The installed release of torch: whose kernels are followed, and whose techniques are there."""
 
 from __future__ import annotations
 
