@@ -65,6 +65,20 @@ def compiled_around(model: nn.Module, mesh: Any) -> nn.Module:
     return made
 
 
+def shifted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss that makes a tensor by one of torch's functions, for which a trace puts its own."""
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # as what torch has wrapped for Dynamo does
+    made: torch.Tensor = loss(model, torch.full_like(x, 0.5) * x)
+    return made
+
+
+def test_after_a_trace_of_a_rank_dynamo_knows_torchs_functions() -> None:
+    """A process group that is made empties Dynamo's table of them; the trace's own are in it then."""
+    run_step(step_of("eager", parallel=Parallel(2, kind="ddp")).with_(loss=shifted), SAMPLES, CAPABILITY)
+    doubled = torch.compile(lambda x: torch.full_like(x, 2.0) * x, fullgraph=True, backend="eager")
+    assert doubled(torch.ones(3)).tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_under_ddp_graphs_end_where_buckets_do_whoever_calls_the_wrapper(how: str) -> None:
     ours = followed(step_of(how, parallel=Parallel(2, kind="ddp")))

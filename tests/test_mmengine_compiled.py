@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +32,12 @@ pytestmark = [
 ]
 
 
-ALONE = "VRAM_GUARD_TEST_ALONE"
-
-
-def alone(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in a process of its own: a training's Dynamo has not compiled what other tests of a worker have."""
-
-    def run(request: pytest.FixtureRequest, **fixtures: Any) -> None:
-        if ALONE in os.environ:
-            test(**fixtures)
-            return
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {ALONE: "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
-        done = subprocess.run(
-            command, cwd=request.config.rootpath, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    signature = inspect.signature(test)
-    asked = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    run.__signature__ = signature.replace(parameters=[asked, *signature.parameters.values()])  # type: ignore[attr-defined]
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-    return run
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cases.write_configs(tmp_path_factory.mktemp("compiled") / "configs", cases.MMPRETRAIN)
 
 
 @pytest.mark.parametrize("optimizer", [compiled.ADAMW, compiled.SGD], ids=lambda one: one["type"])
-@alone
 def test_a_step_has_the_graphs_that_the_real_training_compiles(root: Path, optimizer: Any, tmp_path: Path) -> None:
     _eager, traced = compiled.traced(compiled.cfg_of(root, tmp_path / "traced", optimizer))
     assert traced.compiled is not None
@@ -80,7 +50,6 @@ def bytes_of(timeline: Timeline, category: str) -> int:
     return sum(size for block, size in zip(timeline.blocks, sizes, strict=True) if block.category == category)
 
 
-@alone
 def test_the_optimizers_compiled_step_makes_no_tensor_of_its_own_but_counts_steps_on_the_gpu(
     root: Path, tmp_path: Path
 ) -> None:
@@ -97,7 +66,6 @@ def test_the_optimizers_compiled_step_makes_no_tensor_of_its_own_but_counts_step
     assert eager.at(compiled.SAMPLES).peak_allocated > all_of_it + weights
 
 
-@alone
 def test_loss_scaling_and_clipping_are_followed_around_the_compiled_step(root: Path, tmp_path: Path) -> None:
     step = captured(compiled.cfg_of(root, tmp_path, compiled.ADAMW)).step.with_(precision="16-mixed")
     made = Compiler(lambda size: run_step(step, size, (8, 0), compiled=True), 300)(compiled.SAMPLES)

@@ -150,6 +150,7 @@ FSDP_NAMES: tuple[PrivateName, ...] = (
 
 _COMPILED = "test_compiled_blocks_take_what_inductors_code_allocates"
 _LOSS = "test_a_compiled_loss_keeps_its_gradient"
+_KNOWN = "test_after_a_trace_of_a_rank_dynamo_knows_torchs_functions"
 _PROCESSES = "test_accelerates_compiled_step_is_shown_beside_the_eager_one"
 _FACTORIES = "test_what_a_trace_does_around_factories_compiles_nothing_anew"
 _STEPS = "test_the_optimizers_compiled_step_makes_no_tensor_of_its_own_but_counts_steps_on_the_gpu"
@@ -178,6 +179,8 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("torch._dynamo.variables.optimizer:OptimizerVariable._set_capturable", "counts lie on CUDA", _STEPS),
     PrivateName("torch._dynamo.guards:CheckFunctionManager.__init__", "each graph is compiled once", _COMPILED),
+    PrivateName("torch._dynamo.trace_rules:get_torch_obj_rule_map", "which functions Dynamo knows", _KNOWN),
+    PrivateName("torch._dynamo.trace_rules:clear_lru_cache", "which functions Dynamo knows", _KNOWN),
     PrivateName("torch._guards:GuardsSet.inner", "what a trace looks at compiles nothing anew", _FACTORIES),
     PrivateName("torch._guards:Guard.user_stack", "what a trace looks at compiles nothing anew", _FACTORIES),
     PrivateName("torch._dynamo.types:ConvertFrameReturn.frame_exec_strategy", "our frames are skipped", _BREAKS),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -453,6 +454,26 @@ def _answers_of(module: Any, answers: dict[str, Any], state: FakeCudaState) -> d
 
 
 @contextlib.contextmanager
+def _dynamos_table_kept() -> Iterator[None]:
+    """After the block Dynamo's table of torch's functions has none of those that are in their place inside it.
+
+    A process group that is made empties the table (``init_process_group``), and Dynamo fills it when it next looks.
+    With others in it, code that is compiled in this process later would end a graph at each of torch's own.
+    """
+
+    def table() -> Any:
+        rules = sys.modules.get("torch._dynamo.trace_rules")
+        return None if rules is None else rules.get_torch_obj_rule_map()
+
+    before = table()
+    try:
+        yield
+    finally:
+        if table() is not before:
+            sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()
+
+
+@contextlib.contextmanager
 def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[None]:
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device of this compute capability inside the block."""
     group = "_group_tensors_by_device_and_dtype"
@@ -473,7 +494,7 @@ def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[Non
         # torch's own fake tensors of CUDA (DTensor makes them) would first put a real tensor there.
         (fake_tensor, {name: lambda *_args: None for name in _CONTEXT if hasattr(fake_tensor, name)}),
     )
-    with contextlib.ExitStack() as stack:
+    with _dynamos_table_kept(), contextlib.ExitStack() as stack:
         undone: list[Callable[[], None]] = []
         for target, values in replacements:
             undone.append(replace_attributes(target, values))
