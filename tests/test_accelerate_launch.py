@@ -500,7 +500,8 @@ def test_process_groups_that_a_script_leaves_alive_are_ended_after_its_own_exit_
             said, _errors = process.communicate(timeout=120)
             assert process.returncode == code, said
             assert "terminate called" not in said
-            assert said.splitlines()[-2:] == ["the script's own exit handler: True", "the group is ended"]
+            ends = [line for line in said.splitlines() if line.startswith("the ")]  # triton may say more at its own end
+            assert ends == ["the script's own exit handler: True", "the group is ended"]
 
 
 def rendezvous(folder: Path, own: tuple[str, ...]) -> list[subprocess.Popen[str]]:
