@@ -457,6 +457,7 @@ def test_what_a_hook_keeps_of_every_step_is_a_leak(plain: Look, look: Callable[.
     assert "test_mmengine_job.py" in leak.source
 
 
+@pytest.mark.torch_since(2, 6)  # torch 2.4's meta convolution takes any input
 def test_a_later_step_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:
     hook = {"type": "PipelineSwitch", "switch_epoch": 2, "size": 3}
     found = look(hook, train_dataloader__dataset={"type": "Piped", "_delete_": True})

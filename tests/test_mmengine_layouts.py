@@ -22,6 +22,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return mmengine_two_ranks.answers("mmengine_sharded_script.py", tmp_path_factory.mktemp("ranks"), limit=200)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_one_rank_is_predicted_as_the_strategy_divides_the_model(answers: Any) -> None:
     first, second = (answer["plain"] for answer in answers)
     assert first == second
@@ -30,6 +31,7 @@ def test_one_rank_is_predicted_as_the_strategy_divides_the_model(answers: Any) -
     assert first["breakdown"]["optimizer_states"] == pytest.approx(8 * answers[0]["weights"], rel=0.02)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_plan_of_the_smaller_gpu_is_applied_and_trains_the_same(answers: Any) -> None:
     for answer in answers:
         assert answer["split"]["splits"] == 2
@@ -39,6 +41,7 @@ def test_the_plan_of_the_smaller_gpu_is_applied_and_trains_the_same(answers: Any
         assert split == pytest.approx(plain, abs=1e-6)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_validation_by_itself_is_predicted_with_the_weights_of_one_rank(answers: Any) -> None:
     first, second = (answer["validated"] for answer in answers)
     assert first == second
@@ -49,6 +52,7 @@ def test_a_validation_by_itself_is_predicted_with_the_weights_of_one_rank(answer
     assert first["phases"]["validation"] > 4 * answers[0]["weights"]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
     """``OptimWrapper`` runs all but the last under FSDP's ``no_sync``, which reduces nothing."""
     plain, twice = (sum(answers[0][name]["breakdown"].values()) for name in ("plain", "twice"))

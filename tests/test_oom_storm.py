@@ -14,7 +14,7 @@ import oom_storm  # noqa: E402
 ERRORS = 60
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.torch_since(2, 6))])
 def test_a_training_through_many_errors_ends_as_without_them(tmp_path: Path, ranks: int) -> None:
     if ranks > 1 and not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("torch was built without gloo")

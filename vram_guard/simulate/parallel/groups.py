@@ -7,6 +7,7 @@ another in its place, so that a training that runs in this process finds its own
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -86,16 +87,16 @@ def is_pretended(group: Any) -> bool:
 def _own_world() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d
     from torch._C._distributed_c10d import _unregister_process_group
-    from torch.distributed.tensor import DTensor, _random
 
+    distributed_tensor, generators = _distributed_tensors()
     world = _world_class()()
     _forget_meshes()
     with (
         replaced(c10d, {"_world": world}),
         replaced(sys, {"excepthook": sys.excepthook}),  # a group that is made puts its rank before every line
         # DTensor's generators are those of the first mesh that it has seen; draws of a trace have no values.
-        replaced(_random, {"_rng_tracker": None}),
-        replaced(DTensor._op_dispatcher, {"_random_ops": frozenset()}),
+        replaced(generators, {"_rng_tracker": None}),
+        replaced(distributed_tensor._op_dispatcher, {"_random_ops": frozenset()}),
     ):
         try:
             yield
@@ -134,7 +135,18 @@ _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to
 def _forget_meshes() -> None:
     """Empty DTensor's caches: they hold meshes, to which those of other ranks or of a real training may be equal."""
     import torch
-    from torch.distributed.tensor import DTensor
 
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    distributed_tensor, _generators = _distributed_tensors()
+    propagate = distributed_tensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    getattr(propagate, "cache", propagate).cache_clear()  # torch 2.4 has one cache for all threads
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # since torch 2.10
+
+
+def _distributed_tensors() -> tuple[Any, Any]:
+    """The class DTensor, and the module of its generators."""
+    try:
+        from torch.distributed.tensor import DTensor, _random
+    except ImportError:  # torch 2.4
+        before: Any = importlib.import_module("torch.distributed._tensor")
+        return before.DTensor, before.random
+    return DTensor, _random
