@@ -244,10 +244,13 @@ def test_layers_that_get_their_cache_by_keyword_and_one_that_is_filled() -> None
     def fresh(model, ids):
         return model(input_ids=ids, labels=ids).loss
 
+    known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"  # before transformers 5.24
+
     def continued(model, ids):
         with torch.no_grad():
-            past = model(input_ids=ids[:, :5], use_cache=True).past_key_values
-        return model(input_ids=ids[:, 5:], labels=ids[:, 5:], past_key_values=past).loss
+            past = model(input_ids=ids[:, :5], use_cache=True)[name]
+        return model(input_ids=ids[:, 5:], labels=ids[:, 5:], **{name: past}).loss
 
     ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(3))
     blocks = tuple(block.name for block in find_blocks(make()))
