@@ -77,6 +77,8 @@ def test_after_a_trace_of_a_rank_dynamo_knows_torchs_functions() -> None:
     run_step(step_of("eager", parallel=Parallel(2, kind="ddp")).with_(loss=shifted), SAMPLES, CAPABILITY)
     doubled = torch.compile(lambda x: torch.full_like(x, 2.0) * x, fullgraph=True, backend="eager")
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3
+    cast = torch.compile(lambda x: torch.Tensor.to(x, torch.float64), fullgraph=True, backend="eager")
+    assert cast(torch.ones(3)).dtype == torch.float64
 
 
 @pytest.mark.parametrize("how", ["blocks", "whole"])

@@ -16,8 +16,9 @@ from torch import nn
 from benchmarks.bench_compose import rows_of
 from vram_guard import Parallel, TrainingStep, plan
 from vram_guard.parallel.links import topology
+from vram_guard.plan._composed import _FORMS
 from vram_guard.plan._option import Option
-from vram_guard.plan.source import source_of
+from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.tracing import Traces
 from vram_guard.techniques.blocks import find_blocks
 from vram_guard.techniques.recipe import Recipe
@@ -211,6 +212,77 @@ def test_what_waits_on_the_host_is_composed_of_traces_in_which_nothing_else_is_c
     assert [one.batch_size for one in traces._exact if one.part == "weights"] == [2]
 
 
+class Spared(nn.Module):
+    """A head of it is never used, and gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(96) for _ in range(4)))
+        self.spare = nn.Linear(96, 9600)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer"),
+    [
+        (Spared, torch.optim.AdamW),
+        (Taught, torch.optim.Adagrad),  # its states are made with the optimizer
+    ],
+)
+@pytest.mark.parametrize("recipe", [Recipe(optimizer_on_host=True), Recipe(optimizer="for-loop")])
+def test_an_optimizer_is_composed_of_none_that_has_other_states(made: Any, optimizer: Any, recipe: Recipe) -> None:
+    pytest.importorskip("torchao", reason="keeps optimizers on the host; optional")
+    traces, blocks = ready(step(made, (40, 96), optimizer=optimizer))
+    option = Option("32-true", 1, recipe.with_(checkpoint=blocks[-2:]))
+    said, direct = (ask(option, BATCH) for ask in (traces.exact, traces.direct))
+    assert said.at(BATCH).peak_reserved == direct.at(BATCH).peak_reserved
+    assert said.host_peak(BATCH) == direct.host_peak(BATCH)
+
+
+def test_what_was_composed_wrongly_is_not_believed_with_another_optimizer() -> None:
+    traces, blocks = ready(step(*MODELS["layers"]))
+    written, loop = (Option("32-true", 1, Recipe(checkpoint=blocks[:2], optimizer=form)) for form in _FORMS)
+    for option in (written, loop):
+        traces.exact(option, BATCH)
+    traces.distrust(loop)
+    assert (traces.composed(written, BATCH), traces.composed(loop, BATCH)) == (True, False)
+    traces.distrust(written)
+    assert not traces.composed(written, BATCH)
+    traces, blocks = ready(step(*MODELS["layers"]))
+    for option in (written, loop):
+        traces.exact(option, BATCH)
+    traces.distrust(written)
+    assert (traces.composed(written, BATCH), traces.composed(loop, BATCH)) == (False, False)
+
+
+class Noting(Layer):
+    """Keeps the mean of its result on the host."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        self.noted = made.detach().mean(0).to("cpu")
+        return made
+
+
+class TaughtAndNoting(Taught):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Noting(96) for _ in range(4))
+
+
+def test_frozen_weights_stay_on_the_host_where_blocks_put_something_there_too() -> None:
+    traces, _every = ready(step(TaughtAndNoting, (40, 96)))
+    blocks = tuple(f"layers.{number}" for number in range(4))
+    traces.compose_with(blocks, blocks)
+    frozen = sum(p.numel() * p.element_size() for p in TaughtAndNoting().teacher.parameters())
+    option = Option("32-true", 1, Recipe(checkpoint=blocks[:2], frozen_on_host=("teacher",)))
+    composed = traces.exact(option, BATCH)
+    assert traces.composed(option, BATCH)
+    assert composed.host_peak(BATCH) > frozen
+
+
 @pytest.mark.parametrize("frozen", [("teacher",), ("teacher.0.up", "teacher.1")])
 def test_frozen_blocks_that_wait_on_the_host_are_treated_as_a_trace_says(frozen: tuple[str, ...]) -> None:
     traces, blocks = ready(step(Taught, (40, 96)))
@@ -333,6 +405,17 @@ def test_the_benchmark_compares_options_of_chance_with_traces() -> None:
     composed = [row for row in rows if row.composed is not None]
     assert len(composed) >= 2
     assert all(row.composed == row.direct for row in composed)
+
+
+def test_a_model_that_takes_no_single_sample_is_planned_for_more() -> None:
+    def normalised() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 96), *(Layer(96) for _ in range(4)), nn.BatchNorm1d(96), nn.Linear(96, 8))
+
+    asked = step(normalised, (64,))
+    written = source_of(asked, AMPERE).trace(TraceRequest(8, "32-true")).at(8).peak_reserved
+    made = plan(asked, 8, written // 2, margin=0, allow=["accumulate", "checkpoint"])
+    assert not made.fits
+    assert made.micro_batch_size == 8
 
 
 # --- what cannot be composed ---

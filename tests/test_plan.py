@@ -492,6 +492,8 @@ def test_pins_that_the_step_does_not_admit_are_said_with_the_reason(
     assert (made.fits, made.fits_as_written, made.changed) == (False, True, False)
     assert [reason.kind for reason in made.reason_values] == [Why.PINS_REFUSED, Why.UNCHANGED]
     assert made.reasons[0].startswith(f"The pinned settings are not possible in this step: {why}")
+    short = plan(STEP.with_(**changes), 1, "4MiB", pin=pin)
+    assert [reason.kind for reason in short.reason_values] == [Why.SHORTAGE, Why.PINS_REFUSED, Why.UNCHANGED]
 
 
 def test_a_pin_that_does_not_fit_is_not_called_applied() -> None:

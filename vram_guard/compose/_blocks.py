@@ -34,7 +34,8 @@ class BlockMixture:
     """
 
     def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str]) -> None:
-        if len(treated.phases) < len(plain.phases):
+        first = len(treated.phases) < len(plain.phases)
+        if first:
             treated = replace(repeated(treated), host_blocks=plain.host_blocks, host_events=plain.host_events)
         one, other = _cut(plain, units), _cut(treated, units)
         if [segment.key for segment in one.segments] != [segment.key for segment in other.segments]:
@@ -51,7 +52,7 @@ class BlockMixture:
             {known[block]: place for block, place in cut.freed.items()}
             for cut, known in zip((one, other), numbers, strict=True)
         ]
-        self._host = treated.host_blocks, treated.host_events, other.on_host()
+        self._host = treated.host_blocks, treated.host_events, {} if first else other.on_host()
 
     def of(self, treated: Collection[str]) -> Timeline:
         """The timeline in which these blocks are treated. It has no work and no collectives."""

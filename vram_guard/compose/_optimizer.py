@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vram_guard.compose._errors import CannotComposeError
-from vram_guard.timeline import Marks, Timeline
+from vram_guard.timeline import Block, Marks, Timeline
 
 
 def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = False) -> Timeline:
@@ -22,12 +22,17 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
         on_host: what it holds in host memory counts too: its optimizer is there.
 
     Raises:
-        CannotComposeError: the two have not the same optimizer phases, or both come and go in host memory.
+        CannotComposeError: the two have not the same optimizer phases or gradients; or with ``on_host``, in the step
+            states are made before it begins, or both traces free host memory.
     """
     taken = list(_optimizer_phases(other))
     own = list(_optimizer_phases(timeline))
     if [key for key, _start, _end in taken] != [key for key, _start, _end in own]:
         raise CannotComposeError("the traces have other optimizer phases")
+    if _gradients(timeline) != _gradients(other):
+        raise CannotComposeError("the traces have other gradients")
+    if on_host and any(block.category == "optimizer_states" for block in _set_up(timeline)):
+        raise CannotComposeError("states are made before the first step")
     replacing = {start: _own_events(other, *span) for (_key, start, _end), (_, *span) in zip(own, taken, strict=True)}
     offset, gone = len(timeline.blocks), set[int]()
     events: list[int] = []
@@ -63,16 +68,28 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
 
 
 def _in_host_memory(timeline: Timeline, other: Timeline) -> dict[str, Any]:
-    """What both put there; of which one stays to the end, so that it does not matter when it came."""
+    """What both put there. One of them frees nothing, so that its place among the events of the other is no matter."""
     staying, moving = sorted((timeline, other), key=lambda one: any(event < 0 for event in one.host_events))
     if any(event < 0 for event in staying.host_events):
-        raise CannotComposeError("in host memory the step and its optimizer come and go")
+        raise CannotComposeError("both traces free host memory")
     offset = len(staying.host_blocks)
     shifted = (event + offset if event >= 0 else event - offset for event in moving.host_events)
     return {
         "host_blocks": (*staying.host_blocks, *moving.host_blocks),
         "host_events": (*staying.host_events, *shifted),
     }
+
+
+def _gradients(timeline: Timeline) -> list[int]:
+    """The sizes of all gradients: weights that the step does not use have none."""
+    accumulated = () if timeline.marks is None else timeline.marks.accumulated
+    return sorted(timeline.blocks[block].size.base for block in {block for _at, block in accumulated})
+
+
+def _set_up(timeline: Timeline) -> Iterator[Block]:
+    """The blocks that are there before the first step."""
+    end = next((phase.start for phase in timeline.phases if phase.step), len(timeline.events))
+    return (timeline.blocks[event] for event in timeline.events[:end] if event >= 0)
 
 
 def _optimizer_phases(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, int]]:

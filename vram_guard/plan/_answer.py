@@ -111,11 +111,11 @@ def changed(
 def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:
     """The step as written, which is not known to fit, and neither is anything else."""
     fits = request.fits(before.estimate)
-    why = [shortage(request, before.estimate)]
     if refusal := request.space.refusal:
-        why = [Reason(Why.PINS_REFUSED, why=refusal)]
-    elif fits:
-        why = [Reason(Why.PINS_DO_NOT_FIT)]
+        why = [] if fits else [shortage(request, before.estimate)]
+        why += [Reason(Why.PINS_REFUSED, why=refusal), *request.left_out, Reason(Why.UNCHANGED)]
+        return _as_written(request, before, tuple(why), rejected)
+    why = [Reason(Why.PINS_DO_NOT_FIT) if fits else shortage(request, before.estimate)]
     closest = nearest(rejected)
     if closest is not None and len(rejected) > 1:
         missing = closest.missing
@@ -128,7 +128,11 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
         why.append(Reason(Why.ONE_SAMPLE))
     why += (*request.why_not_checkpointed, *request.left_out)
     why.append(Reason(Why.UNCHANGED))
-    return make_plan(request, before, before, request.as_written, request.batch_size, False, tuple(why), rejected, 1.0)
+    return _as_written(request, before, tuple(why), rejected)
+
+
+def _as_written(request: Request, before: Candidate, why: tuple[Reason, ...], rejected: tuple[Rejected, ...]) -> Plan:
+    return make_plan(request, before, before, request.as_written, request.batch_size, False, why, rejected, 1.0)
 
 
 def shortage(request: Request, estimate: Estimate) -> Reason:

@@ -53,7 +53,7 @@ class Composer:
         """The timeline; None where it has to be traced."""
         if self.blocks is None or not self._composes(request, self.blocks):
             return None
-        if self._group(request, self.blocks) in self._refused:
+        if self._is_refused(request, self.blocks):
             return None
         if request not in self._made:
             try:
@@ -68,9 +68,7 @@ class Composer:
 
     def made(self, request: TraceRequest) -> bool:
         """True if the timeline has been composed already, and is believed."""
-        return (
-            request in self._made and self.blocks is not None and self._group(request, self.blocks) not in self._refused
-        )
+        return request in self._made and self.blocks is not None and not self._is_refused(request, self.blocks)
 
     def known(self, request: TraceRequest, has: Callable[[TraceRequest], bool]) -> bool:
         """True if the timeline can be composed of what has been traced."""
@@ -78,13 +76,16 @@ class Composer:
             return False
         whole = replace(request, slices=1) if self._cut(request) else request
         none, every = bases = self._bases(whole, self.blocks)
-        if self._group(request, self.blocks) in self._refused or not has(none):
+        if self._is_refused(request, self.blocks) or not has(none):
             return False
         blocks = none == every or bases in self._mixtures
         return blocks and (not _other_optimizer(request.recipe) or has(self._optimizer(whole)))
 
     def refuse(self, request: TraceRequest, why: str) -> None:
-        """From now on the request is traced, and so are those that were composed of the same timelines."""
+        """From now on the request is traced, and so are those that were composed of the same timelines.
+
+        Where nothing but blocks is treated, that includes those with another optimizer or frozen modules on the host.
+        """
         if self.blocks is not None:
             group = self._group(request, self.blocks)
             self._refused.add(group)
@@ -107,6 +108,10 @@ class Composer:
         if checkpointed and offloaded:
             return checkpointed | offloaded == blocks.checkpoint
         return checkpointed <= blocks.checkpoint and offloaded <= blocks.offload
+
+    def _is_refused(self, request: TraceRequest, blocks: Treatable) -> bool:
+        of_blocks = self._bases(request, blocks)[-1]
+        return not self._refused.isdisjoint((of_blocks, self._group(request, blocks)))
 
     def _group(self, request: TraceRequest, blocks: Treatable) -> TraceRequest:
         """What the requests that are composed of the same timelines have in common."""
@@ -175,9 +180,9 @@ class Composer:
     def _first_suffices(self, request: TraceRequest) -> bool:
         """True if one step with every block checkpointed is enough, beside two with none.
 
-        That is where the latter is known anyhow, or where blocks come to the GPU one by one: few of such models need no
-        block checkpointed. By a law in the depth of the model both steps cost little, and a mixture of other blocks
-        needs them.
+        That is where both steps with none are traced anyhow, or where blocks come to the GPU one by one: few of such
+        models need no block checkpointed. By a law in the depth of the model both steps cost little, and a mixture of
+        other blocks needs them.
         """
         recipe = request.recipe.with_(
             optimizer="as-written", optimizer_on_host=False, checkpoint=(), checkpoint_keeps=()

@@ -129,7 +129,7 @@ class Space:
 
     @property
     def refusal(self) -> str:
-        """The reason against the plainest options where there are none whose parts go together; "" where there are."""
+        """Why no option is possible: the reason against the first one; "" where one is."""
         reasons = [self._refusal(family) for family in self._all()]
         return "" if "" in reasons else next(iter(reasons), "")
 

@@ -54,6 +54,8 @@ class Traces:
         self._exact: dict[TraceRequest, Timeline] = {}
         self._direct: set[TraceRequest] = set()
         """Those of ``_exact`` that follow no law in the depth of the model."""
+        self._follows: dict[TraceRequest, bool] = {}
+        """Steps of fewer samples than laws are traced at, without changes -> whether these hold there."""
         self._by_law = source.direct is not None
         self._compose = Composer(source, self._base)
         self._followed = each_once(self._follow)
@@ -89,7 +91,7 @@ class Traces:
         if request in self._exact:
             return True
         single = self._single(request)
-        return (single is None or single in self._exact) and self._compose.known(self._composable(request), self._has)
+        return (single is None or single in self._follows) and self._compose.known(self._composable(request), self._has)
 
     def by_law(self, option: Option, size: int) -> bool:
         """True if a law in the depth of the model may have said what the option takes, in place of a trace."""
@@ -100,6 +102,7 @@ class Traces:
         if self._by_law:
             self._by_law = False
             self._traced.clear()
+            self._follows.clear()
             self._exact = {request: self._exact[request] for request in self._direct}
             composed, self._compose = self._compose, Composer(self.source, self._base)
             self._compose.blocks = composed.blocks
@@ -129,26 +132,32 @@ class Traces:
         return self.source.request(option.precision, option.splits, recipe, size)
 
     def _composed(self, option: Option, size: int) -> Timeline | None:
-        return self._compose(self._composable(self._request(option, size)))
+        request = self._request(option, size)
+        single = self._single(request)
+        if single is not None and single not in self._follows:
+            self._follows[single] = self._follows_law(single)
+        return self._compose(self._composable(request))
 
     def _composable(self, request: TraceRequest) -> TraceRequest:
         """The request as it is composed: for every size, unless each is traced by itself, or no other is composed."""
         one_size = self._directly or (request.slices == 1 and not self._compose.cuts(request.recipe))
-        return request if one_size or not self._follows_law(request) else replace(request, batch_size=0)
+        single = self._single(request)
+        one_size = one_size or (single is not None and not self._follows.get(single, True))
+        return request if one_size else replace(request, batch_size=0)
 
-    def _follows_law(self, request: TraceRequest) -> bool:
-        """True if what is composed of laws holds at the request's size; a trace of the step without changes shows it.
+    def _follows_law(self, single: TraceRequest) -> bool:
+        """True if the law holds for a step of fewer samples than it was traced at: a trace of it shows that.
 
         Of a single sample more tensors are contiguous than of several: copies of them are left out.
         """
-        single = self._single(request)
-        if single is None:
-            return True
         law = self._law(replace(single, batch_size=0))
-        return law.retrace is not None or self._confirmed(single) is law
+        try:
+            return law.retrace is not None or self._confirmed(single) is law
+        except Exception:  # noqa: BLE001 - the user's code may refuse so few samples; options of them are traced then
+            return False
 
     def _single(self, request: TraceRequest) -> TraceRequest | None:
-        """A request of fewer samples than any law is traced at, without changes; None: it is of more."""
+        """The step without changes at the request's size; None where laws are traced at so few samples, or fewer."""
         from vram_guard.simulate import TRACED_SIZES
 
         if not 0 < request.batch_size < TRACED_SIZES[0]:

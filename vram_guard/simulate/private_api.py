@@ -180,6 +180,7 @@ COMPILER_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._dynamo.variables.optimizer:OptimizerVariable._set_capturable", "counts lie on CUDA", _STEPS),
     PrivateName("torch._dynamo.guards:CheckFunctionManager.__init__", "each graph is compiled once", _COMPILED),
     PrivateName("torch._dynamo.trace_rules:get_torch_obj_rule_map", "which functions Dynamo knows", _KNOWN),
+    PrivateName("torch._dynamo.trace_rules:get_tensor_method", "which methods Dynamo knows", _KNOWN),
     PrivateName("torch._dynamo.trace_rules:clear_lru_cache", "which functions Dynamo knows", _KNOWN),
     PrivateName("torch._guards:GuardsSet.inner", "what a trace looks at compiles nothing anew", _FACTORIES),
     PrivateName("torch._guards:Guard.user_stack", "what a trace looks at compiles nothing anew", _FACTORIES),

@@ -454,22 +454,22 @@ def _answers_of(module: Any, answers: dict[str, Any], state: FakeCudaState) -> d
 
 
 @contextlib.contextmanager
-def _dynamos_table_kept() -> Iterator[None]:
-    """After the block Dynamo's table of torch's functions has none of those that are in their place inside it.
+def _dynamos_tables_kept() -> Iterator[None]:
+    """After the block Dynamo's tables of torch's functions and methods hold none of the trace's own replacements.
 
-    A process group that is made empties the table (``init_process_group``), and Dynamo fills it when it next looks.
-    With others in it, code that is compiled in this process later would end a graph at each of torch's own.
+    A process group that is made empties them (``init_process_group``), and Dynamo fills each when it next looks.
+    With replacements in them, code that is compiled later in this process would end a graph at each of torch's own.
     """
 
-    def table() -> Any:
+    def tables() -> tuple[Any, ...]:
         rules = sys.modules.get("torch._dynamo.trace_rules")
-        return None if rules is None else rules.get_torch_obj_rule_map()
+        return () if rules is None else (rules.get_torch_obj_rule_map(), rules.get_tensor_method())
 
-    before = table()
+    before = tables()
     try:
         yield
     finally:
-        if table() is not before:
+        if list(map(id, tables())) != list(map(id, before)):
             sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()
 
 
@@ -494,7 +494,7 @@ def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[Non
         # torch's own fake tensors of CUDA (DTensor makes them) would first put a real tensor there.
         (fake_tensor, {name: lambda *_args: None for name in _CONTEXT if hasattr(fake_tensor, name)}),
     )
-    with _dynamos_table_kept(), contextlib.ExitStack() as stack:
+    with _dynamos_tables_kept(), contextlib.ExitStack() as stack:
         undone: list[Callable[[], None]] = []
         for target, values in replacements:
             undone.append(replace_attributes(target, values))
