@@ -214,6 +214,7 @@ def settings(*allow: str) -> Settings:
     return Settings.of({"allow": allow} if allow else {})
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -306,6 +307,7 @@ class Saved(nn.Linear):
         return given, options
 
 
+@pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_sharded_model_is_saved_whole_where_all_processes_save_it(monkeypatch: Any, processes: int) -> None:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: processes)

@@ -69,6 +69,7 @@ def traced(precision: str = "32-true", ranks: int = 1, batch_size: int = 64) -> 
     return peak.peak_reserved, peak.peak_allocated
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
     assert "device: cuda" in answers["loader"]["printed"]
     before = answers["loader"]["plan"]["before"]
@@ -168,6 +169,7 @@ def test_a_dry_run_inside_a_launch_only_looks(tmp_path: Path, options: tuple[str
         assert "vram-guard launch --ask" in " ".join(done.stderr.split())
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:
     compiles, by_hand = answers["compiles"], answers["by_hand"]
     assert compiles["plan"]["before"]["batch_size"] == by_hand["plan"]["estimate"]["batch_size"] == 64
@@ -253,7 +255,11 @@ def test_what_is_not_proven_is_told_and_not_started(
         ("cpu", "it trains without Accelerate, on the CPU"),
         ("cpu", "accelerator.prepare(model, optimizer, loader)\n"),
         ("casts_over_4", "without Accelerate and without DistributedDataParallel"),
-        ("divides_over_4", "divides its model over the processes without Accelerate"),
+        pytest.param(
+            "divides_over_4",
+            "divides its model over the processes without Accelerate",
+            marks=pytest.mark.torch_since(2, 6),
+        ),
         ("forks", "os.fork"),
         *((name, "it has not begun to train after 0.5 s") for name in ("waits", "listens", "reads_the_clock")),
         ("executes", "os.exec"),

@@ -104,8 +104,15 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
 @pytest.mark.parametrize(
     ("name", "technique", "named"),
     [
-        ("Contrastive", "smaller micro-batches", "joins samples of the batch"),
-        ("Contrastive_heavy", "smaller micro-batches", "joins samples of the batch"),
+        pytest.param(
+            "Contrastive", "smaller micro-batches", "joins samples of the batch", marks=pytest.mark.torch_since(2, 6)
+        ),
+        pytest.param(
+            "Contrastive_heavy",
+            "smaller micro-batches",
+            "joins samples of the batch",
+            marks=pytest.mark.torch_since(2, 6),
+        ),
         ("Weighted_heavy", "smaller micro-batches", "micro-batches have different shares"),
         ("Centred_heavy", "smaller micro-batches", "the result of mean, which joins samples, reaches it without"),
         ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
@@ -144,6 +151,7 @@ def test_what_neither_proves_is_not_cut(answers: Any) -> None:
     assert not answers["Counting_heavy"]["changed"]
 
 
+@pytest.mark.torch_since(2, 6)
 def test_products_are_kept_where_that_saves_time(answers: Any) -> None:
     recipe = answers["Heavy"]["launch_plan"]["recipe"]
     assert recipe["checkpoint"]
@@ -156,6 +164,7 @@ def test_each_technique_of_a_plan_can_be_blamed_by_itself() -> None:
     assert found == {"checkpoint": Recipe(checkpoint=("blocks.0",)), "selective_checkpoint": plan.recipe}
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_loss_in_chunks_is_used_where_a_run_has_proven_it_alone(answers: Any) -> None:
     answer = answers["Wide"]
     assert answer["launch_plan"]["recipe"]["chunked_head"] == "head", answer["notes"]
@@ -170,6 +179,7 @@ def test_expandable_segments_are_proposed_where_the_process_runs_already(answers
     assert any("start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in note for note in notes), notes
 
 
+@pytest.mark.torch_since(2, 6)
 def test_a_launch_computes_its_loss_in_chunks_and_expands_its_segments(tmp_path: Path, cache: Path) -> None:
     own = ("Wide", "--batch_size", 64, "--samples", 128)
     written, changed = tmp_path / "written.pt", tmp_path / "changed.pt"

@@ -9,7 +9,6 @@ import os
 
 import torch
 from accelerate.state import DistributedType, PartialState
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def take_for_gpus() -> None:
@@ -21,6 +20,8 @@ def take_for_gpus() -> None:
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     PartialState._prepare_backend = lambda *_args, **_kwargs: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    from torch.distributed.fsdp import CPUOffloadPolicy  # since torch 2.6; other scripts need none
+
     unpinned = CPUOffloadPolicy(pin_memory=False)  # nothing can be pinned without a GPU
     CPUOffloadPolicy.__init__ = lambda self, **_: object.__setattr__(self, "pin_memory", unpinned.pin_memory)
 
