@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vram_guard.errors import UnsupportedStepError  # noqa: E402 - what is teste
 from vram_guard.plan.source import TraceRequest  # noqa: E402
 from vram_guard.techniques.recipe import Recipe  # noqa: E402
 from vram_guard_accelerate.dry_run import _counted_rounds, _resuming, forked_traces  # noqa: E402
-from vram_guard_accelerate.dry_run._script_lines import asker  # noqa: E402
+from vram_guard_accelerate.dry_run._script_lines import ScriptLines, asker  # noqa: E402
 
 
 def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None:
@@ -32,6 +33,31 @@ def test_a_loop_that_asks_for_batches_by_itself_says_how_often_it_runs() -> None
     for _step in trange(2, disable=True):
         next(batches)
     assert seen[5:] == [2, 2]
+
+
+def test_a_branch_that_is_entered_before_its_time_runs_from_its_first_statement() -> None:
+    entered: list[int] = []
+    lines = ScriptLines(lambda _branch, period: entered.append(period))
+    ran: list[str] = []
+
+    def batches() -> Iterator[int]:
+        for number in range(600):
+            if number == 1:
+                lines.enters = True
+            elif number == 3:
+                lines.rest()
+            yield number
+
+    every, loader = 500, batches()
+    for step in range(600):
+        if step == 0:
+            lines.find_branches(loader)
+        next(loader)
+        if (step + 1) % every == 0:
+            ran.append(f"{step}: begins")
+            ran.append(f"{step}: ends")
+    assert entered == [500]
+    assert ran == ["1: begins", "1: ends", "499: begins", "499: ends"]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, why: str) -> forked_traces.ForkedTraces:
