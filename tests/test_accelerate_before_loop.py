@@ -43,6 +43,7 @@ def places() -> dict[str, Any]:
         "copied model": copy.deepcopy(model).weight,
         "copied statistics": copy.deepcopy(nn.BatchNorm1d(4).cuda()).running_mean,
         "by number": torch.ones(2, device=0),
+        "moved by number": torch.ones(2).cuda(0),
         "drawn by number": torch.randperm(4, device=0),
         "written from": on_host,
         "loaded from": loaded.weight,
