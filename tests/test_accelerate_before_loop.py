@@ -47,6 +47,7 @@ def places() -> dict[str, Any]:
         "drawn by number": torch.randperm(4, device=0),
         "written from": on_host,
         "loaded from": loaded.weight,
+        "pinned": torch.ones(2).pin_memory("cuda"),
         "back": on_gpu.cpu(),
         "back as another type": on_gpu.to("cpu", torch.float64),
         "model that was taken back": taken_back.weight,
@@ -63,7 +64,7 @@ def places() -> dict[str, Any]:
 
 def test_what_is_made_of_tensors_on_the_gpu_lies_there_and_what_is_moved_back_does_not() -> None:
     found = run_in_fork(lambda _progress: places())
-    on_host = {"written from", "loaded from", "back", "back as another type", "model that was taken back"}
+    on_host = {"written from", "loaded from", "pinned", "back", "back as another type", "model that was taken back"}
     assert found.pop("said") == ("cuda:0", True, False, 0, "cpu")
     assert found.pop("sum") == 4  # its values are there
     assert found.pop("streams")
