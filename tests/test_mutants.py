@@ -109,7 +109,10 @@ def some(value: int) -> str:
         (folder / "vram_guard" / "some.py").write_text(source)
     tool("recording").mark("vram_guard/some.py", root, tree)
     marked = (tree / "vram_guard" / "some.py").read_text()
-    imported, begins = "from vram_guard._reached import REACHED as _reached_statements", "_reached_statements = {}"
+    imported, begins = (
+        "from vram_guard.reached_statements import REACHED as _reached_statements",
+        "_reached_statements = {}",
+    )
     assert imported in marked
     space = {"__name__": "some"}
     exec(compile(marked.replace(imported, begins), "some.py", "exec"), space)

@@ -24,7 +24,7 @@ from tools.mutants.changes import Mutant, files_of, statements
 BYTES = "[reached]"
 ANSWER = "recording.json"
 #: The module of the copied tree that maps the bytes.
-MODULE = "vram_guard/_reached.py"
+MODULE = "vram_guard/reached_statements.py"
 _SOURCE = '''\
 """One byte for each statement: 1 once it was executed."""
 import mmap
@@ -62,7 +62,7 @@ def _marked(tree: ast.Module, first: int) -> int:
             said = ast.parse(f"{_NAME}.__setitem__({numbers[node]}, 1)", mode="eval").body  # None
             node.body = ast.BoolOp(ast.Or(), [said, node.body])
     after = len([*itertools.takewhile(_stands_first, tree.body)])
-    tree.body[after:after] = ast.parse(f"from vram_guard._reached import REACHED as {_NAME}").body
+    tree.body[after:after] = ast.parse(f"from vram_guard.reached_statements import REACHED as {_NAME}").body
     return first + len(numbers)
 
 
