@@ -57,11 +57,13 @@ def plan_everything(names: list[str], budgets: list[str], gpu: str) -> Results:
         if missing:
             results.failed[name] = f"not installed: pip install {' '.join(missing)}"
             continue
-        heard = ask(planned, name, budgets, gpu, limit=None)
-        results.rows += [Row(**row) for row in heard.result or ()]
-        if heard.error:
-            print(heard.error, file=sys.stderr)
-            results.failed[name] = heard.error.strip().splitlines()[-1]
+        for budget in budgets:  # each in a process of its own, as a training plans once
+            heard = ask(planned, name, [budget], gpu, limit=None)
+            results.rows += [Row(**row) for row in heard.result or ()]
+            if heard.error:
+                print(heard.error, file=sys.stderr)
+                results.failed[name] = heard.error.strip().splitlines()[-1]
+                break
     return results
 
 
