@@ -461,15 +461,16 @@ def _dynamos_tables_kept() -> Iterator[None]:
     With replacements in them, code that is compiled later in this process would end a graph at each of torch's own.
     """
 
-    def tables() -> tuple[Any, ...]:
+    def tables() -> list[Any]:
         rules = sys.modules.get("torch._dynamo.trace_rules")
-        return () if rules is None else (rules.get_torch_obj_rule_map(), rules.get_tensor_method())
+        names = ("get_torch_obj_rule_map", "get_tensor_method")
+        return [getattr(rules, name)() for name in names if hasattr(rules, name)]
 
     before = tables()
     try:
         yield
     finally:
-        if list(map(id, tables())) != list(map(id, before)):
+        if [*map(id, tables())] != [*map(id, before)]:
             sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()
 
 
