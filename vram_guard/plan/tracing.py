@@ -140,10 +140,13 @@ class Traces:
 
     def _composable(self, request: TraceRequest) -> TraceRequest:
         """The request as it is composed: for every size, unless each is traced by itself, or no other is composed."""
-        one_size = self._directly or (request.slices == 1 and not self._compose.cuts(request.recipe))
         single = self._single(request)
-        one_size = one_size or (single is not None and not self._follows.get(single, True))
+        one_size = self._at_one_size(request) or (single is not None and not self._follows.get(single, True))
         return request if one_size else replace(request, batch_size=0)
+
+    def _at_one_size(self, request: TraceRequest) -> bool:
+        """True if each size is traced by itself, or no other is composed."""
+        return self._directly or (request.slices == 1 and not self._compose.cuts(request.recipe))
 
     def _follows_law(self, single: TraceRequest) -> bool:
         """True if the law holds for a step of fewer samples than it was traced at: a trace of it shows that.
@@ -157,10 +160,13 @@ class Traces:
             return False
 
     def _single(self, request: TraceRequest) -> TraceRequest | None:
-        """The step without changes at the request's size; None where laws are traced at so few samples, or fewer."""
+        """The step without changes at the request's size; None where that is no smaller than what laws are traced at.
+
+        Also where the request is composed of no laws.
+        """
         from vram_guard.simulate import TRACED_SIZES
 
-        if not 0 < request.batch_size < TRACED_SIZES[0]:
+        if self._at_one_size(request) or not 0 < request.batch_size < TRACED_SIZES[0]:
             return None
         return self.source.request(request.precision, 1, AS_WRITTEN, request.batch_size)
 
