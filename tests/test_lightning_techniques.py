@@ -93,7 +93,7 @@ def resident(timeline: Any) -> int:
     [
         {"checkpoint": "all"},
         {"checkpoint": 3},
-        {"checkpoint": "all", "checkpoint_keeps": ("addmm",)},
+        pytest.param({"checkpoint": "all", "checkpoint_keeps": ("addmm",)}, marks=pytest.mark.torch_since(2, 6)),
         {"offload_activations": ("blocks.1", "blocks.4")},
         {"checkpoint": 2, "offload_activations": ("blocks.4",)},
         {"optimizer": "for-loop"},
