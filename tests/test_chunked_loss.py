@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -185,7 +186,7 @@ def test_the_trace_shows_what_is_saved() -> None:
 
 
 def test_under_an_old_torch_it_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram_guard.torch_release.torch_release", lambda: (2, 4))
+    monkeypatch.setattr(importlib.import_module("vram_guard.plan._of_source"), "torch_release", lambda: (2, 4))
     made = plan(_step(_shifted), 256, "4GiB", pin={"chunked_loss": True})
     assert not made.fits
     assert "a loss in chunks needs torch 2.6 or later" in made.reasons[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import math
 import string
 import subprocess
@@ -487,7 +488,7 @@ def test_two_usable_amounts_are_explained_by_their_margins() -> None:
 def test_pins_that_the_step_does_not_admit_are_said_with_the_reason(
     pin: dict[str, Any], changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vram_guard.torch_release.torch_release", lambda: (2, 4))
+    monkeypatch.setattr(importlib.import_module("vram_guard.plan._of_source"), "torch_release", lambda: (2, 4))
     made = plan(STEP.with_(**changes), 8, "1GiB", pin=pin)
     assert (made.fits, made.fits_as_written, made.changed) == (False, True, False)
     assert [reason.kind for reason in made.reason_values] == [Why.PINS_REFUSED, Why.UNCHANGED]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 
 @functools.cache
 def torch_release() -> tuple[int, int]:
     """(major, minor)."""
+    import torch  # here: what asks for the release is imported by commands that need no torch
+
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)

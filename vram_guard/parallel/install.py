@@ -17,6 +17,7 @@ from vram_guard.parallel.deepspeed import STAGES, deepspeed_library
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
+from vram_guard.torch_release import torch_release
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,8 +180,6 @@ def _flatten(model: nn.Module, parallel: Parallel, mesh: Any) -> nn.Module:
 
 def _check_torch(parallel: Parallel) -> None:
     import torch
-
-    from vram_guard.torch_release import torch_release
 
     if parallel.kind in ("fsdp2", "hsdp") and torch_release() < FULLY_SHARD_SINCE:
         raise UnsupportedTechniqueError(

@@ -32,6 +32,7 @@ from vram_guard.simulate.compiled import EAGER, Compiler
 from vram_guard.simulate.operators.cudnn_choice import under
 from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.recipe import Recipe, Sharding
+from vram_guard.torch_release import torch_release
 
 #: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
 _NOT_SPREAD = frozenset(
@@ -174,13 +175,7 @@ def _techniques(asked: Asked, source: Source) -> frozenset[str]:
 
 
 def _no_selective_checkpointing(source: Source) -> str:
-    return incompatible(_KEEPING, compiled=source.compiles, torch_version=_torch_release())
-
-
-def _torch_release() -> tuple[int, int]:
-    from vram_guard.torch_release import torch_release  # torch itself is imported late
-
-    return torch_release()
+    return incompatible(_KEEPING, compiled=source.compiles, torch_version=torch_release())
 
 
 def _not_spread(source: Source) -> frozenset[str]:
@@ -238,7 +233,7 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
             sharded=source.sharded,
             accumulate=source.accumulate * option.splits,
             compiled=source.compiles,
-            torch_version=_torch_release(),
+            torch_version=torch_release(),
         )
 
     return why

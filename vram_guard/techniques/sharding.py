@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.techniques.host_modules import all_paths, keep_parameters_in_place, shared_parameter
+from vram_guard.torch_release import torch_release
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +85,6 @@ def check_torch() -> None:
         UnsupportedTechniqueError: torch is older than :data:`SINCE`, or was built without torch.distributed.
     """
     import torch
-
-    from vram_guard.torch_release import torch_release
 
     if torch_release() < SINCE:
         raise UnsupportedTechniqueError(
