@@ -3,7 +3,7 @@
     python -m benchmarks.step_time_gpu [FOLDER ...] [--only WORD ...] [--write]
 
 A FOLDER holds a ``results.json`` of ``benchmarks.gpu.measure``; without any, all of ``benchmarks/gpu/results``.
-``--write`` puts the tables into ``docs/*/cost-model.md``. Nothing is fitted to the rows. Results without
+``--write`` puts the tables of each GPU into ``docs/*/cost-model.md``. Nothing is fitted to the rows. Results without
 ``batch_seconds`` are of updates that made their batch on the CPU and copied it: rows with a large batch are listed and
 not compared.
 """
@@ -32,7 +32,8 @@ from vram_guard.budget.catalogue import find_gpu
 from vram_guard.plan.step_time import step_seconds
 
 PAGE = "cost-model.md"
-BEGIN, END = "<!-- table: step times -->", "<!-- end -->"
+#: Before the tables of a GPU, whose name is the first word that NVIDIA gives it; and behind them.
+BEGIN, END = "<!-- table: step times on the {gpu} -->", "<!-- end -->"
 
 #: Bytes of a batch from which on making it counts as part of the time that was measured: pageable memory is copied at
 #: some GB/s, and filled more slowly where its pages are new, so that a batch of this size takes about a millisecond.
@@ -179,13 +180,20 @@ def section(rows: Sequence[Row], language: str) -> str:
     return "\n\n".join((table(head, lines(rows, marks)), table(of_pairs, ranked(rows, language))))
 
 
-def write(rows: Sequence[Row], docs: Path = DOCS) -> None:
-    """Put the tables between the two marks of the page in each language."""
+def write(rows: Sequence[Row], gpu: str, docs: Path = DOCS) -> None:
+    """Put the tables of a GPU between its two marks of the page in each language.
+
+    Raises:
+        ValueError: a page has no marks for this GPU.
+    """
+    begin = BEGIN.format(gpu=gpu.partition(" ")[0])
     for language in HEADS:
         path = docs / language / PAGE
-        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+        if not found:
+            raise ValueError(f"{path}: write {begin} and {END} where the tables belong")
         _, _, after = rest.partition(END)
-        path.write_text(f"{before}{BEGIN}\n\n{section(rows, language)}\n\n{END}{after}", encoding="utf-8")
+        path.write_text(f"{before}{begin}\n\n{section(rows, language)}\n\n{END}{after}", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -194,24 +202,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/*/cost-model.md")
     options: Any = parser.parse_args(arguments)
-    rows: list[Row] = []
     for folder in options.folders or sorted(path.parent for path in OWN_RESULTS.glob(f"*/{RESULTS}")):
         results = read_results(folder / RESULTS)
         machine = results.machine
         gpu = machine.gpu.removeprefix("NVIDIA ")
         print(f"{machine.gpu}, torch {machine.torch}; predicted with torch {torch.__version__}")
+        rows: list[Row] = []
         for row in measured_rows(results.measured, options.only):
             rows.append(with_prediction(row, gpu, machine.multiprocessors or None))
             name, *cells = next(lines([rows[-1]], HEADS["en"][3]))
             print(f"{name:55}", *(f"{cell:>9}" for cell in cells), flush=True)
+        _tell_pairs(rows)
+        if options.write:
+            write(rows, gpu)
+
+
+def _tell_pairs(rows: Sequence[Row]) -> None:
     for name, share in ranked(rows, "en"):
         print(f"{name}: {share}")
     for one_network in (True, False):
         for one, other in pairs([row for row in rows if "batch" not in row.beside], one_network=one_network):
             if not ranked_right(one, other) and not is_near(one, other):
                 print(f"  wrong: {one.case.name} and {other.case.name}")
-    if options.write:
-        write(rows)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from vram_guard.scratch import Card, EmbeddingGradient
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import _attention_backend, autocast, kernels
 from vram_guard.simulate.operators._attention_backend import choose_backend
-from vram_guard.simulate.operators.batched_products import copied_operands
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
+from vram_guard.simulate.operators.products import copied_operands
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.techniques.recipe import Recipe

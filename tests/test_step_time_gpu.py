@@ -70,34 +70,35 @@ def test_the_model_is_asked_with_the_switches_of_the_case() -> None:
     assert plain.predicted == max(plain.device, plain.host)
 
 
-def test_the_pages_show_every_row_as_it_was_measured() -> None:
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_the_pages_show_every_row_as_it_was_measured(gpu: str) -> None:
     shown = {}
+    begin = BEGIN.format(gpu=gpu)
     for language in HEADS:
         text = (DOCS / language / PAGE).read_text(encoding="utf-8")
-        assert (
-            text.count(BEGIN),
-            text.count("## H200" if language == "zh_cn" else "## Steps measured on an H200"),
-        ) == (1, 1)
-        table = text.partition(BEGIN)[2].partition(END)[0]
+        title = f"## {gpu}" if language == "zh_cn" else f"## Steps measured on an {gpu}"
+        assert (text.count(begin), text.count(title)) == (1, 1)
+        table = text.partition(begin)[2].partition(END)[0]
         shown[language] = re.findall(r"^\| (.+?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", table, flags=re.MULTILINE)
     assert shown["en"] == shown["zh_cn"]
-    measured = [
-        (row.case.name, f"{1000 * row.measured:.1f}")
-        for path in sorted(OWN_RESULTS.glob(f"*/{RESULTS}"))
-        for row in measured_rows(read_results(path).measured)
-    ]
+    (path,) = OWN_RESULTS.glob(f"{gpu.lower()}*/{RESULTS}")
+    measured = [(row.case.name, f"{1000 * row.measured:.1f}") for row in measured_rows(read_results(path).measured)]
     assert [(name, seconds) for name, seconds, *_ in shown["en"]] == measured
+    assert measured
 
 
 def test_tables_are_put_between_their_marks(tmp_path) -> None:
+    begin = BEGIN.format(gpu="H200")
     for language in HEADS:
         page = tmp_path / language / PAGE
         page.parent.mkdir()
-        page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n{BEGIN[:9]}", encoding="utf-8")
+        page.write_text(f"before\n{begin}\nold\n{END}\nafter\n{begin[:9]}", encoding="utf-8")
     row = Row(GPT2, 8, measured=0.08, beside=("recorder",), predicted=0.04, device=0.04, host=0.005)
-    write([row, replace(row, batch_size=16, beside=())], tmp_path)
+    write([row, replace(row, batch_size=16, beside=())], "H200 NVL", tmp_path)
     text = (tmp_path / "en" / PAGE).read_text(encoding="utf-8")
-    assert text.startswith(f"before\n{BEGIN}\n\n| case |")
+    assert text.startswith(f"before\n{begin}\n\n| case |")
     assert "| gpt2 b8 32-true adamw | 80.0 | 40.0 | 0.50 | 40.0 | 5.0 | recorder |" in text
     assert "old" not in text
-    assert text.endswith(f"{END}\nafter\n{BEGIN[:9]}")
+    assert text.endswith(f"{END}\nafter\n{begin[:9]}")
+    with pytest.raises(ValueError, match="step times on the H100"):
+        write([row], "H100 80GB HBM3", tmp_path)

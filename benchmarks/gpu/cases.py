@@ -259,23 +259,24 @@ CASES: tuple[Case, ...] = (
     # Compiled code.
     Case("gpt2", 16, precision="bf16-mixed", compiled="model", history=True, seconds=40),
     Case("gpt2", 16, precision="bf16-mixed", compiled="blocks", seconds=20),
-    Case("vit", 64, precision="bf16-mixed", compiled="model", seconds=40),
+    Case("vit", 64, precision="bf16-mixed", compiled="model", history=True, seconds=40),
     Case("bert", 32, precision="bf16-mixed", compiled="model", seconds=40),
     Case("llama", 16, precision="bf16-mixed", compiled="model", history=True, seconds=40),
     Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", compiled="model", seconds=60),
-    Case("unet", 64, precision="bf16-mixed", optimizer="adam", compiled="model", seconds=40),
+    Case("unet", 64, precision="bf16-mixed", optimizer="adam", compiled="model", history=True, seconds=40),
     Case("gpt2", 8, compiled="model", seconds=40),
     Case("gpt2", 16, precision="bf16-mixed", compiled="model", technique="budget 0.5", seconds=50),
     # One rank of several.
     *(Case("gpt2", 8, layout=layout, history=True) for layout in ("ddp x8", "fsdp1 x8", "fsdp2 x8")),
-    *(Case("llama", 16, layout=layout) for layout in ("ddp x8", "zero1 x8", "fsdp1 x8")),
+    *(Case("llama", 16, layout=layout) for layout in ("ddp x8", "zero1 x8")),
+    Case("llama", 16, layout="fsdp1 x8", history=True),
     *(
         Case("llama", 16, layout=layout)
         for layout in LAYOUTS
         if layout.endswith("bf16") or layout.startswith("fsdp2 x8")
     ),
-    Case("resnet50", 32, optimizer="sgd", layout="ddp x8"),
-    Case("vit", 32, precision="bf16-mixed", layout="ddp x8", technique="checkpoint"),
+    Case("resnet50", 32, optimizer="sgd", layout="ddp x8", history=True),
+    Case("vit", 32, precision="bf16-mixed", layout="ddp x8", technique="checkpoint", history=True),
     # Batch sizes. The last three of a network are chosen by the card: near the limit, and over it.
     Case("resnet50", 1, optimizer="sgd"),
     Case("resnet50", 7, optimizer="sgd"),

@@ -31,10 +31,12 @@ def write_pages(results: Results, guarded: dict[str, Any] | None, docs: Path) ->
 
 
 def page(results: Results, guarded: dict[str, Any] | None, words: Texts) -> str:
-    """One page."""
-    rows = [row for row in results.rows if row.has_peak]
-    found = results.environment
-    parts = [words["title"], words["intro"].format(count=len(rows), **found), words["summary"], _summary(rows, words)]
+    """One page. A training that was measured on several GPUs has a row for each of them, one below the other."""
+    order = {name: place for place, name in enumerate(dict.fromkeys(row.name for row in results.rows))}
+    rows = sorted((row for row in results.rows if row.has_peak), key=lambda row: order[row.name])
+    gpus = words["and"].join(dict.fromkeys(_gpu_of(row) for row in results.rows))
+    intro = words["intro"].format(**{**results.environment, "gpu": gpus}, count=len(rows))
+    parts = [words["title"], intro, words["summary"], _summary(rows, words)]
     histories = [row.details["history"] for row in results.rows if "history" in row.details]
     same = sum(one["same_segments"] for one in histories)
     parts.append(words["histories"].format(same=same, count=len(histories)))
@@ -44,10 +46,15 @@ def page(results: Results, guarded: dict[str, Any] | None, words: Texts) -> str:
             parts += [words[group], pages.table(words["columns"], map(_told, chosen))]
     if guarded is not None:
         parts += [words["guarded"], pages.table(words["guarded_columns"], _guarded(guarded["rows"], words))]
-    if results.not_reproduced:
-        left = ", ".join(f"`{name}`" for name in results.not_reproduced)
-        parts.append(words["left_out"].format(count=len(results.not_reproduced), names=left))
+    left = [name for name in results.not_reproduced if name not in order]
+    if left:
+        names = ", ".join(f"`{name}`" for name in left)
+        parts.append(words["left_out"].format(count=len(left), names=names))
     return "\n\n".join([*parts, words["why"]]) + "\n"
+
+
+def _gpu_of(row: Row) -> str:
+    return row.source.partition(",")[0]
 
 
 def _summary(rows: list[Row], words: Texts) -> str:
@@ -59,7 +66,9 @@ def _summary(rows: list[Row], words: Texts) -> str:
 
     kinds = {network: [row for row in rows if row.network == network] for network in sorted({r.network for r in rows})}
     groups = {group: [row for row in rows if row.details["group"] == group] for group in GROUPS}
+    cards = {gpu: [row for row in rows if _gpu_of(row) == gpu] for gpu in dict.fromkeys(map(_gpu_of, rows))}
     lines = [line(words["all"], rows)]
+    lines += [line(gpu, chosen) for gpu, chosen in cards.items()] if len(cards) > 1 else []
     lines += [line(words["names"][group], chosen) for group, chosen in groups.items() if chosen]
     lines += [line(words["names"][network], chosen) for network, chosen in kinds.items() if network in words["names"]]
     return pages.table(words["summary_columns"], lines)
@@ -70,6 +79,7 @@ def _told(row: Row) -> tuple[str, ...]:
     return (
         f"`{row.name}`",
         str(details["batch_size"]),
+        _gpu_of(row).removeprefix("NVIDIA ").partition(" ")[0],
         f"{details['allocated'] / MIB:,.0f}",
         f"{allocated_error(row):+.2%}",
         f"{(row.measured or 0) / MIB:,.0f}",

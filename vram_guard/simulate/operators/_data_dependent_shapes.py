@@ -75,7 +75,10 @@ def nonzero(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[
 
 
 def masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """The selected elements in one dimension: counted from a known mask, else all."""
+    """The selected elements in one dimension: counted from a known mask, else all; their indices for the call.
+
+    IndexKernel.cpp, ``masked_select_out_cuda_impl``: it indexes by the mask.
+    """
     tensor, mask = args[:2]
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
     real = constants.compute(mask)
@@ -85,7 +88,36 @@ def masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs:
     else:
         count = int(real.expand(shape).count_nonzero())
         _note_from_batch(recorder, func)
-    return torch.empty(count, dtype=tensor.dtype, device="meta")
+    name = str(func)
+    indices = recorder.hold(8 * max(1, len(shape)) * count, name)
+    out = torch.empty(count, dtype=tensor.dtype, device="meta")
+    recorder.track(out, name)
+    recorder.release([indices])
+    return out
+
+
+def masked_scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Values into the places of a mask: in place, or into a copy; for the call the place of each value, in int64.
+
+    IndexKernel.cu, ``launch_masked_scatter_kernel``: mask and values are made contiguous. A backward formula writes
+    into its own zeros, as in :func:`~vram_guard.simulate.operators.kernels.scatter`.
+    """
+    target, mask, source = args[:3]
+    name = str(func)
+    if func._schema.name.endswith("_"):
+        constants.forget(target)
+        out = target
+    elif in_backward_formula(recorder):
+        out = target
+    else:
+        out = torch.empty_like(target)
+        recorder.track(out, name)
+    count = target.numel()
+    held = [recorder.hold(8 * count, name)]
+    held += [recorder.hold(count, name)] if mask.shape != target.shape or not mask.is_contiguous() else []
+    held += [] if source.is_contiguous() else [recorder.hold(source.numel() * source.element_size(), name)]
+    recorder.release(held)
+    return out
 
 
 def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +144,9 @@ def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         rows = nonzero(recorder, func, (position,), {})
         recorder.track(rows, str(func))
         replaced.extend(rows[:, dim] for dim in range(position.dim()))
-    return func(tensor, replaced)
+    out = func(tensor, replaced)
+    recorder.track(out, str(func))  # while the indices still live
+    return out
 
 
 def _laid_alike(indices: Sequence[torch.Tensor | None]) -> list[int]:

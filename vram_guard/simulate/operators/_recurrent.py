@@ -3,8 +3,12 @@
 How much cuDNN takes (``cudnnGetRNNTempSpaceSizes``) is published nowhere. The sizes here are read off what cuDNN 9.19
 took for float32 and float16, LSTM and GRU, batches of 1, 16 and 64, sequences of 8 and 128 steps, widths of 256 and
 512, and inputs narrower than the states: to the byte, in a batch of 1 to the MiB. Batches of 128 under autocast, which
-they were not read off, are equal as well. All of these had two layers, one direction and dropout: how the terms grow
-with either, plain recurrent layers and projections are concluded from what the terms are, and were not measured.
+they were not read off, are equal as well. All of these had two layers, one direction and dropout. What other layers
+take was measured on an H100 afterwards (``benchmarks/gpu/operators``): the reserve space of one and three layers, of
+both directions, plain layers and packed sequences is the one predicted here, and so is the workspace of two layers
+without dropout. The other workspaces are not: they were 0.7 to 1.6 times the prediction for one layer, 1.1 to 1.2 times
+for three, 1.3 to 1.6 times for both directions, 1.2 to 2.6 times for plain layers, and 0.5 to 1.5 times for packed
+sequences.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 
 from vram_guard.scratch import DropoutStates
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators import reductions
 
 _LSTM, _GRU = 2, 3
 
@@ -29,6 +34,8 @@ class _Sizes(NamedTuple):
 
     mode: int
     steps: int
+    rows: int
+    """Of all steps together: ``steps * batch``, and fewer where sequences are packed."""
     batch: int
     inputs: int
     hidden: int
@@ -52,47 +59,52 @@ class _Sizes(NamedTuple):
         """
         wide = self.hidden * self.directions
         of_step = self.layers * wide * ((2 * self._gates if self.mode == _LSTM else self._gates) + 2)
-        sequences = self.steps * (wide * (self._gates + 2) + self.inputs) + of_step
-        return (self.batch * sequences + self.matrices) * self.element + _FIXED + _ALIGNED + 8 * self.batch
+        # Two layers in one direction hold their outputs once where nothing is dropped; other shapes are not known.
+        outputs = 2 if self.dropout or self.layers != 2 or self.directions != 1 else 1
+        of_all = self.rows * (wide * (self._gates + outputs) + self.inputs) + self.batch * of_step
+        return (of_all + self.matrices) * self.element + _FIXED + _ALIGNED + 8 * self.batch
 
     def reserve(self) -> int:
         """What the backward pass needs.
 
-        Of each layer, for all steps, an LSTM's gates and cells, or a GRU's gates and as much again; the outputs between
-        layers, and a bit for each of their elements that dropout may have dropped.
+        Of each layer, for all steps, an LSTM's gates and cells, a GRU's gates and as much again, or plain states; the
+        outputs between layers, and a bit for each of their elements that dropout may have dropped, packed or not.
         """
-        width = self.steps * self.batch * self.hidden * self.directions
-        kept = {_LSTM: 5, _GRU: 6}.get(self.mode, 2)
+        width = self.rows * self.hidden * self.directions
+        kept = {_LSTM: 5, _GRU: 6}.get(self.mode, 1)
         between = width * (self.layers - 1)
-        mask = math.ceil(between / 8) if self.dropout else 0
+        outputs = self.steps * self.batch * self.hidden * self.directions * (self.layers - 1)
+        mask = math.ceil(outputs / 8) if self.dropout else 0
         return (width * self.layers * kept + between) * self.element + mask + _ALIGNED
 
 
 def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """Output, last states, cuDNN's reserve space for backward, the flattened weights (no copy: they are flat)."""
+    """Output, last states, cuDNN's reserve space for backward; the weights in one buffer where they are not in one."""
     source, weights, _stride, _buffer, state, cell, mode, hidden_size, projection = args[:9]
     layers, batch_first, dropout, train, bidirectional = args[9:14]
     directions = 2 if bidirectional else 1
     read = source.transpose(0, 1) if batch_first else source  # cuDNN runs time-major
-    steps, batch = read.shape[:2]
     name = str(func)
     if dropout and train:
         recorder.once(DropoutStates(), name)  # RNN.cpp, ``get_dropout_state``: kept for the process
     held = [_copied(recorder, read, name)]
-    out = _empty((steps, batch, (projection or hidden_size) * directions), source.dtype)
+    out = _empty((*read.shape[:-1], (projection or hidden_size) * directions), source.dtype)
     last = _empty(state.shape, source.dtype)
     last_cell = _empty(cell.shape if cell is not None else 0, source.dtype)
     for tensor in (out, last, last_cell):
         recorder.track(tensor, name)
-    reserve = _empty(0, torch.uint8)
+    buffer, reserve = _empty(0, source.dtype), _empty(0, torch.uint8)
+    if len({weight.untyped_storage()._cdata for weight in weights}) > 1:
+        buffer = _empty(sum(weight.numel() for weight in weights), source.dtype)
+        recorder.track(buffer, name)
     if train:
-        sizes = _sizes(source, weights, mode, hidden_size, layers, batch_first, dropout, bidirectional)
+        sizes = _sizes(source, weights, state, args[14], mode, hidden_size, layers, dropout, bidirectional)
         held.append(recorder.hold(sizes.workspace(), name))
         reserve = _empty(sizes.reserve(), torch.uint8)
         recorder.track(reserve, name)
     recorder.release(held)
     made = out.transpose(0, 1) if batch_first else out
-    return made, last, last_cell, reserve, _empty(0, source.dtype)
+    return made, last, last_cell, reserve, buffer
 
 
 def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -101,7 +113,8 @@ def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: 
     _projection, layers, batch_first, dropout, _train, bidirectional = args[12:18]
     wanted = args[-1]
     name = str(func)
-    workspace = _sizes(source, weights, mode, hidden_size, layers, batch_first, dropout, bidirectional).workspace()
+    sizes = _sizes(source, weights, state, args[18], mode, hidden_size, layers, dropout, bidirectional)
+    workspace = sizes.workspace()
     missing = [like for given, like in ((grad_state, state), (grad_cell, cell)) if given is None and like is not None]
     zeros = [recorder.hold(_bytes(like), name) for like in missing]
     read, arrived = (t.transpose(0, 1) if batch_first and t is not None else t for t in (source, grad))
@@ -125,21 +138,69 @@ def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: 
     return of_source, made[1], made[2] if cell is not None else _empty(0, source.dtype), views
 
 
+def lstm_cell(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Next states, and the gates for the backward pass, which come first (cuda/RNN.cu, ``_thnn_fused_lstm_cell``)."""
+    gates, _hidden, cell = args[:3]
+    workspace = _empty(gates.shape, gates.dtype)
+    recorder.track(workspace, str(func))
+    return _empty(cell.shape, cell.dtype), _empty(cell.shape, cell.dtype), workspace
+
+
+def lstm_cell_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of gates, cell states and biases (cuda/RNN.cu, ``_thnn_fused_lstm_cell_backward_impl``)."""
+    cell, workspace, has_bias = args[2], args[4], args[5]
+    gates, of_cell = _empty(workspace.shape, workspace.dtype), _empty(cell.shape, cell.dtype)
+    for tensor in (gates, of_cell):
+        recorder.track(tensor, str(func))
+    return gates, of_cell, _summed(recorder, gates, str(func)) if has_bias else None
+
+
+def gru_cell(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """The next state; five numbers of each of its elements for the backward pass, which come first (cuda/RNN.cu)."""
+    state = args[2]
+    workspace = _empty((state.shape[0], 5 * state.shape[1]), state.dtype)
+    recorder.track(workspace, str(func))
+    return _empty(state.shape, state.dtype), workspace
+
+
+def gru_cell_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """Gradients of both gates, the state and both biases (cuda/RNN.cu, ``_thnn_fused_gru_cell_backward_cuda``)."""
+    grad, workspace, has_bias = args
+    rows, wide = workspace.shape
+    gates = [_empty((rows, wide // 5 * 3), workspace.dtype) for _which in ("input", "hidden")]
+    of_state = _empty(grad.shape, grad.dtype)
+    for tensor in (*gates, of_state):
+        recorder.track(tensor, str(func))
+    biases = [_summed(recorder, gate, str(func)) if has_bias else None for gate in gates]
+    return *gates, of_state, *biases
+
+
+def _summed(recorder: Recorder, gates: torch.Tensor, name: str) -> torch.Tensor:
+    """A bias's gradient: the sum of the rows."""
+    out = _empty(gates.shape[1:], gates.dtype)
+    recorder.track(out, name)
+    reductions.column_sum(recorder, gates, [0], name)
+    return out
+
+
 def _sizes(
     source: torch.Tensor,
     weights: list[torch.Tensor],
+    state: torch.Tensor,
+    batch_sizes: list[int],
     mode: int,
     hidden: int,
     layers: int,
-    batch_first: bool,
     dropout: float,
     bidirectional: bool,
 ) -> _Sizes:
-    batch, steps = source.shape[:2] if batch_first else reversed(source.shape[:2])
+    """Of a batch of sequences, or of the rows of packed ones; ``state`` is (layers * directions, sequences, width)."""
+    inputs, batch = source.shape[-1], state.shape[1]
+    rows = source.numel() // max(1, inputs)
     matrices = sum(weight.numel() for weight in weights if weight.dim() > 1)
     return _Sizes(
-        *(mode, steps, batch, source.shape[2], hidden, layers, 2 if bidirectional else 1, matrices),
-        *(source.element_size(), dropout),
+        *(mode, len(batch_sizes) or rows // max(1, batch), rows, batch, inputs, hidden, layers),
+        *(2 if bidirectional else 1, matrices, source.element_size(), dropout),
     )
 
 

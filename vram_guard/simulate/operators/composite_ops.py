@@ -12,7 +12,9 @@ here stand in front of that decomposition, for symbolic tensors only, and call w
 | batch_norm | ``cudnn_batch_norm`` within cuDNN's limits, else ``native_batch_norm`` | Normalization.cpp |
 | softmax, log_softmax to float32 | float16 input: in one kernel, without a float32 copy of the input | SoftMax.cpp |
 | scaled_dot_product_attention | flash, memory-efficient, cuDNN or math | sdp_utils.cpp |
-| lstm, gru, rnn_tanh, rnn_relu | ``_cudnn_rnn`` over flattened weights | RNN.cpp |
+| lstm, gru, rnn_tanh, rnn_relu | ``_cudnn_rnn`` over flattened weights, of packed sequences too | RNN.cpp |
+| lstm_cell, gru_cell | both products, and one kernel for what follows them | RNN.cpp ``LSTMCell``, ``GRUCell`` |
+| mish_backward | one kernel; elsewhere it is seven operators | Activation.cpp ``math_mish_backward`` |
 | _fused_rms_norm | one kernel from torch 2.9 on; ``rms_norm`` itself says when | layer_norm.cpp ``rms_norm_symint`` |
 """
 
@@ -63,7 +65,7 @@ def _batch_norm(
 ) -> torch.Tensor:
     if training and input.numel() == 0:
         raise ValueError(f"Expected a non-empty input for batch_norm in training, got {tuple(input.shape)}")
-    if cudnn_enabled and training and weight is not None and bias is not None and _cudnn_norm(input):
+    if cudnn_enabled and training and weight is not None and bias is not None and _cudnn_norm(input, weight):
         run = torch.ops.aten.cudnn_batch_norm
     else:
         run = torch.ops.aten.native_batch_norm
@@ -71,11 +73,11 @@ def _batch_norm(
     return made
 
 
-def _cudnn_norm(input: torch.Tensor) -> bool:
-    """CuDNN's limits (Normalization.cpp, ``_select_batch_norm_backend``)."""
-    if input.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+def _cudnn_norm(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """CuDNN's limits (Normalization.cpp, ``_select_batch_norm_backend``); measured on an H100 with torch 2.11."""
+    if input.dim() < 3 or torch.bfloat16 in (input.dtype, weight.dtype):
         return False
-    return input.shape[0] <= (131070 if input.dim() == 2 else 880801)
+    return (input.dtype != torch.float16 or weight.dtype == torch.float32) and input.shape[0] <= 880801
 
 
 def _softmax_kernel(fused: Any) -> Callable[..., torch.Tensor]:
@@ -89,8 +91,6 @@ def _softmax_kernel(fused: Any) -> Callable[..., torch.Tensor]:
 
 
 def _rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    mode = _RNN_MODES[name]
-
     def kernel(
         input: torch.Tensor,
         hx: Any,
@@ -102,19 +102,75 @@ def _rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[torch.Tensor, ...]:
-        state, cell = hx if isinstance(hx, (list, tuple)) else (hx, None)
-        weights = list(params)
-        per_layer = 4 if has_biases else 2
-        projected = cell is not None and len(weights) % (per_layer + 1) == 0 and cell.shape[-1] != state.shape[-1]
-        hidden_size = state.shape[-1] if cell is None else cell.shape[-1]
-        made = torch.ops.aten._cudnn_rnn(
-            *(input, weights, per_layer + int(projected), None, state, cell, mode, hidden_size),
-            *(state.shape[-1] if projected else 0, num_layers, batch_first, dropout, train, bidirectional),
-            *([], None),
-        )
-        return made[:2] if cell is None else made[:3]  # type: ignore[no-any-return]
+        settings = num_layers, batch_first, dropout, train, bidirectional
+        return _by_cudnn(name, input, hx, params, has_biases, settings, [])
 
     return kernel
+
+
+def _packed_rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def kernel(
+        data: torch.Tensor,
+        batch_sizes: torch.Tensor,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        settings = num_layers, False, dropout, train, bidirectional
+        return _by_cudnn(name, data, hx, params, has_biases, settings, batch_sizes.tolist())
+
+    return kernel
+
+
+def _by_cudnn(
+    name: str, input: torch.Tensor, hx: Any, params: Any, has_biases: bool, settings: Any, batch_sizes: list[int]
+) -> tuple[torch.Tensor, ...]:
+    """Outputs and last states; ``batch_sizes`` has the sequences of each step where the input is packed."""
+    state, cell = hx if isinstance(hx, (list, tuple)) else (hx, None)
+    weights = list(params)
+    per_layer = 4 if has_biases else 2
+    projected = cell is not None and len(weights) % (per_layer + 1) == 0 and cell.shape[-1] != state.shape[-1]
+    hidden_size = state.shape[-1] if cell is None else cell.shape[-1]
+    made = torch.ops.aten._cudnn_rnn(
+        *(input, weights, per_layer + int(projected), None, state, cell, _RNN_MODES[name], hidden_size),
+        *(state.shape[-1] if projected else 0, *settings, batch_sizes, None),
+    )
+    return made[:2] if cell is None else made[:3]  # type: ignore[no-any-return]
+
+
+def _lstm_cell(
+    input: torch.Tensor,
+    hx: list[torch.Tensor],
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state, cell = hx
+    gates = input @ w_ih.t(), state @ w_hh.t()
+    made = torch.ops.aten._thnn_fused_lstm_cell(*gates, cell, b_ih, b_hh)
+    return made[0], made[1]
+
+
+def _gru_cell(
+    input: torch.Tensor,
+    hx: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    gates = input @ w_ih.t(), hx @ w_hh.t()
+    made: torch.Tensor = torch.ops.aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
+    return made
+
+
+def _mish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(self)
 
 
 def _one_hot(input: torch.Tensor, classes: int = -1) -> torch.Tensor:
@@ -172,6 +228,10 @@ def _kernels(capability: Capability) -> Iterator[tuple[str, Callable[..., Any]]]
     yield "scaled_dot_product_attention", partial(attention, capability)
     for name in _RNN_MODES:
         yield f"{name}.input", _rnn_kernel(name)
+        yield f"{name}.data", _packed_rnn_kernel(name)
+    yield "lstm_cell", _lstm_cell
+    yield "gru_cell", _gru_cell
+    yield "mish_backward", _mish_backward
 
 
 @contextlib.contextmanager

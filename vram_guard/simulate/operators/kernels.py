@@ -82,6 +82,17 @@ CONTIGUOUS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), (0, 1)),
     # UpSampleBilinear2d.cu, ``upsample_bilinear2d_backward_out_cuda_template``; Im2Col.cu, Col2Im.cu.
     **dict.fromkeys(("aten::upsample_bilinear2d_backward", "aten::im2col", "aten::col2im"), (0,)),
+    # Pooling, padding and upsampling: the gradient that arrives. Measured for one that a sum had expanded.
+    **dict.fromkeys(
+        (
+            *("aten::max_pool2d_with_indices_backward", "aten::max_pool3d_with_indices_backward"),
+            *("aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward"),
+            *("aten::adaptive_max_pool2d_backward", "aten::reflection_pad2d_backward"),
+            *("aten::upsample_nearest2d_backward", "aten::_upsample_nearest_exact2d_backward"),
+            *("aten::upsample_bicubic2d_backward", "aten::_upsample_bilinear2d_aa_backward"),
+        ),
+        (0,),
+    ),
 }
 
 
@@ -93,9 +104,16 @@ def contiguous_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwarg
     out = func(*args, **kwargs) if out is None else out
     for result in out if isinstance(out, (tuple, list)) else (out,):
         recorder.track(result, str(func))
-    copied = [args[at] for at in CONTIGUOUS[name] if is_symbolic(args[at]) and not args[at].is_contiguous()]
+    copied = [args[at] for at in CONTIGUOUS[name] if is_symbolic(args[at]) and not _laid_out(args[at])]
     recorder.release([recorder.hold(tensor.numel() * tensor.element_size(), str(func)) for tensor in copied])
     return out
+
+
+def _laid_out(tensor: torch.Tensor) -> bool:
+    """True if one of torch's memory formats describes it: kernels for images read both."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    other = formats.get(tensor.dim())
+    return tensor.is_contiguous() or (other is not None and tensor.is_contiguous(memory_format=other))
 
 
 def softmax_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -128,8 +146,9 @@ def sort(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In a backward formula the scatter goes into its own fresh zeros, in place.
 
-    ``value_selecting_reduction_backward`` and ``gather_backward`` (FunctionsManual.cpp) write in place, except under a
-    dispatch mode, where torch takes every tensor for a subclass and makes a second one instead; undone here.
+    ``value_selecting_reduction_backward``, ``gather_backward`` and ``index_select_backward_symint``
+    (FunctionsManual.cpp) write in place, except under a dispatch mode, where torch takes every tensor for a subclass
+    and makes a second one instead; undone here.
     """
     if in_backward_formula(recorder):
         return args[0]
@@ -328,6 +347,27 @@ def roll(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def log_sigmoid(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """The result alone: the buffer is the CPU's (ActivationLogSigmoidKernel.cu, ``log_sigmoid_forward_cuda``)."""
     return torch.empty_like(args[0], device="meta"), torch.empty(0, dtype=args[0].dtype, device="meta")
+
+
+#: What :func:`in_place_of_formula` is asked for.
+ARITHMETIC = frozenset({"aten::sub", "aten::mul", "aten::div"})
+
+
+def in_place_of_formula(recorder: Recorder, args: tuple[Any, ...]) -> bool:
+    """True where a backward formula writes the result into its first operand, a temporary of its own.
+
+    ``binary_cross_entropy_with_logits_backward`` (FunctionsManual.cpp) does, except under a dispatch mode, as in
+    :func:`scatter`; the weight of positive labels, which it multiplies first, is kept.
+    """
+    if not in_backward_formula(recorder):
+        return False
+    node: Any = torch._C._current_autograd_node()
+    if node.name() != "BinaryCrossEntropyWithLogitsBackward0":
+        return False
+    kept, first, second = node._saved_pos_weight, args[0], args[1]
+    if isinstance(second, torch.Tensor) and first.shape != torch.broadcast_shapes(first.shape, second.shape):
+        return False
+    return kept is None or first.untyped_storage()._cdata != kept.untyped_storage()._cdata
 
 
 def in_backward_formula(recorder: Recorder) -> bool:

@@ -22,10 +22,17 @@ from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
 from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
-from vram_guard.simulate.operators.batched_products import copied_operands
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
-from vram_guard.simulate.operators.kernels import RUNNING, Matmuls, nothing_new, running
+from vram_guard.simulate.operators.kernels import (
+    ARITHMETIC,
+    RUNNING,
+    Matmuls,
+    in_place_of_formula,
+    nothing_new,
+    running,
+)
 from vram_guard.simulate.operators.library_kernels import kernel_of
+from vram_guard.simulate.operators.products import copied_operands
 from vram_guard.simulate.operators.stand_in import no_kernel, stand_in_result
 from vram_guard.simulate.parallel import dtensors
 from vram_guard.simulate.tracing import _collectives
@@ -155,6 +162,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._running
         if func is _add:
             return self._add
+        if name in ARITHMETIC:
+            return self._arithmetic
         if name in _JOINS:
             return self._join
         if name in ("aten::resize_", "aten::set_", "aten::resize_as_"):
@@ -336,6 +345,11 @@ class SymbolicMode(TorchDispatchMode):
         if self._place == "cuda" and is_symbolic(args[0]):
             running(self.recorder, func, args[0], out)
         return out
+
+    def _arithmetic(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.recorder.in_backward and self._place == "cuda" and in_place_of_formula(self.recorder, args):
+            return args[0]
+        return self._generic(func, args, kwargs)
 
     def _reduction(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._generic(func, args, kwargs)

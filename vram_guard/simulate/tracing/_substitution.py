@@ -223,6 +223,8 @@ class Substitution:
         if len({id(weight) for weight in weights}) != len(weights) or any(self.known(w) is not None for w in weights):
             return
         dtype = self._dtype or weights[0].dtype
+        if dtype not in torch.backends.cudnn.CUDNN_TENSOR_DTYPES:
+            return  # bfloat16: every call gathers the weights anew
         flat = torch.empty(sum(weight.numel() for weight in weights), dtype=dtype, device="meta")
         offset = 0
         for weight in weights:
