@@ -14,6 +14,8 @@ BY_NAME = {operator.name: operator for operator in OPERATORS}
 
 #: One of each rule that these measurements led to, and of the rules that they confirmed.
 EXACT = (
+    *("attention plain head 64 float32", "attention cross 512 77 float32", "attention mask head 256 float32"),
+    *("attention EFFICIENT_ATTENTION head 128", "attention grouped plain bfloat16"),
     *("pointwise mish float32", "pointwise gelu bfloat16", "pointwise prelu bfloat16", "pointwise swiglu float32"),
     *("loss binary with logits float32", "loss cross_entropy bfloat16", "loss kl_div float32", "loss ctc blank 0"),
     *("index index_select float32", "index gather bfloat16", "index scatter_add float32"),
