@@ -507,18 +507,24 @@ def test_pages_show_every_row_its_errors_and_what_is_missing(tmp_path, fno):
     rows = [replace(fno[0], case=replace(FNO, batch_size=size), batch_size=size) for size in (3, 4)]
     left_out = Measured(Case("fno", 7), "skipped", message="no time")
     compared = compare.compare_results(Results(H100, [*rows, left_out]))
-    guarded = {
-        "rows": [
-            {"name": "fno", "budget": "1GiB", "plan": "", "predicted": [0, 99 * 2**20], "measured": [0, 100 * 2**20]},
-            {"name": "gone", "budget": "2GiB", "error": "Traceback"},
-        ]
-    }
+    fno_1gib = {"name": "fno", "budget": "1GiB", "plan": "", "measured": [0, 100 * 2**20]}
+    guarded = [
+        {"environment": {"gpu": f"NVIDIA {gpu}"}, "rows": [{**fno_1gib, "predicted": [0, size * 2**20]}, *others]}
+        for gpu, size, others in (
+            ("H100 80GB HBM3", 99, [{"name": "gone", "budget": "2GiB", "error": "Traceback"}]),
+            ("H200", 100, []),
+        )
+    ]
     english, chinese = pages.write_pages(compared, guarded, tmp_path)
     text = english.read_text(encoding="utf-8")
     assert "2 trainings" in text
     assert "torch 2.11.0+cu128, driver 570.86" in text
     assert f"| `{FNO.name}` | 4 |" in text
-    assert "| fno | 1GiB | as written | 99 | 100 | -1.00% |" in text
+    first, second = (
+        "| fno | 1GiB | H100 | as written | 99 | 100 | -1.00% |",
+        "| fno | 1GiB | H200 | as written | 100 | 100 |",
+    )
+    assert f"{first}\n{second}" in text
     assert "gone" not in text
     assert "Not measured yet (1): `fno b7 32-true adamw`." in text
     assert text.count("|") == chinese.read_text(encoding="utf-8").count("|")

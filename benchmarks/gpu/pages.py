@@ -25,12 +25,12 @@ GROUPS = ("steps", "techniques", "compiled", "ranks")
 MIB = 2**20
 
 
-def write_pages(results: Results, guarded: dict[str, Any] | None, docs: Path) -> list[Path]:
+def write_pages(results: Results, guarded: list[dict[str, Any]], docs: Path) -> list[Path]:
     """Write both pages under ``docs``; the answer is their paths."""
     return pages.write_pages("measured.md", TEXTS, lambda words: page(results, guarded, words), docs)
 
 
-def page(results: Results, guarded: dict[str, Any] | None, words: Texts) -> str:
+def page(results: Results, guarded: list[dict[str, Any]], words: Texts) -> str:
     """One page. A training that was measured on several GPUs has a row for each of them, one below the other."""
     order = {name: place for place, name in enumerate(dict.fromkeys(row.name for row in results.rows))}
     rows = sorted((row for row in results.rows if row.has_peak), key=lambda row: order[row.name])
@@ -44,8 +44,8 @@ def page(results: Results, guarded: dict[str, Any] | None, words: Texts) -> str:
         chosen = [row for row in rows if row.details["group"] == group]
         if chosen:
             parts += [words[group], pages.table(words["columns"], map(_told, chosen))]
-    if guarded is not None:
-        parts += [words["guarded"], pages.table(words["guarded_columns"], _guarded(guarded["rows"], words))]
+    if guarded:
+        parts += [words["guarded"], pages.table(words["guarded_columns"], _guarded(guarded, words))]
     left = [name for name in results.not_reproduced if name not in order]
     if left:
         names = ", ".join(f"`{name}`" for name in left)
@@ -79,7 +79,7 @@ def _told(row: Row) -> tuple[str, ...]:
     return (
         f"`{row.name}`",
         str(details["batch_size"]),
-        _gpu_of(row).removeprefix("NVIDIA ").partition(" ")[0],
+        _card(_gpu_of(row)),
         f"{details['allocated'] / MIB:,.0f}",
         f"{allocated_error(row):+.2%}",
         f"{(row.measured or 0) / MIB:,.0f}",
@@ -87,21 +87,30 @@ def _told(row: Row) -> tuple[str, ...]:
     )
 
 
-def _guarded(rows: Iterable[dict[str, Any]], words: Texts) -> Iterator[tuple[str, ...]]:
-    for row in rows:
-        if "error" in row:
-            continue
+def _guarded(runs: Iterable[dict[str, Any]], words: Texts) -> Iterator[tuple[str, ...]]:
+    """Of each run the trainings that ended, those of one name and budget below each other."""
+    found = [(row, _card(run["environment"]["gpu"])) for run in runs for row in run["rows"] if "error" not in row]
+    order = {name: place for place, name in enumerate(dict.fromkeys(_what(row) for row, _card_of_it in found))}
+    for row, card in sorted(found, key=lambda one: order[_what(one[0])]):
         predicted, measured = row["predicted"][1], row["measured"][1]
         plan = row["plan"] or words["as_written"]
         sizes = f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured - 1:+.2%}"
-        yield row["name"], row["budget"], plan, *sizes
+        yield row["name"], row["budget"], card, plan, *sizes
+
+
+def _what(row: dict[str, Any]) -> tuple[str, str]:
+    return row["name"], row["budget"]
+
+
+def _card(gpu: str) -> str:
+    """A GPU's short name."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def main(arguments: list[str]) -> None:
     """Write both pages."""
     (source,) = arguments
-    path = GUARDED / "guarded.json"
-    guarded = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    guarded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(GUARDED.glob("guarded*.json"))]
     for written in write_pages(records.read(Path(source)), guarded, pages.DOCS):
         print(f"wrote {written}")
 
