@@ -48,7 +48,9 @@ def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
 def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Gradients of input, weight and bias, in this order, in the layout of the forward pass, as the mask asks.
 
-    ConvShared.cpp: ``cudnn_convolution_backward_weight`` copies its operands before it makes its result.
+    ConvShared.cpp: ``cudnn_convolution_backward_weight`` copies its operands before it makes its result, and a
+    transposed convolution copies the gradient that arrives once for both. DepthwiseConv2d.cu: the gradient of the input
+    reads it as it lies (measured on an H100).
     """
     grad, source, weight, bias_sizes = args[:4]
     wanted = args[-1]
@@ -56,17 +58,21 @@ def convolution_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _
     name = str(func)
     made: list[torch.Tensor | None] = [None, None, None]
     copied = _copy_if_needed(grad, layout)
+    own_kernel = _by_own_kernel(source, weight, layout, transposed=args[7], groups=args[9])
+    at_first = [recorder.hold(copied, name)] if args[7] and copied else []
     for index, (tensor, other) in enumerate(((source, weight), (weight, source))):
         if not wanted[index]:
             continue
         made[index] = out = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
-        copies = [copied, _copy_if_needed(other, layout)]
-        held = [recorder.hold(size, name) for size in copies if size] if index else []
+        copies = [0 if at_first or (own_kernel and not index) else copied, _copy_if_needed(other, layout)]
+        before = index and not own_kernel
+        held = [recorder.hold(size, name) for size in copies if size] if before else []
         recorder.track(out, name)
         direction: cudnn.Direction = "backward_filter" if index else "backward_data"
         workspace = _workspace(direction, source, weight, grad, layout, args[4:10])
-        recorder.together([] if index else copies, name, **workspace._asdict())
+        recorder.together([] if before else copies, name, **workspace._asdict())
         recorder.release(held)
+    recorder.release(at_first)
     if wanted[2]:
         made[2] = bias = torch.empty(bias_sizes, dtype=grad.dtype, device="meta")
         recorder.track(bias, name)
@@ -122,8 +128,8 @@ def _workspace(
     element = _ELEMENTS.get(source.dtype)
     if element is None or not torch.backends.cudnn.enabled or 0 in (source.numel(), weight.numel(), out.numel()):
         return _Workspace()
-    if _is_depthwise(source, weight, transposed, groups) and layout is torch.contiguous_format and element == "float32":
-        return _Workspace()  # PyTorch's own kernels (``use_cudnn_depthwise``), which take none
+    if _by_own_kernel(source, weight, layout, transposed=transposed, groups=groups):
+        return _Workspace()
     if transposed:  # the forward pass of one is the backward pass of the other
         source, out = out, source
         direction = _OF_TRANSPOSED[direction]
@@ -150,6 +156,15 @@ def _workspace(
     if element == "float32":
         return _Workspace(unknown=_most(call, layout, groups))
     return _Workspace(_transposed_copies(layout, groups, source, out))
+
+
+def _by_own_kernel(
+    source: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format, *, transposed: bool, groups: int
+) -> bool:
+    """PyTorch's own depthwise kernels, which take no workspace; float16 may go to cuDNN (``use_cudnn_depthwise``)."""
+    if layout is not torch.contiguous_format or source.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return _is_depthwise(source, weight, transposed, groups)
 
 
 def _is_depthwise(source: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
