@@ -148,7 +148,7 @@ class SymbolicMode(TorchDispatchMode):
         if _collectives.is_collective(func):
             return self._collective
         if name in HANDLERS:
-            handled = self._handled(HANDLERS[name])
+            handled = self._handled(HANDLERS[name], self._in_place if _writes(func) else self._generic)
             return self._counting_labels(handled) if name in constants.COUNTING_LABELS else handled
         if func.namespace not in _TORCHS_OWN and (kernel := kernel_of(func)) is not None:
             return self._by_python(kernel)
@@ -168,19 +168,18 @@ class SymbolicMode(TorchDispatchMode):
             return self._join
         if name in ("aten::resize_", "aten::set_", "aten::resize_as_"):
             return self._resize
-        written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         returns = func._schema.returns
         aliases = bool(returns) and all(r.alias_info is not None for r in returns)
-        if written:
+        if _writes(func):
             return self._fill if name in shape_rules.FILLED else self._in_place
         if aliases:
             return self._view
         return self._generic
 
-    def _handled(self, handler: Callable[..., Any]) -> Runner:
+    def _handled(self, handler: Callable[..., Any], otherwise: Runner) -> Runner:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not any_symbolic(args):
-                return self._generic(func, args, kwargs)
+                return otherwise(func, args, kwargs)
             if self._place == "cuda" or handler is nothing_new:  # torch has no shape rules for some of those
                 out = handler(self.recorder, func, args, kwargs)
             elif func._schema.name in BY_VALUES:
@@ -498,6 +497,11 @@ _JOINS = frozenset({"aten::cat", "aten::stack"})
 
 #: References to a gradient that only autograd's input buffer holds, as seen from inside ``__torch_dispatch__``.
 _ENGINE_HOLDS = 4
+
+
+def _writes(func: Any) -> bool:
+    """True for an operator that changes one of its arguments."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
 
 
 def _storage_users(tensor: torch.Tensor) -> int:

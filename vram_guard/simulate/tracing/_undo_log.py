@@ -17,9 +17,9 @@ class UndoLog:
             self._before[id(tensor)] = (tensor, tensor.detach().clone())
 
     def restore(self) -> None:
-        """Every tensor holds again what it held."""
+        """Every tensor holds again what it held: the last write first, for views share memory."""
         with torch.no_grad():
-            for tensor, content in self._before.values():
+            for tensor, content in reversed(self._before.values()):
                 if tensor.shape == content.shape:
                     tensor.detach().copy_(content)
         self._before.clear()
