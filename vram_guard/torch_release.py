@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 
+#: ``torch.distributed.fsdp.fully_shard`` is public since this release.
+FULLY_SHARD_SINCE = (2, 6)
+
 
 @functools.cache
 def torch_release() -> tuple[int, int]:

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import callbacks as pl_callbacks
 from torch.nn import functional as F
 
+from vram_guard.torch_release import torch_release
+
 from .harness import FIT, MICRO, REPORT, TIGHT
 from .lightning import Base, Pairs, Training, case, loader
 
@@ -234,11 +236,12 @@ settings(
     precision="bf16-mixed",
     about={"exact": False, "says": r"bf16|bfloat16|precision|rounding", "tolerance": 0.05},
 )
-settings(
-    "bf16-true",
-    precision="bf16-true",
-    about={"exact": False, "says": r"bf16|bfloat16|precision|rounding", "tolerance": 0.1},
-)
+if torch_release() >= (2, 5):  # before, the CPU has no kernel for the mean squared error in bfloat16
+    settings(
+        "bf16-true",
+        precision="bf16-true",
+        about={"exact": False, "says": r"bf16|bfloat16|precision|rounding", "tolerance": 0.1},
+    )
 settings("64-true", precision="64-true", about={"exact": False, "says": "64-true"})
 
 

@@ -17,7 +17,7 @@ from vram_guard.parallel.deepspeed import STAGES, deepspeed_library
 from vram_guard.parallel.meshes import mesh_of
 from vram_guard.techniques.blocks import find_blocks, named_blocks
 from vram_guard.techniques.host_modules import shared_parameter
-from vram_guard.torch_release import torch_release
+from vram_guard.torch_release import FULLY_SHARD_SINCE, torch_release
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from vram_guard.parallel.spec import Parallel
 
 Installer = Callable[["nn.Module", "Parallel", Any], "nn.Module"]
-
-#: ``torch.distributed.fsdp.fully_shard`` is public since this release.
-FULLY_SHARD_SINCE = (2, 6)
 
 
 def check(model: nn.Module, parallel: Parallel) -> None:

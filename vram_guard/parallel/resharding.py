@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.torch_release import FULLY_SHARD_SINCE, torch_release
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,9 +96,14 @@ def _inner(model: nn.Module) -> list[Any]:
 def offloaded_where_unsaid(device: str) -> Iterator[None]:
     """Inside the block ``fully_shard`` leaves weights in host memory, unless its caller gives a policy of its own.
 
+    Where torch has no public ``fully_shard``, FSDP2 is refused before, and there is nothing to change.
+
     Args:
         device: the type of the device that computes.
     """
+    if torch_release() < FULLY_SHARD_SINCE:
+        yield
+        return
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     function: Any = inspect.unwrap(fully_shard)
