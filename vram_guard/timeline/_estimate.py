@@ -44,7 +44,7 @@ class Estimate(ShownInNotebooks):
         >>> taken.peak_reserved >= taken.peak_allocated == sum(taken.breakdown.values())
         True
         >>> taken.peak_phase.name
-        'forward'
+        'backward'
     """
 
     batch_size: int
