@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from itertools import groupby
 
 import pytest
 import torch
 from architectures import BY_NAME
 from torch.utils import _pytree as pytree
 
+from benchmarks.gpu.operators.measured import large
 from vram_guard.allocator import compare, read_recording, replay
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
@@ -55,17 +55,6 @@ def _loop(step: TrainingStep, batch_size: int):
         scaler.update()
         optimizer.zero_grad()
     return model, optimizer, batch, loss
-
-
-def large(events, sizes) -> list[int]:
-    """Requests (positive) and frees (negative) of at least 4 KiB, in order, in bytes.
-
-    Of frees that follow each other the order is left open: autocast's cache frees its copies by their addresses.
-    """
-    found = [sizes[e] if e >= 0 else -sizes[~e] for e in events if sizes[e if e >= 0 else ~e] >= 4096]
-    return [
-        size for _is_free, run in groupby(found, lambda size: size < 0) for size in (sorted(run) if _is_free else run)
-    ]
 
 
 def without_workspaces(timeline: Timeline) -> list[int]:

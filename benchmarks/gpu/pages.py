@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.gpu.guarded.__main__ import FOLDER as GUARDED
 from benchmarks.gpu.table import allocated_error
@@ -24,6 +24,8 @@ TEXTS = pages.texts(Path(__file__).parent)
 GROUPS = ("steps", "techniques", "compiled", "ranks")
 MIB = 2**20
 
+T = TypeVar("T")
+
 
 def write_pages(results: Results, guarded: list[dict[str, Any]], docs: Path) -> list[Path]:
     """Write both pages under ``docs``; the answer is their paths."""
@@ -32,8 +34,7 @@ def write_pages(results: Results, guarded: list[dict[str, Any]], docs: Path) -> 
 
 def page(results: Results, guarded: list[dict[str, Any]], words: Texts) -> str:
     """One page. A training that was measured on several GPUs has a row for each of them, one below the other."""
-    order = {name: place for place, name in enumerate(dict.fromkeys(row.name for row in results.rows))}
-    rows = sorted((row for row in results.rows if row.has_peak), key=lambda row: order[row.name])
+    rows = [row for row in _one_below_the_other(results.rows, lambda row: row.name) if row.has_peak]
     gpus = words["and"].join(dict.fromkeys(_gpu_of(row) for row in results.rows))
     intro = words["intro"].format(**{**results.environment, "gpu": gpus}, count=len(rows))
     parts = [words["title"], intro, words["summary"], _summary(rows, words)]
@@ -46,11 +47,18 @@ def page(results: Results, guarded: list[dict[str, Any]], words: Texts) -> str:
             parts += [words[group], pages.table(words["columns"], map(_told, chosen))]
     if guarded:
         parts += [words["guarded"], pages.table(words["guarded_columns"], _guarded(guarded, words))]
-    left = [name for name in results.not_reproduced if name not in order]
+    measured = {row.name for row in results.rows}
+    left = [name for name in results.not_reproduced if name not in measured]
     if left:
         names = ", ".join(f"`{name}`" for name in left)
         parts.append(words["left_out"].format(count=len(left), names=names))
     return "\n\n".join([*parts, words["why"]]) + "\n"
+
+
+def _one_below_the_other(items: list[T], key: Callable[[T], Hashable]) -> list[T]:
+    """Those of one key together, the keys as they first appear."""
+    order = {found: place for place, found in enumerate(dict.fromkeys(map(key, items)))}
+    return sorted(items, key=lambda one: order[key(one)])
 
 
 def _gpu_of(row: Row) -> str:
@@ -88,18 +96,13 @@ def _told(row: Row) -> tuple[str, ...]:
 
 
 def _guarded(runs: Iterable[dict[str, Any]], words: Texts) -> Iterator[tuple[str, ...]]:
-    """Of each run the trainings that ended, those of one name and budget below each other."""
+    """The trainings that ended."""
     found = [(row, _card(run["environment"]["gpu"])) for run in runs for row in run["rows"] if "error" not in row]
-    order = {name: place for place, name in enumerate(dict.fromkeys(_what(row) for row, _card_of_it in found))}
-    for row, card in sorted(found, key=lambda one: order[_what(one[0])]):
+    for row, card in _one_below_the_other(found, lambda one: (one[0]["name"], one[0]["budget"])):
         predicted, measured = row["predicted"][1], row["measured"][1]
         plan = row["plan"] or words["as_written"]
         sizes = f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured - 1:+.2%}"
         yield row["name"], row["budget"], card, plan, *sizes
-
-
-def _what(row: dict[str, Any]) -> tuple[str, str]:
-    return row["name"], row["budget"]
 
 
 def _card(gpu: str) -> str:

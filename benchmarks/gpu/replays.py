@@ -69,7 +69,7 @@ def requests(measured: Measured, recording: Recording, timeline: Timeline) -> st
     until = measured.peaks[1][2]
     allocations = [recording.sizes[event] for event in recording.events if event >= 0][:until]
     recorded = [size for size in allocations if size >= LEAST_REQUEST]
-    same = _common_length(predicted, recorded)
+    same = common_length(predicted, recorded)
     if same == len(predicted) == len(recorded):
         return f"all {same} the same"
     missed, invented = Counter(recorded) - Counter(predicted), Counter(predicted) - Counter(recorded)
@@ -79,7 +79,8 @@ def requests(measured: Measured, recording: Recording, timeline: Timeline) -> st
     )
 
 
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first requests are the same."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((position for position, (left, right) in pairs if left != right), min(len(one), len(other)))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks.gpu.operators.measured import Requests, large, requests_of, until_the_end
 from benchmarks.gpu.operators.steps import Operator
 from benchmarks.gpu.operators.table import OPERATORS
+from benchmarks.gpu.replays import common_length
 from benchmarks.gpu.worker import machine_of
 from benchmarks.harness.checked import built, content, parsed, without_head, write_json
 from benchmarks.harness.command import arguments_of, is_chosen
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = _measured(chosen, options.jobs)
     write_json(options.out, {"format": FORMAT, "version": VERSION, **asdict(found)})
     for failed in (one for one in found.operators if one.error):
-        print(f"{failed.name}: {failed.error.splitlines()[-1]}")
+        print(f"{failed.name}: {failed.error}")
     print(f"{len(found.operators)} operators, results in {options.out}")
     return 0
 
@@ -87,7 +88,7 @@ def _measured(operators: list[Operator], jobs: int) -> Found:
         answers = list(pool.map(lambda names: ask(requests_of, names, limit=LONGEST, fresh=True), groups))
     found: list[Requests] = []
     for names, answer in zip(groups, answers, strict=True):
-        parts = answer.result or [{"name": name, "error": answer.error} for name in names]
+        parts = answer.result or [{"name": name, "error": answer.error.splitlines()[-1]} for name in names]
         found += [Requests(**part) for part in parts]
     return Found(Machine(**machine), found)
 
@@ -132,14 +133,13 @@ def difference_of(measured: Requests, operator: Operator, machine: Machine) -> s
     capability = machine.compute_capability[0], machine.compute_capability[1]
     traced = trace(operator.step(), compute_capability=capability, multiprocessors=machine.multiprocessors)
     timeline = traced.exact(1)
-    predicted = large(timeline.events, timeline.sizes(1))
+    predicted = until_the_end(large(timeline.events, timeline.sizes(1)))
     events = until_the_end([int(size) for size in measured.events.split()])
     if events[:1] == [DROPOUT_STATES] != predicted[:1]:
         events = events[1:]
     if predicted == events:
         return ""
-    pairs = enumerate(zip(predicted, events, strict=False))
-    place = next((at for at, (one, other) in pairs if one != other), min(len(predicted), len(events)))
+    place = common_length(predicted, events)
     peak = timeline.at(1).peak_allocated
     told = [f"{each[place : place + 6]}" for each in (events, predicted)]
     return f"peak {measured.allocated:,} predicted {peak:,}; from {place} on measured {told[0]} predicted {told[1]}"

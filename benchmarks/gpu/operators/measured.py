@@ -14,10 +14,9 @@ import torch
 from benchmarks.gpu.loop import RealLoop
 from benchmarks.gpu.operators.steps import Operator
 from benchmarks.gpu.operators.table import OPERATORS
+from benchmarks.gpu.replays import LEAST_REQUEST
 from vram_guard.allocator import read_recording
 
-#: Requests below this many bytes are left out: scalars of losses and of optimizers' steps.
-LEAST_REQUEST = 4096
 UPDATES = 2
 MOST_ENTRIES = 100_000
 
@@ -52,7 +51,7 @@ def _requests(operator: Operator) -> Requests:
         RealLoop(operator.step(), 1, "cuda").run(UPDATES, torch.cuda.synchronize)
         recording = read_recording(torch.cuda.memory._snapshot())  # noqa: SLF001
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        events = " ".join(map(str, large(recording.events, recording.sizes)))
+        events = " ".join(map(str, until_the_end(large(recording.events, recording.sizes))))
         return Requests(operator.name, events, *peaks)
     except Exception:  # noqa: BLE001 - an operator that this GPU does not have must not hide the others
         return Requests(operator.name, error=traceback.format_exc().strip().splitlines()[-1])
@@ -61,7 +60,9 @@ def _requests(operator: Operator) -> Requests:
 
 
 def large(events: Iterable[int], sizes: Any) -> list[int]:
-    """Requests and frees of at least LEAST_REQUEST bytes, as :class:`Requests` has them, without the frees of the end.
+    """Requests (positive) and frees (negative) of at least LEAST_REQUEST bytes, in order.
+
+    Of frees that follow each other the order is left open: autocast's cache frees its copies by their addresses.
 
     Args:
         events: block for a request, ~block for a free.
@@ -69,7 +70,7 @@ def large(events: Iterable[int], sizes: Any) -> list[int]:
     """
     told = [sizes[event] if event >= 0 else -sizes[~event] for event in events]
     runs = groupby((size for size in told if abs(size) >= LEAST_REQUEST), lambda size: size < 0)
-    return until_the_end([int(size) for freed, run in runs for size in (sorted(run) if freed else run)])
+    return [int(size) for freed, run in runs for size in (sorted(run) if freed else run)]
 
 
 def until_the_end(events: list[int]) -> list[int]:

@@ -99,19 +99,11 @@ def masked_select(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs:
 def masked_scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """Values into the places of a mask: in place, or into a copy; for the call the place of each value, in int64.
 
-    IndexKernel.cu, ``launch_masked_scatter_kernel``: mask and values are made contiguous. A backward formula writes
-    into its own zeros, as in :func:`~vram_guard.simulate.operators.kernels.scatter`.
+    IndexKernel.cu, ``launch_masked_scatter_kernel``: mask and values are made contiguous.
     """
     target, mask, source = args[:3]
     name = str(func)
-    if func._schema.name.endswith("_"):
-        constants.forget(target)
-        out = target
-    elif in_backward_formula(recorder):
-        out = target
-    else:
-        out = torch.empty_like(target)
-        recorder.track(out, name)
+    out = _written(recorder, func, target)
     count = target.numel()
     held = [recorder.hold(8 * count, name)]
     held += [recorder.hold(count, name)] if mask.shape != target.shape or not mask.is_contiguous() else []
@@ -171,18 +163,26 @@ def index_put(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     where a single number fills what it selects (``canDispatchToMaskedFill``).
     """
     selected, indices = _selected(recorder, func, args)
-    if func._schema.name.endswith("_"):
-        constants.forget(args[0])
-        out = args[0]
-    elif in_backward_formula(recorder):  # ``index_backward`` writes into its own zeros, as in ``scatter``
-        out = args[0]
-    else:
-        out = torch.empty_like(args[0])
-        recorder.track(out, str(func))
+    out = _written(recorder, func, args[0])
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if accumulates and is_symbolic(args[0]):
         _sorted_accumulation(recorder, str(func), args[0], indices, args[2])
     recorder.release(selected)
+    return out
+
+
+def _written(recorder: Recorder, func: Any, target: torch.Tensor) -> torch.Tensor:
+    """What an operator writes to: its target in place, or a copy.
+
+    Backward formulas write into zeros of their own, as in :func:`~vram_guard.simulate.operators.kernels.scatter`.
+    """
+    if func._schema.name.endswith("_"):
+        constants.forget(target)
+        return target
+    if in_backward_formula(recorder):
+        return target
+    out = torch.empty_like(target)
+    recorder.track(out, str(func))
     return out
 
 

@@ -90,46 +90,27 @@ def _softmax_kernel(fused: Any) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def _rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def kernel(
-        input: torch.Tensor,
-        hx: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        settings = num_layers, batch_first, dropout, train, bidirectional
-        return _by_cudnn(name, input, hx, params, has_biases, settings, [])
+def _rnn_kernel(name: str, *, packed: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Packed data come with the sequences of each step, and are never batch first."""
 
-    return kernel
-
-
-def _packed_rnn_kernel(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def kernel(
-        data: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        hx: Any,
-        params: Any,
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        settings = num_layers, False, dropout, train, bidirectional
-        return _by_cudnn(name, data, hx, params, has_biases, settings, batch_sizes.tolist())
+    def kernel(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        if packed:
+            return _by_cudnn(name, input, rest[0].tolist(), *rest[1:], False)
+        return _by_cudnn(name, input, [], *rest)
 
     return kernel
 
 
 def _by_cudnn(
-    name: str, input: torch.Tensor, hx: Any, params: Any, has_biases: bool, settings: Any, batch_sizes: list[int]
+    name: str,
+    input: torch.Tensor,
+    batch_sizes: list[int],
+    hx: Any,
+    params: Any,
+    has_biases: bool,
+    *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Outputs and last states; ``batch_sizes`` has the sequences of each step where the input is packed."""
+    num_layers, dropout, train, bidirectional, batch_first = settings
     state, cell = hx if isinstance(hx, (list, tuple)) else (hx, None)
     weights = list(params)
     per_layer = 4 if has_biases else 2
@@ -137,7 +118,8 @@ def _by_cudnn(
     hidden_size = state.shape[-1] if cell is None else cell.shape[-1]
     made = torch.ops.aten._cudnn_rnn(
         *(input, weights, per_layer + int(projected), None, state, cell, _RNN_MODES[name], hidden_size),
-        *(state.shape[-1] if projected else 0, *settings, batch_sizes, None),
+        *(state.shape[-1] if projected else 0, num_layers, batch_first, dropout, train, bidirectional),
+        *(batch_sizes, None),
     )
     return made[:2] if cell is None else made[:3]  # type: ignore[no-any-return]
 
@@ -227,8 +209,8 @@ def _kernels(capability: Capability) -> Iterator[tuple[str, Callable[..., Any]]]
     yield "ctc_loss.Tensor", _ctc_loss
     yield "scaled_dot_product_attention", partial(attention, capability)
     for name in _RNN_MODES:
-        yield f"{name}.input", _rnn_kernel(name)
-        yield f"{name}.data", _packed_rnn_kernel(name)
+        yield f"{name}.input", _rnn_kernel(name, packed=False)
+        yield f"{name}.data", _rnn_kernel(name, packed=True)
     yield "lstm_cell", _lstm_cell
     yield "gru_cell", _gru_cell
     yield "mish_backward", _mish_backward

@@ -22,7 +22,7 @@ def copied_operands(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> list
         return []
     left, right = args[at : at + 2]
     if left.dim() == 2:
-        copied = (tensor for tensor in (right, left) if _is_copied_alone(tensor))
+        copied = (tensor for tensor in (right, left) if _is_copied_matrix(tensor))
         return [tensor.numel() * tensor.element_size() for tensor in copied]
     columns = out.stride(1) == 1 and (out.shape[2] == 1 or out.stride(2) >= max(1, out.shape[1]))
     inner = left.shape[2]
@@ -34,7 +34,7 @@ def copied_operands(func: Any, args: tuple[Any, ...], out: torch.Tensor) -> list
     return [tensor.numel() * tensor.element_size() for tensor in copied]
 
 
-def _is_copied_alone(tensor: torch.Tensor) -> bool:
+def _is_copied_matrix(tensor: torch.Tensor) -> bool:
     """``prepare_matrix_for_cublas``: neither its rows nor its columns lie one after the other."""
     (rows, columns), (down, across) = tensor.shape, tensor.stride()
     by_columns = down == 1 and across >= max(1, rows)
