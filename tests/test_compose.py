@@ -15,9 +15,12 @@ from torch import nn
 
 from benchmarks.bench_compose import rows_of
 from vram_guard import Parallel, TrainingStep, plan
+from vram_guard.compose import CannotComposeError, with_frozen_on_host
 from vram_guard.parallel.links import topology
 from vram_guard.plan._composed import _FORMS
 from vram_guard.plan._option import Option
+from vram_guard.plan._parameters import blocks_of_parameters
+from vram_guard.plan._search import _allocations
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.tracing import Traces
 from vram_guard.techniques.blocks import find_blocks
@@ -290,6 +293,86 @@ def test_frozen_blocks_that_wait_on_the_host_are_treated_as_a_trace_says(frozen:
     for checkpoint in (blocks[:2], blocks[1:5], blocks):
         composed, direct = compared(traces, Option("32-true", 1, Recipe(checkpoint=checkpoint, frozen_on_host=frozen)))
         assert composed == direct
+
+
+class TaughtTwice(Taught):
+    """Asks its teacher twice; the forward of the whole begins with it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) - self.teacher(x.detach()).detach()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
+def test_frozen_modules_on_the_host_are_composed_event_by_event(precision: str) -> None:
+    """They, the order of their copies, the phases, and where modules begin and end."""
+    source = source_of(step(TaughtTwice, (40, 96), clip_grad_norm=1.0), AMPERE)
+    frozen = ("teacher.0", "teacher.2")
+    written, direct = (
+        source.trace(source.request(precision, 1, Recipe(frozen_on_host=names), BATCH)) for names in ((), frozen)
+    )
+    said = with_frozen_on_host(written, blocks_of_parameters(source.model, frozen, written))
+    assert said.at(BATCH).peak_allocated < written.at(BATCH).peak_allocated
+    assert list(_allocations(said, BATCH)) == list(_allocations(direct, BATCH))
+    assert (said.phases, said.host_blocks, said.host_events) == (direct.phases, direct.host_blocks, direct.host_events)
+    assert said.marks is not None
+    assert direct.marks is not None
+    assert said.marks.borders == direct.marks.borders
+    assert [at for at, _block in said.marks.accumulated] == [at for at, _block in direct.marks.accumulated]
+    assert [at for at, _block in said.marks.used] == [at for at, _block in direct.marks.used]
+
+
+class Encoded(Taught):
+    """Uses a part of its teacher without calling the teacher."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            known = self.teacher[0](x)
+        for layer in self.layers:
+            x = layer(x)
+        return x - known
+
+
+class Weighed(Taught):
+    """Reads a weight of its teacher where the teacher does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(96, 96000), nn.Linear(96000, 96)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + nn.functional.linear(x, self.teacher[0].weight).mean()
+
+
+@pytest.mark.parametrize(("made", "error"), [(Encoded, "outside its forward"), (Taught, "not those of the model")])
+def test_frozen_modules_are_not_composed_where_that_would_be_wrong(made: Any, error: str) -> None:
+    source = source_of(step(made, (40, 96)), AMPERE)
+    written = source.trace(source.request("32-true", 1, Recipe(), BATCH))
+    if made is Taught:
+        source.model.register_parameter("more", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(CannotComposeError, match=error):
+        with_frozen_on_host(written, blocks_of_parameters(source.model, ["teacher"], written))
+
+
+def test_a_frozen_module_that_is_used_elsewhere_is_not_kept_on_the_host() -> None:
+    """What is composed does not see it; the proof does, and says why."""
+    written = step(Weighed, (40, 96))
+    held = source_of(written, AMPERE).trace(TraceRequest(1, "32-true")).at(1).peak_reserved
+    made = plan(written, 1, held - 1, margin=0, allow=["offload_frozen"])
+    assert not made.fits
+    assert any("outside its forward" in str(one.reason) for one in made.rejected)
+
+
+def test_where_a_frozen_module_was_composed_wrongly_it_is_traced_and_blocks_are_composed_still() -> None:
+    traces, _every = ready(step(Taught, (40, 96)))
+    blocks = tuple(f"layers.{number}" for number in range(4))
+    traces.compose_with(blocks, blocks)
+    one, other = (Option("32-true", 1, Recipe(checkpoint=blocks[:n], frozen_on_host=("teacher",))) for n in (1, 2))
+    traces.exact(one, BATCH)
+    assert not any(request.recipe.frozen_on_host for request in traces._traced)
+    traces.distrust(one)
+    traces.exact(other, BATCH)
+    assert traces.composed(other, BATCH)
+    assert any(request.recipe.frozen_on_host for request in traces._traced)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ from torch import nn  # noqa: E402
 from vram_guard import Parallel, Plan, Timeline, TrainingStep, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, DepthLaw  # noqa: E402
 from vram_guard.plan import _depth  # noqa: E402
+from vram_guard.plan._depth import _Lawful  # noqa: E402
+from vram_guard.plan.source import TraceRequest, source_of  # noqa: E402
+from vram_guard.simulate.operators import cudnn_choice  # noqa: E402
 from vram_guard.simulate.tracing import run  # noqa: E402
-from vram_guard.techniques.equal_blocks import equal_blocks, with_depth  # noqa: E402
+from vram_guard.techniques.equal_blocks import EqualBlocks, equal_blocks, with_depth  # noqa: E402
 from vram_guard.techniques.recipe import Recipe  # noqa: E402
 
 DEPTH = 12
@@ -46,7 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 def traced(model: nn.Module, depth: int, settings: dict[str, Any], treated: str = "") -> Timeline:
     blocks = equal_blocks(model)
     assert blocks is not None
-    recipe = Recipe(**{treated: blocks.names[:depth]}) if treated else Recipe()
+    recipe = Recipe(**{treated: sorted(blocks.within(depth))}) if treated else Recipe()
     with with_depth(model, blocks, depth):
         return run.run_step(step(model=model, recipe=recipe, **settings), 2, (9, 0), marked=True)
 
@@ -58,7 +63,7 @@ def test_five_and_six_blocks_say_what_more_do_event_by_event(settings: dict[str,
     depth = 8 if divided else DEPTH
     model = Transformer(layers=depth) if divided else Net(blocks=depth)
     low, high, deep = (traced(model, blocks, settings, treated) for blocks in (5, 6, depth))
-    law = DepthLaw(low, high, 5, "layers" if divided else "blocks")
+    law = DepthLaw(low, high, 5, ["layers" if divided else "blocks"])
     said = law.at(depth)
     assert said.events == deep.events
     assert said.blocks == deep.blocks
@@ -75,7 +80,60 @@ def test_states_dealt_out_tensor_by_tensor_follow_no_law() -> None:
     """ZeRO-1 gives each parameter to the rank that holds least: no round is like the one before."""
     model, settings = Net(blocks=DEPTH), {"parallel": Parallel(4, kind="zero1")}
     with pytest.raises(CannotComposeError):
-        DepthLaw(traced(model, 5, settings), traced(model, 6, settings), 5, "blocks")
+        DepthLaw(traced(model, 5, settings), traced(model, 6, settings), 5, ["blocks"])
+
+
+class Pair(nn.Module):
+    """A frozen model, one block of another kind, and a model of the same depth that learns to differ."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.original = Net(blocks=depth).requires_grad_(False)
+        self.between = nn.ModuleList(Net(blocks=1).requires_grad_(False) for _ in range(3))
+        self.student = Net(blocks=depth)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            known = self.original(words)
+            for net in self.between:
+                known = known + net(words)
+        return self.student(words) - known
+
+
+def pair_at(model: nn.Module, depth: int, recipe: Recipe, blocks: EqualBlocks) -> Timeline:
+    source = source_of(step(model=model), (9, 0))
+    request = TraceRequest(2, "32-true", recipe)
+    return _Lawful(source, blocks, source.trace, None, None)._shallow(request)(depth)
+
+
+STUDENTS = tuple(f"student.blocks.{number}" for number in range(DEPTH))
+EVERY = tuple(f"{stack}.blocks.{number}" for stack in ("original", "student") for number in range(DEPTH))
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe(checkpoint=STUDENTS),
+        Recipe(offload_activations=STUDENTS),
+        Recipe(frozen_on_host=("original", "between.1")),
+        Recipe(parameters_on_host=EVERY),
+        Recipe(parameters_on_host=EVERY, checkpoint=STUDENTS),
+    ],
+    ids=["written", "checkpointed", "offloaded", "frozen on the host", "on the host", "on the host, checkpointed"],
+)
+def test_stacks_of_one_depth_grow_together(recipe: Recipe) -> None:
+    model = Pair(DEPTH)
+    blocks = equal_blocks(model)
+    assert blocks is not None
+    assert blocks == (("original.blocks", "student.blocks"), DEPTH)
+    low, high, deep = (pair_at(model, depth, recipe, blocks) for depth in (5, 6, DEPTH))
+    law = DepthLaw(low, high, 5, blocks.stacks)
+    assert law.holds(deep, DEPTH)
+    said = law.at(DEPTH)
+    assert (said.events, said.blocks, said.host_events) == (deep.events, deep.blocks, deep.host_events)
 
 
 # --- equal blocks -------------------------------------------------------------------------------------------------
@@ -122,7 +180,8 @@ def test_blocks_that_differ_in_their_number_are_equal() -> None:
     model = numbered(Net(blocks=4))
     blocks = equal_blocks(model)
     assert blocks is not None
-    assert blocks == ("blocks", ("blocks.0", "blocks.1", "blocks.2", "blocks.3"))
+    assert blocks == (("blocks",), 4)
+    assert blocks.names == {"blocks.0", "blocks.1", "blocks.2", "blocks.3"}
     whole = list(model.state_dict())
     with with_depth(model, blocks, 2):
         assert len(model.blocks) == 2
@@ -134,7 +193,26 @@ def test_blocks_that_checkpoint_themselves_are_equal_too() -> None:
     model.blocks.gradient_checkpointing = True
     blocks = equal_blocks(model)
     assert blocks is not None
-    assert blocks.stack == "blocks"
+    assert blocks.stacks == ("blocks",)
+
+
+def test_of_lists_of_other_lengths_those_with_most_blocks_are_taken() -> None:
+    model = Pair(4)
+    model.deep = Net(blocks=7)
+    assert equal_blocks(model) == (("original.blocks", "student.blocks"), 4)
+    model.student = Net(blocks=3)
+    assert equal_blocks(model) == (("deep.blocks",), 7)
+
+
+def test_the_blocks_of_every_stack_come_back_after_an_error() -> None:
+    model = Pair(4)
+    blocks = equal_blocks(model)
+    assert blocks is not None
+    whole = list(model.state_dict())
+    with contextlib.suppress(ZeroDivisionError), with_depth(model, blocks, 2):
+        assert (len(model.original.blocks), len(model.student.blocks)) == (2, 2)
+        raise ZeroDivisionError
+    assert list(model.state_dict()) == whole
 
 
 @pytest.mark.parametrize("change", [one_wider, one_frozen, one_twice, one_outside, one_tied, one_dropping])
@@ -162,14 +240,21 @@ class Late(nn.Module):
         return self.net.head(x)
 
 
-def planned(since: int) -> Plan:
-    asked = TrainingStep(
+SPREAD = {"gpus": 8, "link": "nvlink4", "layouts": ["fsdp2"]}
+
+
+def late(since: int) -> TrainingStep:
+    return TrainingStep(
         Late(since),
         lambda size: torch.zeros(size, 8192, dtype=torch.long),
         loss,
         torch.optim.AdamW,
     )
-    wishes: dict[str, Any] = {"gpus": 8, "link": "nvlink4", "layouts": ["fsdp2"], "allow": ["checkpoint"]}
+
+
+def planned(since: int) -> Plan:
+    asked = late(since)
+    wishes: dict[str, Any] = {**SPREAD, "allow": ["checkpoint"]}
     # Twelve blocks fit as they are where none keeps more, which is what five, six and eight say.
     return plan(asked, 1, "140MiB" if since == DEPTH else "165MiB", margin=0.0, **wishes)
 
@@ -201,3 +286,45 @@ def test_a_plan_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytes
     assert made.timeline.work  # of a trace with all blocks: nothing composed has any
     if since == DEPTH:
         assert depths.count(DEPTH) == 1  # what is taken; the nearest miss is made of the same, which the trace confirms
+
+
+@pytest.mark.parametrize("since", [DEPTH, 9], ids=["the law holds", "the law breaks unseen"])
+def test_a_plan_for_one_gpu_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = source_of(late(since), (8, 0)).trace(TraceRequest(2, "32-true")).at(2).peak_reserved
+    depths: list[int] = []
+    followed = run.run_step
+
+    def counted(asked: TrainingStep, *args: Any, **kwargs: Any) -> Timeline:
+        depths.append(len(asked.model.net.blocks))
+        return followed(asked, *args, **kwargs)
+
+    def made() -> Plan:
+        return plan(late(since), 2, int(held * 0.8), margin=0.0, allow=["checkpoint"])
+
+    direct = made()
+    assert direct.recipe.checkpoint
+    monkeypatch.setattr(_depth, "LEAST_BLOCKS", DEPTH)
+    monkeypatch.setattr(run, "run_step", counted)
+    said = made()
+    assert 5 in depths
+    assert depths.count(DEPTH) > 0, "what is taken is traced with all blocks"
+    assert (said.fits, said.recipe, said.splits, said.peak) == (True, direct.recipe, direct.splits, direct.peak)
+    assert said.estimate == direct.estimate
+    assert said.before.peak_reserved == direct.before.peak_reserved
+
+
+def test_what_follows_all_blocks_asks_the_cudnn_that_was_chosen() -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def noted(name: str, trace: Callable[[TraceRequest], Timeline]) -> Callable[[TraceRequest], Timeline]:
+        def follow(request: TraceRequest) -> Timeline:
+            asked.append((name, cudnn_choice._chosen.get()))
+            return trace(request)
+
+        return follow
+
+    own = source_of(late(DEPTH), (8, 0))
+    source = replace(own, trace=noted("law", own.trace), direct=noted("direct", own.trace))
+    held = own.trace(TraceRequest(2, "32-true")).at(2).peak_reserved
+    plan(source, 2, int(held * 0.8), margin=0.0, allow=["checkpoint"], cudnn="off")
+    assert set(asked) == {("law", "off"), ("direct", "off")}

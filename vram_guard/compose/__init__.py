@@ -10,7 +10,15 @@ from __future__ import annotations
 from vram_guard.compose._blocks import BlockMixture
 from vram_guard.compose._depth import DepthLaw
 from vram_guard.compose._errors import CannotComposeError
+from vram_guard.compose._frozen import with_frozen_on_host
 from vram_guard.compose._micro_batches import in_micro_batches
 from vram_guard.compose._optimizer import with_optimizer_of
 
-__all__ = ["BlockMixture", "CannotComposeError", "DepthLaw", "in_micro_batches", "with_optimizer_of"]
+__all__ = [
+    "BlockMixture",
+    "CannotComposeError",
+    "DepthLaw",
+    "in_micro_batches",
+    "with_frozen_on_host",
+    "with_optimizer_of",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from vram_guard.timeline import Affine, Block, Border, HostBlock, Marks, Scratch
 class DepthLaw:
     """Timelines of a step whose model has any number of equal blocks, from traces with ``depth`` and ``depth + 1``.
 
+    The blocks may be those of several stacks, each of which has so many.
+
     Every sequence of a timeline (events, work, collectives, ...) consists of pieces that are there once and of loops
     that run one round more for each block more. Every number in it (a block's index, a size, a place, the number of a
     layer) is a whole number of times the round, plus a whole number of times the depth, plus a constant. Nothing is
@@ -25,20 +27,25 @@ class DepthLaw:
         small: of the model with ``depth`` blocks, exact sizes.
         large: with one block more.
         depth: blocks of the first.
-        stack: name of the module that holds the blocks, which have the numbers 0, 1, ... as names.
+        stacks: names of the modules that hold the blocks, which have the numbers 0, 1, ... as names.
 
     Raises:
         CannotComposeError: the two differ in other ways.
     """
 
-    def __init__(self, small: Timeline, large: Timeline, depth: int, stack: str) -> None:
+    def __init__(self, small: Timeline, large: Timeline, depth: int, stacks: Iterable[str]) -> None:
         if _constants(small) != _constants(large):
             raise CannotComposeError("models of different depth differ in more than their sequences")
         self._template = small
         self._depth = depth
-        self._names = _Names(stack)
-        fixed = _host_sizes(small) & _host_sizes(large)
-        one, other = (_sequences(timeline, self._names, fixed) for timeline in (small, large))
+        self._names = _Names(stacks)
+        fixed = _sizes(small.host_blocks) & _sizes(large.host_blocks)
+        on_host = _by_place(*([_on_host(block, fixed) for block in each.host_blocks] for each in (small, large)))
+        fixed = _sizes(_states(small)) & _sizes(_states(large))
+        one, other = (
+            _sequences(timeline, self._names, fixed, host)
+            for timeline, host in zip((small, large), on_host, strict=True)
+        )
         self._parts = {name: list(parts_of(one[name], other[name])) for name in one}
 
     def at(self, depth: int) -> Timeline:
@@ -101,23 +108,30 @@ class DepthLaw:
 class _Names:
     """Names of modules: those inside a block have its number in them."""
 
-    def __init__(self, stack: str) -> None:
-        self._prefix = f"{stack}." if stack else ""
-        self._known: dict[str, tuple[str, int]] = {}
+    def __init__(self, stacks: Iterable[str]) -> None:
+        self._prefixes = tuple(f"{stack}." if stack else "" for stack in stacks)
+        self._known: dict[str, tuple[str, int, int]] = {}
 
     def parted(self, name: str) -> tuple[str, int]:
-        """The name with its block's number left out, and that; -1 outside of blocks."""
-        found = self._known.get(name)
-        if found is None:
-            number, dot, rest = name.removeprefix(self._prefix).partition(".")
-            inside = name.startswith(self._prefix) and number.isdecimal()
-            found = self._known[name] = (f"#{dot}{rest}", int(number)) if inside else (name, -1)
-        return found
+        """The name without its block's number, and that number; -1 outside of blocks."""
+        return self._parted(name)[:2]
 
     def joined(self, name: str, number: int) -> str:
         """The name of the module that is there in another block."""
-        known, own = self.parted(name)
-        return name if own in (-1, number) else f"{self._prefix}{number}{known[1:]}"
+        _known, own, at = self._parted(name)
+        return name if own in (-1, number) else f"{name[:at]}{number}{name[at + len(str(own)) :]}"
+
+    def _parted(self, name: str) -> tuple[str, int, int]:
+        """As :meth:`parted`, with the place of the number in the name."""
+        found = self._known.get(name)
+        if found is None:
+            found = name, -1, 0
+            for prefix in self._prefixes:
+                number, dot, rest = name.removeprefix(prefix).partition(".")
+                if name.startswith(prefix) and number.isdecimal():
+                    found = f"{prefix}#{dot}{rest}", int(number), len(prefix)
+            self._known[name] = found
+        return found
 
 
 def _as_launched(one: Sequence[Work], other: Sequence[Work]) -> tuple[Work, ...]:
@@ -148,6 +162,9 @@ class _Kind(NamedTuple):
     moved: _Decoder = lambda value, _numbers, _names: value
 
 
+#: Categories of blocks that are there one by one for every parameter. Gradients may lie in buckets.
+_STATES = ("parameters", "optimizer_states")
+
 #: What a timeline has once; the tuples of its comparison, and what that leaves out, are compared too.
 _ONCE = (
     "traced",
@@ -169,15 +186,60 @@ def _constants(timeline: Timeline) -> list[object]:
     return [getattr(timeline, name) for name in _COMPARED] + [timeline.marks is None]
 
 
-def _host_sizes(timeline: Timeline) -> set[Affine]:
-    return {block.size for block in timeline.host_blocks}
+def _sizes(blocks: Iterable[Block | HostBlock]) -> set[Affine]:
+    return {block.size for block in blocks}
 
 
-def _sequences(timeline: Timeline, names: _Names, fixed: Container[Affine]) -> dict[str, list[Item]]:
-    """Every sequence of a timeline, as entries with their numbers; ``fixed`` are sizes on the host at any depth."""
+def _states(timeline: Timeline) -> Iterator[Block]:
+    return (block for block in timeline.blocks if block.category in _STATES)
+
+
+_Described = tuple[Hashable, tuple[int, ...]]
+
+
+def _on_host(block: HostBlock, fixed: Container[Affine]) -> _Described:
+    return (block.pinned, block.size if block.size in fixed else None), tuple(block.size)
+
+
+def _by_place(small: Sequence[_Described], large: Sequence[_Described]) -> tuple[list[_Described], list[_Described]]:
+    """Blocks of two depths, each with the piece or loop in which it was allocated.
+
+    Two stacks of equal blocks follow one another later where their blocks are given back. What was allocated between
+    them tells these apart. Where their order alone follows no law, they are as they were.
+    """
+    one, other = ([Item(*block, None) for block in blocks] for blocks in (small, large))
+    try:
+        parts = list(parts_of(one, other))
+    except CannotComposeError:
+        return list(small), list(large)
+    places: tuple[list[int], list[int]] = [], []
+    for number, part in enumerate(parts):
+        for more, each in enumerate(places):
+            each.extend([number] * len(part.items) * (part.rounds + more if part.rounds else 1))
+
+    def placed(at: Sequence[int], blocks: Sequence[_Described]) -> list[_Described]:
+        return [((place, key), numbers) for place, (key, numbers) in zip(at, blocks, strict=True)]
+
+    return placed(places[0], small), placed(places[1], large)
+
+
+def _sequences(
+    timeline: Timeline, names: _Names, fixed: Container[Affine], on_host: Sequence[_Described]
+) -> dict[str, list[Item]]:
+    """Every sequence of a timeline, as entries with their numbers.
+
+    Nothing but its size tells a weight from others: without that, rounds would be found in other places, where two
+    stacks of equal blocks follow one another.
+
+    Args:
+        timeline: of a model of one depth.
+        names: of its modules.
+        fixed: sizes that weights and their states have at any depth.
+        on_host: its blocks on the host, each with its key and its numbers.
+    """
     marks = timeline.marks or Marks((), ())
     starts = [phase.start for phase in timeline.phases]
-    blocks, events = [_described(block, names) for block in timeline.blocks], timeline.events
+    blocks, events = [_described(block, names, fixed) for block in timeline.blocks], timeline.events
     borders = []
     for border in marks.borders:
         name, number = names.parted(border.module)
@@ -194,11 +256,6 @@ def _sequences(timeline: Timeline, names: _Names, fixed: Container[Affine]) -> d
         places = call.position, call.after, call.needed
         asked = *call[:4], call.ranks, *call[6:9], call.by_layout, call.after < 0, call.needed < 0
         collectives.append(Item(asked, (*places, *call.bytes), call))
-    # Nothing but their sizes tells the blocks of the host apart: without those, rounds would be found in other places.
-    on_host = [
-        ((block.pinned, block.size if block.size in fixed else None), tuple(block.size))
-        for block in timeline.host_blocks
-    ]
     return {
         "events": list(_allocations(events, timeline.blocks, blocks)),
         "host_events": list(_allocations(timeline.host_events, timeline.host_blocks, on_host)),
@@ -217,9 +274,7 @@ def _sequences(timeline: Timeline, names: _Names, fixed: Container[Affine]) -> d
     }
 
 
-def _allocations(
-    events: Sequence[int], blocks: Sequence[Any], known: Sequence[tuple[Hashable, tuple[int, ...]]]
-) -> Iterator[Item]:
+def _allocations(events: Sequence[int], blocks: Sequence[Any], known: Sequence[_Described]) -> Iterator[Item]:
     """Events, each allocation with its block, of which the key and the numbers are ``known``."""
     following = 0
     for event in events:
@@ -235,11 +290,12 @@ def _allocations(
         raise CannotComposeError("a block is never allocated")
 
 
-def _described(block: Block, names: _Names) -> tuple[Hashable, tuple[int, ...]]:
+def _described(block: Block, names: _Names, fixed: Container[Affine]) -> _Described:
     name, number = names.parted(block.module)
     quantities = () if block.scratch is None else block.scratch.quantities
     rule = None if block.scratch is None else block.scratch.rule
-    key = block.category, name, block.source, block.operator, block.optional, block.unknown, block.stream
+    told = block.size if not name and block.category in _STATES and block.size in fixed else None
+    key = block.category, name, told, block.source, block.operator, block.optional, block.unknown, block.stream
     sizes = (one for quantity in (block.size, *quantities) for one in quantity)
     return (*key, rule, len(quantities)), (number, *sizes)
 

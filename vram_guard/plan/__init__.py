@@ -168,19 +168,20 @@ def _check_pins(asked: Asked, step: TrainingStep | Source) -> None:
 
 def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
     """The plan on the GPUs that the step has."""
+    from vram_guard.plan._depth import by_depth
     from vram_guard.plan._of_source import plan_of_source
 
     if isinstance(step, Source):
         return plan_of_source(asked, step)
     layout = step.parallel
     if layout is None:
-        return plan_of_source(asked, source_of(step, asked.assumed_capability, asked.watched))
+        return plan_of_source(asked, by_depth(source_of(step, asked.assumed_capability, asked.watched)))
     from vram_guard.parallel.links import topology
     from vram_guard.parallel.outside import outside_allocator
     from vram_guard.plan.layout_facts import less_nccl
 
     links = topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
-    source = source_of(step, asked.assumed_capability, asked.watched, links)
+    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, links))
     return plan_of_source(replace(asked, budget=less_nccl(asked.budget, outside_allocator(layout, links))), source)
 
 

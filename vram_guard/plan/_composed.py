@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from vram_guard.compose import BlockMixture, CannotComposeError, in_micro_batches, with_optimizer_of
+from vram_guard.compose import (
+    BlockMixture,
+    CannotComposeError,
+    in_micro_batches,
+    with_frozen_on_host,
+    with_optimizer_of,
+)
+from vram_guard.plan._parameters import blocks_of_parameters
 from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.step_time import ancestors
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -47,6 +54,8 @@ class Composer:
         self._cuts = source.accumulate == 1 and not self._divided
         """False where a trace of one micro-batch does not show what two do: layouts add up gradients by themselves."""
         self._refused: set[TraceRequest] = set()
+        self._traces_frozen = False
+        """True: steps with frozen modules on the host are traced, because what was composed of others was wrong."""
         self._made: dict[TraceRequest, Timeline] = {}
 
     def __call__(self, request: TraceRequest) -> Timeline | None:
@@ -76,7 +85,7 @@ class Composer:
             return False
         whole = replace(request, slices=1) if self._cut(request) else request
         none, every = bases = self._bases(whole, self.blocks)
-        if self._is_refused(request, self.blocks) or not has(none):
+        if self._is_refused(request, self.blocks) or not has(self._on_gpu(none)):
             return False
         blocks = none == every or bases in self._mixtures
         return blocks and (not _other_optimizer(request.recipe) or has(self._optimizer(whole)))
@@ -85,11 +94,22 @@ class Composer:
         """From now on the request is traced, and so are those that were composed of the same timelines.
 
         Where nothing but blocks is treated, that includes those with another optimizer or frozen modules on the host.
+        Of those with frozen modules on the host at first only what is composed is traced.
         """
-        if self.blocks is not None:
+        if self._on_gpu(request) != request:
+            self._traces_frozen = True
+            self._forget_frozen()
+            _log.info("frozen modules on the host are traced: %s", why)
+        elif self.blocks is not None:
             group = self._group(request, self.blocks)
             self._refused.add(group)
             _log.info("%s: each option is traced: %s", group, why)
+
+    def _forget_frozen(self) -> None:
+        self._made = {request: made for request, made in self._made.items() if not request.recipe.frozen_on_host}
+        self._mixtures = {
+            bases: mixture for bases, mixture in self._mixtures.items() if not bases[0].recipe.frozen_on_host
+        }
 
     @staticmethod
     def cuts(recipe: Recipe) -> bool:
@@ -191,10 +211,20 @@ class Composer:
         return alone and self._source.direct is None
 
     def _law(self, request: TraceRequest) -> Timeline:
-        timeline = self._base(request)
+        traced = self._on_gpu(request)
+        timeline = self._base(traced)
         if timeline.retrace is not None:
             raise CannotComposeError("the sequence differs between batch sizes")
-        return timeline
+        if traced == request:
+            return timeline
+        waiting = blocks_of_parameters(self._source.model, request.recipe.frozen_on_host, timeline)
+        return with_frozen_on_host(timeline, waiting)
+
+    def _on_gpu(self, request: TraceRequest) -> TraceRequest:
+        """The request that is traced: without frozen modules on the host, where those are composed."""
+        if self._traces_frozen or request.recipe.parameters_on_host:
+            return request
+        return replace(request, recipe=request.recipe.with_(frozen_on_host=()))
 
     def _optimizer(self, request: TraceRequest) -> TraceRequest:
         """A step with the same form of the optimizer; of the weights alone where one GPU has all of them.

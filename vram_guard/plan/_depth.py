@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.compose import CannotComposeError, DepthLaw
-from vram_guard.techniques.equal_blocks import equal_blocks, with_depth
+from vram_guard.techniques.equal_blocks import EqualBlocks, equal_blocks, with_depth
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from vram_guard.plan.source import TraceRequest
+    from vram_guard.plan.source import Source, TraceRequest
+    from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Timeline
+
+    Follow = Callable[[TraceRequest], Timeline]
 
 _log = logging.getLogger(__name__)
 
@@ -24,58 +25,82 @@ _DEPTH = 5
 #: Blocks of the trace that shows that the law holds.
 _CHECKED_DEPTH = 8
 
-#: A recipe without blocks that are treated.
-_NONE: dict[str, tuple[str, ...]] = {"checkpoint": (), "offload_activations": ()}
+#: Fields of a recipe that name modules.
+_NAMING = ("checkpoint", "offload_activations", "frozen_on_host", "parameters_on_host")
 
 #: Three traces with 19 blocks together, and what each takes besides its blocks: models of fewer are traced as they are.
 LEAST_BLOCKS = 48
 
 
-def by_depth(
-    model: nn.Module, trace: Callable[[TraceRequest], Timeline], checked: set[Hashable], layout: Hashable = None
-) -> Callable[[TraceRequest], Timeline] | None:
-    """A trace's replacement for a model of many equal blocks; None where the model is no such.
+def by_depth(source: Source, checked: set[Hashable] | None = None, layout: Hashable = None) -> Source:
+    """The source with a law for what a model of many equal blocks does, in place of traces of all of them.
 
     Args:
-        model: that ``trace`` follows.
-        trace: a request -> its timeline.
+        source: that follows all blocks of its model.
         checked: kinds of requests for which a third depth has shown that the law holds; those of this one are added.
             Batch sizes are of one kind: they change amounts, not the order in which things happen.
-        layout: the kind of layout that ``trace`` follows.
+        layout: the kind of layout that the source follows.
     """
-    blocks = equal_blocks(model)
+    from vram_guard.simulate import each_once
+
+    blocks = equal_blocks(source.model)
     if blocks is None or len(blocks.names) < LEAST_BLOCKS:
-        return None
-    every = frozenset(blocks.names)
+        return source
+    direct = each_once(source.trace)
+    return replace(source, trace=_Lawful(source, blocks, direct, checked, layout), direct=direct)
 
-    def shallow(request: TraceRequest, depth: int) -> Timeline:
-        left_out = every - blocks.within(depth)
-        recipe = request.recipe
-        kept = {name: tuple(block for block in getattr(recipe, name) if block not in left_out) for name in _NONE}
-        with with_depth(model, blocks, depth):
-            return trace(replace(request, recipe=recipe.with_(**kept)))
 
-    def traced(request: TraceRequest) -> Timeline:
-        treated = [
-            every.intersection(names) for names in (request.recipe.checkpoint, request.recipe.offload_activations)
-        ]
-        if request.compiled or any(names and names != every for names in treated):
-            return trace(request)
+class _Lawful:
+    """What a model of equal blocks does, from traces of it with a few of them.
+
+    Args:
+        source: of the model.
+        blocks: of the model.
+        direct: follows all of them.
+        checked: as :func:`by_depth`.
+        layout: as :func:`by_depth`.
+    """
+
+    def __init__(
+        self, source: Source, blocks: EqualBlocks, direct: Follow, checked: set[Hashable] | None, layout: Hashable
+    ) -> None:
+        self._source = source
+        self._blocks = blocks
+        self._every = blocks.names
+        self._direct = direct
+        self._checked = set() if checked is None else checked
+        self._layout = layout
+
+    def __call__(self, request: TraceRequest) -> Timeline:
+        stacks = [self._blocks.of(stack) for stack in self._blocks.stacks]
+        named = [stack.intersection(getattr(request.recipe, name)) for name in _NAMING for stack in stacks]
+        if request.compiled or any(names and names not in stacks for names in named):
+            return self._direct(request)
         try:
-            law = DepthLaw(shallow(request, _DEPTH), shallow(request, _DEPTH + 1), _DEPTH, blocks.stack)
-            kind = (
-                layout,
-                (*map(bool, treated), request.recipe.checkpoint_keeps),
-                replace(request, batch_size=0, recipe=request.recipe.with_(**_NONE)),
-            )
-            if kind in checked or law.holds(shallow(request, _CHECKED_DEPTH), _CHECKED_DEPTH):
-                checked.add(kind)
-                return law.at(len(blocks.names))
+            shallow = self._shallow(request)
+            law = DepthLaw(shallow(_DEPTH), shallow(_DEPTH + 1), _DEPTH, self._blocks.stacks)
+            part = "whole" if request.part == "first" else request.part
+            outside = replace(request, batch_size=0, part=part, recipe=self._within(request.recipe, 0))
+            kind = self._layout, (*map(bool, named), request.recipe.checkpoint_keeps), outside
+            if kind in self._checked or law.holds(shallow(_CHECKED_DEPTH), _CHECKED_DEPTH):
+                self._checked.add(kind)
+                return law.at(self._blocks.depth)
             _log.info("%s: another depth does not follow the law: traced as it is", request)
         except CannotComposeError as error:
             _log.info("%s: traced as it is: %s", request, error)
         except Exception as error:  # noqa: BLE001 - the user's code runs here; with all blocks it may not fail
             _log.info("%s: traced as it is: %s: %s", request, type(error).__name__, error)
-        return trace(request)
+        return self._direct(request)
 
-    return traced
+    def _shallow(self, request: TraceRequest) -> Callable[[int], Timeline]:
+        def trace(depth: int) -> Timeline:
+            with with_depth(self._source.model, self._blocks, depth):
+                return self._source.trace(replace(request, recipe=self._within(request.recipe, depth)))
+
+        return trace
+
+    def _within(self, recipe: Recipe, depth: int) -> Recipe:
+        """The recipe without the blocks that a model of this depth has not."""
+        left_out = self._every - self._blocks.within(depth)
+        kept = {name: tuple(each for each in getattr(recipe, name) if each not in left_out) for name in _NAMING}
+        return recipe.with_(**kept)

@@ -88,11 +88,12 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
 
 def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:
     """The source of the first steps, and that of the whole job; both the same where there is no job."""
-    first = replace(source, trace=under(asked.cudnn, source.trace))
+    direct = None if source.direct is None else under(asked.cudnn, source.direct)
+    first = replace(source, trace=under(asked.cudnn, source.trace), direct=direct)
     if source.job is None or source.whole is None:
         return first, first
     job = whole_job(source.job, source.whole, asked.batch_size * source.batch_slices)
-    return first, replace(first, trace=under(asked.cudnn, job))
+    return first, replace(first, trace=under(asked.cudnn, job), direct=None)
 
 
 def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:

@@ -64,6 +64,8 @@ class _Trial:
     """Options that do not fit as composed: their group, and the bytes that are missing."""
     confirmed: list[_Way] = field(default_factory=list)
     """Those of which a trace has allocated what a law in the depth of the model said of it, entry by entry."""
+    law_is_doubtful: bool = False
+    """True if a trace has taken other memory than a law in the depth of the model said."""
     said: set[str] = field(default_factory=set)
 
     def size(self, option: Option) -> int:
@@ -100,16 +102,16 @@ class _Trial:
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
         # Of blocks that are not equal, others than those of this option may be composed wrongly.
-        said = self.candidates.get((option, True)) if self.timelines.by_law(option, self.size(option)) else None
+        said = self.candidates.pop((option, True), None) if self.timelines.by_law(option, self.size(option)) else None
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
-        if before == (found is not None):
-            if (
-                said is not None
-                and found is not None
-                and _same_memory(said.timeline, found.timeline, self.size(option))
-            ):
+        traced = self.candidates.get((option, True))
+        if said is not None and traced is not None:
+            if _same_memory(said.timeline, traced.timeline, self.size(option)):
                 self.confirmed.append(self._way(option))
+            else:
+                self.law_is_doubtful = True
+        if before == (found is not None):
             return True
         self._distrust(option)
         self.infeasible.clear()
@@ -368,6 +370,8 @@ def search(
         best = None if before.estimate.tier == "formula" else _proven(trial)
     finally:
         timelines.end()
+    if trial.law_is_doubtful:
+        before = trial.candidate(as_written, exact=True, proof=True)
     if best is None:
         return nothing_fits(request, before, trial.rejected())
     option, after = best.option, best.candidate

@@ -174,12 +174,9 @@ class SpreadSearch:
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
             made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
-            made = replace(made, explored={})
-            direct, lawful = remembered(made.trace), by_depth(made.model, made.trace, self.lawful, _kind(layout))
-            if lawful is None:
-                self.sources[layout] = replace(made, trace=direct)
-            else:
-                self.sources[layout] = replace(made, trace=remembered(lawful), direct=direct)
+            made = by_depth(replace(made, explored={}), self.lawful, _kind(layout))
+            direct = None if made.direct is None else remembered(made.direct)
+            self.sources[layout] = replace(made, trace=remembered(made.trace), direct=direct)
         return self.sources[layout]
 
     def _as_written(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> Way:

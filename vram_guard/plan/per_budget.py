@@ -10,6 +10,7 @@ from vram_guard.budget import GPU, Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan import plan
+from vram_guard.plan._depth import by_depth
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import watched_modules
 from vram_guard.plan.model import Plan
@@ -102,4 +103,5 @@ def _with_kernels(budget: Budget, card: GPU | None) -> Budget:
 def _source(step: TrainingStep, budget: Budget) -> Source:
     if step.parallel is not None:
         raise InvalidInputError(_("plans for several budgets are of trainings on one GPU"))
-    return source_of(step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY, watched_modules(None, Pins()))
+    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
+    return by_depth(source_of(step, capability, watched_modules(None, Pins())))

@@ -105,7 +105,7 @@ class Source:
     copies: bool = False
     """True if ``trace`` runs in copies of a process, of which one whose code is compiled gives up in time by itself."""
     forks: bool = False
-    """True if ``trace`` may run in a copy of this process, beside another trace here; then there is no ``direct``."""
+    """True if ``trace`` and ``direct`` may run in a copy of this process, beside another trace here."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
     explored: dict[int, object] | None = None

@@ -120,7 +120,7 @@ class Traces:
 
     def begin(self, option: Option, size: int) -> None:
         """The option's direct trace will be asked for: begin it beside others, where that helps."""
-        self._begin(self._request(option, size))
+        self._begin(self._request(option, size), directly=True)
 
     def end(self) -> None:
         """End what has been begun and is not needed."""
@@ -193,9 +193,9 @@ class Traces:
 
             def run(size: int) -> Timeline:
                 if size == small:
-                    self._begin(replace(request, batch_size=large))
+                    self._begin(replace(request, batch_size=large), directly=not self._by_law)
                 elif size == large and written and first is not None:
-                    self._begin(replace(request, part="first", batch_size=self._batch_size))
+                    self._begin(replace(request, part="first", batch_size=self._batch_size), directly=not self._by_law)
                 return follow(size)
 
             try:
@@ -205,17 +205,18 @@ class Traces:
         return self._traced[request]
 
     def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:
-        directly = self.source.direct is not None and (all_blocks or not self._by_law)
+        directly = all_blocks or not self._by_law
         return lambda size: self._followed(replace(request, batch_size=size), directly)
 
-    def _begin(self, request: TraceRequest) -> None:
-        self._ahead.begin(request, lambda: self.source.trace(request).on(self._multiprocessors))
+    def _begin(self, request: TraceRequest, *, directly: bool) -> None:
+        self._ahead.begin((request, directly), self._trace(request, directly))
 
     def _follow(self, request: TraceRequest, directly: bool) -> Timeline:
-        direct = self.source.direct
-        if directly and direct is not None:
-            return direct(request).on(self._multiprocessors)
-        return self._ahead.made(request, lambda: self.source.trace(request).on(self._multiprocessors))
+        return self._ahead.made((request, directly), self._trace(request, directly))
+
+    def _trace(self, request: TraceRequest, directly: bool) -> Callable[[], Timeline]:
+        follow = self.source.direct if directly and self.source.direct is not None else self.source.trace
+        return lambda: follow(request).on(self._multiprocessors)
 
     def _confirmed(self, request: TraceRequest, *, all_blocks: bool = False) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at

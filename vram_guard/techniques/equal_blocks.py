@@ -16,28 +16,51 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class EqualBlocks(NamedTuple):
-    """Blocks of one list that differ in their numbers alone, as far as can be seen without running them."""
+    """Blocks of one list, or of several lists of the same length.
 
-    stack: str
-    """Name of the module that holds them, as 0, 1, 2, ..."""
-    names: tuple[str, ...]
+    Those of a list differ in their numbers alone, as far as can be seen without running them.
+    """
+
+    stacks: tuple[str, ...]
+    """Names of the modules that hold them, each as 0, 1, 2, ..."""
+    depth: int
+    """Blocks of each stack."""
+
+    def of(self, stack: str) -> frozenset[str]:
+        """The names of the blocks of one stack."""
+        return frozenset(f"{stack}.{number}" for number in range(self.depth))
 
     def within(self, depth: int) -> frozenset[str]:
-        """The names of the first so many blocks."""
-        return frozenset(self.names[:depth])
+        """The names of the first so many blocks of each stack."""
+        return frozenset(f"{stack}.{number}" for stack in self.stacks for number in range(depth))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all blocks."""
+        return self.within(self.depth)
 
 
 def equal_blocks(model: nn.Module) -> EqualBlocks | None:
-    """The longest list of equal blocks of a model that holds nothing else; None where there is none."""
-    stacks = {block.stack for block in find_blocks(model, checkpointed=True)}
-    found = [blocks for stack in sorted(stacks) if (blocks := _of_stack(model, stack)) is not None]
-    return max(found, key=lambda blocks: len(blocks.names), default=None)
+    """The lists of equal blocks of a model that hold nothing else; None where there is none.
+
+    Of lists of different lengths, those of the one length that have most blocks together; of several such the longest.
+    """
+    lengths: dict[int, list[str]] = {}
+    for stack in sorted({block.stack for block in find_blocks(model, checkpointed=True)}):
+        depth = _depth_of(model, stack)
+        if depth:
+            lengths.setdefault(depth, []).append(stack)
+    if not lengths:
+        return None
+    depth = max(lengths, key=lambda depth: (depth * len(lengths[depth]), depth))
+    return EqualBlocks(tuple(lengths[depth]), depth)
 
 
-def _of_stack(model: nn.Module, stack: str) -> EqualBlocks | None:
+def _depth_of(model: nn.Module, stack: str) -> int:
+    """Equal blocks of a list that holds nothing else; 0 where it is no such list."""
     children = dict(model.get_submodule(stack).named_children())
     if not stack or list(children) != [str(number) for number in range(len(children))]:
-        return None
+        return 0
     parts = [id(tensor) for block in children.values() for tensor in (*block.parameters(), *block.buffers())]
     everywhere = (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
     elsewhere = {id(one) for path, one in everywhere if not f"{path}.".startswith(f"{stack}.")}
@@ -47,8 +70,8 @@ def _of_stack(model: nn.Module, stack: str) -> EqualBlocks | None:
         or not elsewhere.isdisjoint(parts)
         or not _equal([_seen(block) for block in children.values()])
     ):
-        return None
-    return EqualBlocks(stack, tuple(f"{stack}.{name}" for name in children))
+        return 0
+    return len(children)
 
 
 def _equal(blocks: Sequence[tuple[Hashable, list[int]]]) -> bool:
@@ -91,13 +114,17 @@ def _plain(value: object) -> Hashable:
 
 @contextlib.contextmanager
 def with_depth(model: nn.Module, blocks: EqualBlocks, depth: int) -> Iterator[None]:
-    """While the block runs, the model has the first ``depth`` of its equal blocks alone."""
-    held = vars(model.get_submodule(blocks.stack))["_modules"]
-    whole = dict(held)
-    for name in blocks.names[depth:]:
-        del held[name.rpartition(".")[2]]
+    """While the block runs, the model has the first ``depth`` blocks of each stack alone."""
+    whole = {}
+    for stack in blocks.stacks:
+        held = vars(model.get_submodule(stack))["_modules"]
+        whole[stack] = held, dict(held)
     try:
+        for held, _all in whole.values():
+            for number in range(depth, blocks.depth):
+                del held[str(number)]
         yield
     finally:
-        held.clear()
-        held.update(whole)
+        for held, all_blocks in whole.values():
+            held.clear()
+            held.update(all_blocks)
