@@ -134,6 +134,7 @@ def test_the_class_of_an_optimizer_is_known_however_it_is_given() -> None:
     assert _dividing._optimizer_class(SimpleNamespace(optim_wrapper=alone_), _optim.read(alone_)) is type(None)
 
 
+@pytest.mark.torch_since(2, 6)
 def test_shards_are_updated_in_the_groups_of_their_parameters() -> None:
     """One process: after dividing, the optimizer has the model's new parameters, each in the group it was in."""
     from torch.distributed.device_mesh import init_device_mesh

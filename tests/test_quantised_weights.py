@@ -102,6 +102,7 @@ def torchao():
     return pytest.importorskip("torchao.quantization")
 
 
+@pytest.mark.torch_since(2, 6)  # torchao's flatten protocol asks for it
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 def test_weights_of_torchao_lie_there_by_their_own_flatten_protocol(torchao, kind):
     net = Net(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16).requires_grad_(requires_grad=False))

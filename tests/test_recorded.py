@@ -52,7 +52,8 @@ def test_every_device_with_a_history_is_read():
 @pytest.mark.parametrize(
     ("name", "in_order"),
     [
-        ("lm-medium-512-training", 1),  # two steps fall 0.4 to 0.5% short: those before it decide where blocks lie
+        # Two steps fall 0.4 to 0.5% short: those before it decide where blocks lie. Of torch 2.11, as it was recorded.
+        pytest.param("lm-medium-512-training", 1, marks=pytest.mark.torch_since(2, 11)),
         ("lm-medium-512-inference", 1),
         ("lm-2.7b-128-fullstep", 0.999),
         ("lm-2.7b-256-forward-mixed", 0.999),

@@ -44,6 +44,7 @@ def test_every_norm_and_every_loss_computes_the_same():
     torch.testing.assert_close(losses[2][0], losses[0])
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_log_of_a_run_of_torchtitan_is_predicted_to_its_last_digit():
     """Pull request 699: 49.58594 GiB reserved with expandable segments, 41.17145 GiB active."""
     found = rows.predict(["6a6f755"])
@@ -71,6 +72,7 @@ def test_what_is_not_followed_has_its_reason_in_both_languages():
     assert len(rows.not_followed()) > 20
 
 
+@pytest.mark.torch_since(2, 6)
 def test_the_first_step_alone_takes_less(monkeypatch):
     monkeypatch.setitem(SIZES, "two layers", Sizes(64, 2, 4, 2, multiple_of=16, vocabulary=128))
     timeline = rows.trace_at(Recipe("two layers", 2, 1, 64).step(), 1)
@@ -79,6 +81,7 @@ def test_the_first_step_alone_takes_less(monkeypatch):
     assert 0 < first.at(1).peak_allocated < timeline.at(1).peak_allocated
 
 
+@pytest.mark.torch_since(2, 6)
 def test_older_reductions_take_their_inputs_from_the_stream_that_reduces(monkeypatch):
     monkeypatch.setitem(SIZES, "two layers", Sizes(64, 2, 4, 2, multiple_of=16, vocabulary=128))
     now, before = (
