@@ -102,7 +102,7 @@ class _Trial:
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
         # Of blocks that are not equal, others than those of this option may be composed wrongly.
-        said = self.candidates.pop((option, True), None) if self.timelines.by_law(option, self.size(option)) else None
+        said = self.candidates.pop((option, True), None) if self.by_law(option) else None
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         traced = self.candidates.get((option, True))
@@ -136,6 +136,10 @@ class _Trial:
 
     def _way(self, option: Option) -> _Way:
         return _Way.of(option, self.request.space.blocks)
+
+    def by_law(self, option: Option) -> bool:
+        """True if a law in the depth of the model may have said what the option takes; one trace confirms others."""
+        return self.timelines.by_law(option, self.size(option))
 
     def is_composed(self, option: Option) -> bool:
         """True if nothing but composition says what the option takes."""
@@ -399,7 +403,7 @@ def _proven(trial: _Trial) -> _Best | None:
         best = _cheapest(trial)
         if best is not None and trial.request.thorough and trial.is_composed(best.option):
             miss = trial.nearest_composed_miss(best.key)
-            if not checked and miss is not None and not trial.is_confirmed(miss[0]):
+            if not checked and miss is not None and not trial.by_law(miss[0]):
                 trial.timelines.begin(miss[0], trial.size(miss[0]))
             trial.prove(best.option, best.group)
             continue
