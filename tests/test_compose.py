@@ -430,8 +430,13 @@ def test_activations_on_the_host_are_composed_of_a_chain(count: int) -> None:
     for option in (offloaded, both):
         composed, direct = compared(traces, option)
         assert composed == direct
-        assert traces.exact(option, BATCH).host_peak(BATCH) > 0
-    assert traces.exact(offloaded, BATCH).host_peak(BATCH) == traces.direct(offloaded, BATCH).host_peak(BATCH)
+    # Of checkpointed blocks the first of two steps suffices, beside offloaded ones too.
+    assert {request.part for request in traces._traced if request.recipe.checkpoint} == (
+        {"first"} if blocks[count:] else set()
+    )
+    said = [traces.exact(option, BATCH).host_peak(BATCH) for option in (offloaded, both)]
+    traces, _blocks = ready(step(*MODELS["layers"]))
+    assert said == [traces.direct(option, BATCH).host_peak(BATCH) for option in (offloaded, both)]
 
 
 @pytest.mark.parametrize("made", ["convolutions", "in_place", "hourglass"])

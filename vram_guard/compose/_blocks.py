@@ -28,12 +28,13 @@ class BlockMixture:
         plain: no block is treated.
         treated: every block is; the first of its two steps suffices.
         units: the blocks.
+        moved: in the plain trace blocks keep what they save on the host: of treated ones that is left out.
 
     Raises:
         CannotComposeError: the two traces have not the same segments, or other tensors between them.
     """
 
-    def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str]) -> None:
+    def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str], *, moved: bool = False) -> None:
         first = len(treated.phases) < len(plain.phases)
         if first:
             treated = replace(repeated(treated), host_blocks=plain.host_blocks, host_events=plain.host_events)
@@ -52,7 +53,10 @@ class BlockMixture:
             {known[block]: place for block, place in cut.freed.items()}
             for cut, known in zip((one, other), numbers, strict=True)
         ]
-        self._host = treated.host_blocks, treated.host_events, {} if first else other.on_host()
+        source = plain if moved else treated
+        owners = one.on_host() if moved else {} if first else other.on_host()
+        self._host = source.host_blocks, source.host_events, owners
+        self._moved = moved
 
     def of(self, treated: Collection[str]) -> Timeline:
         """The timeline in which these blocks are treated. It has no work and no collectives."""
@@ -79,7 +83,7 @@ class BlockMixture:
             host_events=tuple(
                 event
                 for event in moves
-                if (unit := owners.get(event if event >= 0 else ~event)) is None or unit in treated
+                if (unit := owners.get(event if event >= 0 else ~event)) is None or (unit in treated) != self._moved
             ),
             blocks=self._blocks,
             events=tuple(events),

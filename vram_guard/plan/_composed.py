@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vram_guard.compose import (
     BlockMixture,
@@ -25,8 +25,15 @@ _log = logging.getLogger(__name__)
 #: Forms of the optimizer that are composed. The others have kernels of their own, or states of another size.
 _FORMS = ("as-written", "for-loop")
 
+#: Fields of a recipe that treat no block, as they are where nothing is changed.
+_UNCHANGED: dict[str, Any] = {"optimizer": "as-written", "optimizer_on_host": False, "frozen_on_host": ()}
+
 #: Samples where any number would do, because none of the batch matters to the optimizer.
 _ANY_SIZE = 2
+
+
+#: True where the blocks that are not checkpointed are offloaded; and a request with every block treated.
+_Group = tuple[bool, TraceRequest]
 
 
 class Treatable(NamedTuple):
@@ -53,7 +60,7 @@ class Composer:
         self._divided = source.topology is not None or source.ranks > 1
         self._cuts = source.accumulate == 1 and not self._divided
         """False where a trace of one micro-batch does not show what two do: layouts add up gradients by themselves."""
-        self._refused: set[TraceRequest] = set()
+        self._refused: set[_Group] = set()
         self._traces_frozen = False
         """True: steps with frozen modules on the host are traced, because what was composed of others was wrong."""
         self._made: dict[TraceRequest, Timeline] = {}
@@ -130,20 +137,19 @@ class Composer:
         return checkpointed <= blocks.checkpoint and offloaded <= blocks.offload
 
     def _is_refused(self, request: TraceRequest, blocks: Treatable) -> bool:
-        of_blocks = self._bases(request, blocks)[-1]
+        of_blocks = self._group(replace(request, recipe=request.recipe.with_(**_UNCHANGED)), blocks)
         return not self._refused.isdisjoint((of_blocks, self._group(request, blocks)))
 
-    def _group(self, request: TraceRequest, blocks: Treatable) -> TraceRequest:
+    def _group(self, request: TraceRequest, blocks: Treatable) -> _Group:
         """What the requests that are composed of the same timelines have in common."""
-        recipe = request.recipe
-        every = self._bases(request, blocks)[-1]
-        own = {name: getattr(recipe, name) for name in ("optimizer", "optimizer_on_host", "frozen_on_host")}
-        return replace(every, recipe=every.recipe.with_(**own))
+        none, every = self._bases(request, blocks)
+        own = {name: getattr(request.recipe, name) for name in _UNCHANGED}
+        return bool(none.recipe.offload_activations), replace(every, recipe=every.recipe.with_(**own))
 
     def _bases(self, request: TraceRequest, blocks: Treatable) -> tuple[TraceRequest, TraceRequest]:
         """The two ends of a mixture of blocks, with the optimizer as written: no block treated, and every one.
 
-        Where some are offloaded and all others checkpointed: every one checkpointed, and every one offloaded.
+        Where some are checkpointed and all others offloaded: every one offloaded, and every one checkpointed.
         """
 
         def every(*, checkpoint: frozenset[str] = frozenset(), offload: frozenset[str] = frozenset()) -> TraceRequest:
@@ -156,17 +162,15 @@ class Composer:
             return replace(request, recipe=recipe)
 
         recipe = request.recipe
-        if recipe.checkpoint and recipe.offload_activations:
-            return every(checkpoint=blocks.checkpoint), every(offload=blocks.checkpoint)
-        if recipe.offload_activations:
-            return every(), every(offload=blocks.offload)
+        none, treated = every(), every(checkpoint=blocks.checkpoint)
         if not recipe.checkpoint:
-            return every(), every()
-        treated = every(checkpoint=blocks.checkpoint)
+            return none, every(offload=blocks.offload) if recipe.offload_activations else none
+        if recipe.offload_activations:
+            none = every(offload=blocks.checkpoint)
         if self._first_suffices(request) and not _overlap(recipe.frozen_on_host, blocks.checkpoint):
             # Nothing but checkpointed blocks is taken of it.
             treated = replace(treated, recipe=treated.recipe.with_(frozen_on_host=()))
-        return every(), treated
+        return none, treated
 
     def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         if self._cut(request):
@@ -186,15 +190,16 @@ class Composer:
 
     def _of_blocks(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         bases = none, every = self._bases(request, blocks)
-        treated = frozenset(request.recipe.offload_activations or request.recipe.checkpoint)
+        treated = _treated(request.recipe)
         if none == every:
             return self._law(none)
         if bases not in self._mixtures:
-            first = not every.recipe.offload_activations and self._first_suffices(none)
-            if not first and treated == frozenset(every.recipe.offload_activations or every.recipe.checkpoint):
+            first = bool(every.recipe.checkpoint) and self._first_suffices(none)
+            if not first and treated == _treated(every.recipe):
                 return self._law(every)
             other = self._law(replace(every, part="first")) if first else self._law(every)
-            self._mixtures[bases] = BlockMixture(self._law(none), other, blocks.checkpoint | blocks.offload)
+            units, moved = blocks.checkpoint | blocks.offload, bool(none.recipe.offload_activations)
+            self._mixtures[bases] = BlockMixture(self._law(none), other, units, moved=moved)
         return self._mixtures[bases].of(treated)
 
     def _first_suffices(self, request: TraceRequest) -> bool:
@@ -204,10 +209,8 @@ class Composer:
         models need no block checkpointed. By a law in the depth of the model both steps cost little, and a mixture of
         other blocks needs them.
         """
-        recipe = request.recipe.with_(
-            optimizer="as-written", optimizer_on_host=False, checkpoint=(), checkpoint_keeps=()
-        )
-        alone = recipe.with_(parameters_on_host=(), frozen_on_host=()) == AS_WRITTEN
+        treated: dict[str, Any] = {"checkpoint": (), "checkpoint_keeps": (), "offload_activations": ()}
+        alone = request.recipe.with_(**_UNCHANGED, **treated, parameters_on_host=()) == AS_WRITTEN
         return alone and self._source.direct is None
 
     def _law(self, request: TraceRequest) -> Timeline:
@@ -238,6 +241,11 @@ class Composer:
             return plain
         one = replace(plain, recipe=untreated.with_(frozen_on_host=()), batch_size=_ANY_SIZE, slices=1)
         return one if self._divided else replace(one, part="weights")
+
+
+def _treated(recipe: Recipe) -> frozenset[str]:
+    """The blocks that are taken of the trace with every block treated."""
+    return frozenset(recipe.checkpoint or recipe.offload_activations)
 
 
 def _other_optimizer(recipe: Recipe) -> bool:
