@@ -435,6 +435,7 @@ def test_activations_on_the_host_are_composed_of_a_chain(count: int) -> None:
         {"first"} if blocks[count:] else set()
     )
     said = [traces.exact(option, BATCH).host_peak(BATCH) for option in (offloaded, both)]
+    assert all(said)
     traces, _blocks = ready(step(*MODELS["layers"]))
     assert said == [traces.direct(option, BATCH).host_peak(BATCH) for option in (offloaded, both)]
 

@@ -103,7 +103,7 @@ class Pair(nn.Module):
 def pair_at(model: nn.Module, depth: int, recipe: Recipe, blocks: EqualBlocks) -> Timeline:
     source = source_of(step(model=model), (9, 0))
     request = TraceRequest(2, "32-true", recipe)
-    return _Lawful(source, blocks, source.trace, None, None)._shallow(request)(depth)
+    return _Lawful(source, blocks, source.trace, None, None)._shallow(request, depth)
 
 
 STUDENTS = tuple(f"student.blocks.{number}" for number in range(DEPTH))
@@ -204,6 +204,18 @@ def test_of_lists_of_other_lengths_those_with_most_blocks_are_taken() -> None:
     assert equal_blocks(model) == (("deep.blocks",), 7)
 
 
+def test_many_short_lists_do_not_stand_for_a_deep_one() -> None:
+    """Too short to be left out of shallow traces, they would be traced three times as they are."""
+    model = nn.Module()
+    for number in range(13):
+        setattr(model, f"short{number}", Net(blocks=4))
+    source = replace(source_of(late(3), (8, 0)), model=model)
+    assert _depth.by_depth(source) is source
+    model.deep = Net(blocks=_depth.LEAST_BLOCKS)
+    assert equal_blocks(model, _depth.LEAST_DEPTH) == (("deep.blocks",), _depth.LEAST_BLOCKS)
+    assert _depth.by_depth(source).direct is not None
+
+
 def test_the_blocks_of_every_stack_come_back_after_an_error() -> None:
     model = Pair(4)
     blocks = equal_blocks(model)
@@ -240,9 +252,6 @@ class Late(nn.Module):
         return self.net.head(x)
 
 
-SPREAD = {"gpus": 8, "link": "nvlink4", "layouts": ["fsdp2"]}
-
-
 def late(since: int) -> TrainingStep:
     return TrainingStep(
         Late(since),
@@ -254,7 +263,7 @@ def late(since: int) -> TrainingStep:
 
 def planned(since: int) -> Plan:
     asked = late(since)
-    wishes: dict[str, Any] = {**SPREAD, "allow": ["checkpoint"]}
+    wishes: dict[str, Any] = {"gpus": 8, "link": "nvlink4", "layouts": ["fsdp2"], "allow": ["checkpoint"]}
     # Twelve blocks fit as they are where none keeps more, which is what five, six and eight say.
     return plan(asked, 1, "140MiB" if since == DEPTH else "165MiB", margin=0.0, **wishes)
 
@@ -271,6 +280,7 @@ def test_a_plan_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytes
         return followed(asked, *args, **kwargs)
 
     monkeypatch.setattr(_depth, "LEAST_BLOCKS", DEPTH)
+    monkeypatch.setattr(_depth, "LEAST_DEPTH", DEPTH)
     monkeypatch.setattr(run, "run_step", counted)
     made = planned(since)
 
@@ -304,6 +314,7 @@ def test_a_plan_for_one_gpu_by_the_law_is_the_plan_without_it(since: int, monkey
     direct = made()
     assert direct.recipe.checkpoint
     monkeypatch.setattr(_depth, "LEAST_BLOCKS", DEPTH)
+    monkeypatch.setattr(_depth, "LEAST_DEPTH", DEPTH)
     monkeypatch.setattr(run, "run_step", counted)
     said = made()
     assert 5 in depths

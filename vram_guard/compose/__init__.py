@@ -10,6 +10,7 @@ from __future__ import annotations
 from vram_guard.compose._blocks import BlockMixture
 from vram_guard.compose._depth import DepthLaw
 from vram_guard.compose._errors import CannotComposeError
+from vram_guard.compose._events import blocks_of_set_up
 from vram_guard.compose._frozen import with_frozen_on_host
 from vram_guard.compose._micro_batches import in_micro_batches
 from vram_guard.compose._optimizer import with_optimizer_of
@@ -18,6 +19,7 @@ __all__ = [
     "BlockMixture",
     "CannotComposeError",
     "DepthLaw",
+    "blocks_of_set_up",
     "in_micro_batches",
     "with_frozen_on_host",
     "with_optimizer_of",

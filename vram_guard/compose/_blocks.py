@@ -25,7 +25,7 @@ class BlockMixture:
     one, it lives until the last of these frees, and until the last backward pass that reads it.
 
     Args:
-        plain: no block is treated.
+        plain: no block is treated so.
         treated: every block is; the first of its two steps suffices.
         units: the blocks.
         moved: in the plain trace blocks keep what they save on the host: of treated ones that is left out.
@@ -37,7 +37,7 @@ class BlockMixture:
     def __init__(self, plain: Timeline, treated: Timeline, units: Collection[str], *, moved: bool = False) -> None:
         first = len(treated.phases) < len(plain.phases)
         if first:
-            treated = replace(repeated(treated), host_blocks=plain.host_blocks, host_events=plain.host_events)
+            treated = repeated(treated)
         one, other = _cut(plain, units), _cut(treated, units)
         if [segment.key for segment in one.segments] != [segment.key for segment in other.segments]:
             raise CannotComposeError("the traces have other segments")
@@ -53,8 +53,9 @@ class BlockMixture:
             {known[block]: place for block, place in cut.freed.items()}
             for cut, known in zip((one, other), numbers, strict=True)
         ]
-        source = plain if moved else treated
-        owners = one.on_host() if moved else {} if first else other.on_host()
+        # One step alone says nothing of what the other puts there: then all that the plain trace has counts.
+        source = plain if moved or first else treated
+        owners = (one if moved else other).on_host() if moved or not first else {}
         self._host = source.host_blocks, source.host_events, owners
         self._moved = moved
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from vram_guard.compose._errors import CannotComposeError
+from vram_guard.compose._events import shifted
 from vram_guard.timeline import Border, HostBlock, Marks, Timeline
 
 
@@ -66,7 +67,7 @@ def with_frozen_on_host(timeline: Timeline, modules: Mapping[str, Sequence[int]]
         events=tuple(events),
         phases=tuple(phase._replace(start=start) for phase, start in zip(timeline.phases, starts, strict=True)),
         host_blocks=(*(HostBlock(timeline.blocks[one].size, pinned=False) for one in waiting), *timeline.host_blocks),
-        host_events=(*range(len(waiting)), *(_behind(event, len(waiting)) for event in timeline.host_events)),
+        host_events=(*range(len(waiting)), *shifted(timeline.host_events, len(waiting))),
         work=(),
         collectives=(),
         marks=Marks(
@@ -75,11 +76,6 @@ def with_frozen_on_host(timeline: Timeline, modules: Mapping[str, Sequence[int]]
             tuple((at_event[at], block) for at, block in marks.used),
         ),
     )
-
-
-def _behind(event: int, count: int) -> int:
-    """The event of a block with so many more before it."""
-    return event + count if event >= 0 else event - count
 
 
 def _forwards(borders: Sequence[Border], modules: Mapping[str, object]) -> Iterator[tuple[Border, str]]:

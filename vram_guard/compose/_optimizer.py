@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from vram_guard.compose._errors import CannotComposeError
-from vram_guard.timeline import Block, Marks, Timeline
+from vram_guard.compose._events import blocks_of_set_up, shifted
+from vram_guard.timeline import Marks, Timeline
 
 
 def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = False) -> Timeline:
@@ -31,7 +32,7 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
         raise CannotComposeError("the traces have other optimizer phases")
     if _gradients(timeline) != _gradients(other):
         raise CannotComposeError("the traces have other gradients")
-    if on_host and any(block.category == "optimizer_states" for block in _set_up(timeline)):
+    if on_host and any(timeline.blocks[block].category == "optimizer_states" for block in blocks_of_set_up(timeline)):
         raise CannotComposeError("states are made before the first step")
     replacing = {start: _own_events(other, *span) for (_key, start, _end), (_, *span) in zip(own, taken, strict=True)}
     offset, gone = len(timeline.blocks), set[int]()
@@ -53,7 +54,7 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
         early, late = ([e for e in part if e < 0 and ~e not in gone] for part in (span[:first], span[first:]))
         at_event += [len(events)] * len(span)
         events += early
-        events += (event + offset if event >= 0 else event - offset for event in replacing[phase.start])
+        events += shifted(replacing[phase.start], offset)
         events += late
     at_event.append(len(events))
     marks = timeline.marks
@@ -72,11 +73,9 @@ def _in_host_memory(timeline: Timeline, other: Timeline) -> dict[str, Any]:
     staying, moving = sorted((timeline, other), key=lambda one: any(event < 0 for event in one.host_events))
     if any(event < 0 for event in staying.host_events):
         raise CannotComposeError("both traces free host memory")
-    offset = len(staying.host_blocks)
-    shifted = (event + offset if event >= 0 else event - offset for event in moving.host_events)
     return {
         "host_blocks": (*staying.host_blocks, *moving.host_blocks),
-        "host_events": (*staying.host_events, *shifted),
+        "host_events": (*staying.host_events, *shifted(moving.host_events, len(staying.host_blocks))),
     }
 
 
@@ -84,12 +83,6 @@ def _gradients(timeline: Timeline) -> list[int]:
     """The sizes of all gradients: weights that the step does not use have none."""
     accumulated = () if timeline.marks is None else timeline.marks.accumulated
     return sorted(timeline.blocks[block].size.base for block in {block for _at, block in accumulated})
-
-
-def _set_up(timeline: Timeline) -> Iterator[Block]:
-    """The blocks that are there before the first step."""
-    end = next((phase.start for phase in timeline.phases if phase.step), len(timeline.events))
-    return (timeline.blocks[event] for event in timeline.events[:end] if event >= 0)
 
 
 def _optimizer_phases(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, int]]:

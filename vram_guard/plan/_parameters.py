@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vram_guard.compose import CannotComposeError
+from vram_guard.compose import CannotComposeError, blocks_of_set_up
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,10 +26,7 @@ def blocks_of_parameters(model: nn.Module, modules: Iterable[str], timeline: Tim
     """
     from vram_guard.simulate.tracing.loop import TRUE_DTYPES
 
-    end = next((phase.start for phase in timeline.phases if phase.step), len(timeline.events))
-    arrived = [
-        event for event in timeline.events[:end] if event >= 0 and timeline.blocks[event].category == "parameters"
-    ]
+    arrived = [block for block in blocks_of_set_up(timeline) if timeline.blocks[block].category == "parameters"]
     parameters = list(model.parameters())
     if len(arrived) != len(parameters):
         raise CannotComposeError("the parameters on the GPU are not those of the model")

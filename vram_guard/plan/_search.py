@@ -363,7 +363,7 @@ def search(
     before = trial.candidate(as_written)
     group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
     if request.thorough and request.fits(before.estimate):
-        by_law = timelines.by_law(as_written, request.batch_size)
+        by_law = trial.by_law(as_written)
         before = trial.candidate(as_written, exact=True, proof=by_law)
         if by_law and not request.fits(before.estimate):
             timelines.distrust(as_written)

@@ -40,15 +40,19 @@ class EqualBlocks(NamedTuple):
         return self.within(self.depth)
 
 
-def equal_blocks(model: nn.Module) -> EqualBlocks | None:
+def equal_blocks(model: nn.Module, least: int = 1) -> EqualBlocks | None:
     """The lists of equal blocks of a model that hold nothing else; None where there is none.
 
     Of lists of different lengths, those of the one length that have most blocks together; of several such the longest.
+
+    Args:
+        model: the whole model.
+        least: blocks of the shortest list that counts.
     """
     lengths: dict[int, list[str]] = {}
     for stack in sorted({block.stack for block in find_blocks(model, checkpointed=True)}):
-        depth = _depth_of(model, stack)
-        if depth:
+        depth = len(dict(model.get_submodule(stack).named_children()))
+        if depth >= least and _holds_equal(model, stack):
             lengths.setdefault(depth, []).append(stack)
     if not lengths:
         return None
@@ -56,22 +60,20 @@ def equal_blocks(model: nn.Module) -> EqualBlocks | None:
     return EqualBlocks(tuple(lengths[depth]), depth)
 
 
-def _depth_of(model: nn.Module, stack: str) -> int:
-    """Equal blocks of a list that holds nothing else; 0 where it is no such list."""
+def _holds_equal(model: nn.Module, stack: str) -> bool:
+    """True if a list holds equal blocks and nothing else."""
     children = dict(model.get_submodule(stack).named_children())
     if not stack or list(children) != [str(number) for number in range(len(children))]:
-        return 0
+        return False
     parts = [id(tensor) for block in children.values() for tensor in (*block.parameters(), *block.buffers())]
     everywhere = (*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
     elsewhere = {id(one) for path, one in everywhere if not f"{path}.".startswith(f"{stack}.")}
     parts += (id(module) for block in children.values() for module in block.modules())
-    if (
-        len(parts) != len(set(parts))
-        or not elsewhere.isdisjoint(parts)
-        or not _equal([_seen(block) for block in children.values()])
-    ):
-        return 0
-    return len(children)
+    return (
+        len(parts) == len(set(parts))
+        and elsewhere.isdisjoint(parts)
+        and _equal([_seen(block) for block in children.values()])
+    )
 
 
 def _equal(blocks: Sequence[tuple[Hashable, list[int]]]) -> bool:
