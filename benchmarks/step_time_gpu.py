@@ -11,7 +11,7 @@ not compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -29,7 +29,7 @@ from benchmarks.harness.workers import ask
 from benchmarks.step_time_mpt import NEAR
 from vram_guard import trace
 from vram_guard.budget.catalogue import find_gpu
-from vram_guard.plan.step_time import step_seconds
+from vram_guard.plan.step_time import recompute_seconds, step_seconds
 
 PAGE = "cost-model.md"
 #: Before the tables of a GPU, whose name is the first word that NVIDIA gives it; and behind them.
@@ -102,11 +102,20 @@ def beside_step(measured: Measured) -> tuple[str, ...]:
 
 
 def predicted_seconds(case: Case, batch_size: int, gpu: str, multiprocessors: int | None) -> list[float]:
-    """In a worker, whose switches for TF32 are its own: the seconds of a step, the device's and the host's."""
+    """In a worker, whose switches for TF32 are its own: the seconds of a step, the device's and the host's.
+
+    Those of checkpointed modules are added to a step that has none, as plans are compared: a trace does not show what
+    the host does besides operators.
+    """
     allow_tf32(case.tf32)
-    card = find_gpu(gpu)
-    timeline = trace(case.step(), compute_capability=card.compute_capability, multiprocessors=multiprocessors)
+    card, step = find_gpu(gpu), case.step()
+    blocks, keeps = step.recipe.checkpoint, step.recipe.checkpoint_keeps
+    step = replace(step, recipe=step.recipe.with_(checkpoint=(), checkpoint_keeps=()))
+    timeline = trace(step, compute_capability=card.compute_capability, multiprocessors=multiprocessors)
     time = step_seconds(timeline, batch_size, card)
+    if blocks:
+        work = timeline.exact(batch_size).work
+        time += recompute_seconds(work, blocks, batch_size, card, keeps=keeps, micro_batches=case.accumulate)
     return [time.seconds, time.device, time.dispatch]
 
 

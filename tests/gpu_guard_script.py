@@ -67,15 +67,18 @@ def main(accelerator: str, case: str) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     module = fit(accelerator, guard)
+    plan = None if guard is None else guard.plan
     weights = torch.cat([p.detach().cpu().double().flatten() for p in module.parameters()])
     print(
         json.dumps(
             {
                 "norm": float(weights.norm()),
                 "probe": weights[:: len(weights) // 64].tolist(),
+                "allocated": torch.cuda.max_memory_allocated() if on_gpu else None,
                 "reserved": torch.cuda.max_memory_reserved() if on_gpu else None,
-                "predicted": None if guard is None or guard.plan is None else guard.plan.estimate.peak_reserved,
-                "changed": guard is not None and guard.plan is not None and guard.plan.accumulate > 1,
+                "predicted": None if plan is None else plan.estimate.peak_reserved,
+                "predicted_allocated": None if plan is None else plan.estimate.peak_allocated,
+                "changed": plan is not None and plan.accumulate > 1,
             }
         )
     )

@@ -17,7 +17,15 @@ from vram_guard import TrainingStep, trace
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan._activations import activation_bytes
-from vram_guard.plan.roofline import HOST_PER_OPERATOR, LAUNCH, PINNED_SHARE, flops_per_second
+from vram_guard.plan.roofline import (
+    HOST_PER_CHECKPOINTED_CALL,
+    HOST_PER_OPERATOR,
+    HOST_PER_SELECTED_OPERATOR,
+    HOST_PER_TRAINED_OPERATOR,
+    LAUNCH,
+    PINNED_SHARE,
+    flops_per_second,
+)
 from vram_guard.plan.step_time import (
     StepTime,
     assumed_gpu,
@@ -121,6 +129,15 @@ def test_the_parts_add_up_to_the_whole(work, gpu, size):
     assert (time + time).device == pytest.approx(time.times(2).device)
 
 
+def test_checkpointing_takes_the_hosts_time_for_each_call_and_selecting_for_each_operator():
+    tail = matmul(1)._replace(module="b")
+    work = [matmul(1)._replace(module="a", operator="aten.tanh.default"), tail] * 2
+    whole = recompute_seconds(work, {"a"}, 1, A100)
+    assert whole.dispatch == pytest.approx(2 * (HOST_PER_TRAINED_OPERATOR + HOST_PER_CHECKPOINTED_CALL))
+    selected = recompute_seconds(work, {"a"}, 1, A100, keeps=("mm",), micro_batches=3)
+    assert selected.dispatch == pytest.approx(3 * (whole.dispatch + 4 * HOST_PER_SELECTED_OPERATOR))
+
+
 # --- one operator --------------------------------------------------------------------------------------------------
 
 
@@ -130,13 +147,13 @@ def test_the_slowest_of_arithmetic_memory_and_launching_decides():
     assert time.compute == pytest.approx(312e9 / A100.bf16_flops)
     assert time.memory == pytest.approx(2039e7 / A100.memory_bandwidth)
     assert time.kernels == LAUNCH
-    assert time.dispatch == pytest.approx(3 * HOST_PER_OPERATOR)
+    assert time.dispatch == pytest.approx(3 * HOST_PER_TRAINED_OPERATOR)
     assert time.seconds == pytest.approx(time.compute + time.memory + LAUNCH)
 
 
 def test_small_operators_wait_for_the_host():
     time = step_seconds(timeline_of(*[matmul(10)] * 100), 1, A100)
-    assert time.seconds == pytest.approx(100 * HOST_PER_OPERATOR)
+    assert time.seconds == pytest.approx(100 * HOST_PER_TRAINED_OPERATOR)
     assert time.launches == pytest.approx(time.seconds)
 
 

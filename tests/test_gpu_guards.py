@@ -49,7 +49,10 @@ def test_cuda_that_is_initialised_is_no_obstacle_and_the_plan_takes_what_was_pre
     assert "in its own process" not in said
     assert same_weights(guarded, plain)
     assert guarded["reserved"] < plain["reserved"]
-    assert guarded["reserved"] == pytest.approx(guarded["predicted"], rel=0.03)
+    assert guarded["allocated"] == pytest.approx(guarded["predicted_allocated"], rel=0.03)
+    # Which of several free blocks of one size is taken depends on where CUDA put their segments: with the segments of
+    # this plan at other addresses its replays hold 538 to 594 MiB. An H100 held 542.
+    assert guarded["reserved"] == pytest.approx(guarded["predicted"], rel=0.12)
 
 
 @pytest.mark.gpu

@@ -164,16 +164,20 @@ class CostModel:
         trips = 2 * rounds if recipe.parameters_on_host else 1
         up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
         moved = sum(work.moved.at(1) for work in stepping) / self._sharers(recipe)
-        return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH)
+        # Each parameter is carried and stepped with by itself, unless an engine has all of them in one tensor.
+        started = 0 if _by_engine(recipe) else (2 + len(stepping)) * self._trained
+        return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH, dispatch=started * HOST_PER_OPERATOR)
 
     def _torchao(self, static: Mapping[Category, int]) -> StepTime:
         """The step in place of the GPU's: fused, and beside it what is trained comes down and goes back.
 
-        Fused: weights, gradients and states are read, weights and states written, each once.
+        Fused: weights, gradients and states are read, weights and states written, each once. Every parameter has an
+        optimizer of its own: a gradient comes down, is stepped with, and the parameter goes back.
         """
         trained, states = static["gradients"], static["optimizer_states"]
         step = StepTime(host=(3 * trained + 2 * states) / HOST_MEMORY_BANDWIDTH)
-        return beside(offload_seconds(trained, self._gpu), step) + step
+        started = StepTime(dispatch=3 * self._trained * HOST_PER_OPERATOR)
+        return beside(offload_seconds(trained, self._gpu), step) + step + started
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""

@@ -9,14 +9,26 @@ from vram_guard.budget import GPU
 from vram_guard.language import _, marked
 from vram_guard.timeline import Unit, Work
 
-#: Seconds the host takes to start one operator in eager mode. Measured on an A100's host as 8 microseconds for ``add``
-#: submitted back to back (github.com/flagos-ai/Torch-FL/pull/27); others report 5 to 7 for the simplest operators on
-#: the CPU alone (github.com/pytorch/pytorch/issues/41383), Python included.
+#: Seconds the host takes to start one operator without autograd, as an optimizer does. Measured on an A100's host as 8
+#: microseconds for ``add`` submitted back to back (github.com/flagos-ai/Torch-FL/pull/27); others report 5 to 7 for the
+#: simplest operators on the CPU alone (github.com/pytorch/pytorch/issues/41383), Python included.
 HOST_PER_OPERATOR = 8e-6
 
-#: What selective checkpointing adds to that in each of a block's two forwards, in which every operator passes through
-#: Python: ``benchmarks/bench_selective.py``, torch 2.13 on one core of a server.
-HOST_PER_SELECTED_OPERATOR = 12e-6
+# The three that follow are medians of five networks on one core of a server, torch 2.13 (``benchmarks/bench_host.py``).
+# The host of an H100 took 43 microseconds, 1.8 milliseconds and 53 microseconds: as with the GPU's peaks, the faster
+# counts.
+
+#: The same for an operator of the forward or the backward pass, with what goes with it: the modules' Python, views,
+#: autograd. 15 to 36 microseconds.
+HOST_PER_TRAINED_OPERATOR = 22e-6
+
+#: What each call of a checkpointed module takes beside its operators: states of generators, hooks around every tensor
+#: that autograd saves, the exception that ends a second forward. 0.7 to 1.3 milliseconds.
+HOST_PER_CHECKPOINTED_CALL = 0.93e-3
+
+#: What selective checkpointing adds to an operator in each of a block's two forwards, in which every operator passes
+#: through Python. 36 to 75 microseconds.
+HOST_PER_SELECTED_OPERATOR = 52e-6
 
 #: Seconds between two kernels that one operator starts itself: the driver's ``cudaLaunchKernel`` takes 1 to 3
 #: microseconds (jiahuanglin.xyz, "From PyTorch op to kernel launch").
@@ -149,7 +161,7 @@ def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
             host += moved / HOST_MEMORY_BANDWIDTH
             assumptions[_(_HOST_ASSUMED)] = None
             continue
-        dispatch += HOST_PER_OPERATOR + (item.launches - 1) * LAUNCH
+        dispatch += host_seconds(item)
         transfer = item.transfer.base + item.transfer.per_sample * batch_size
         if transfer:
             transfers += transfer / link
@@ -169,6 +181,12 @@ def total_time(work: Iterable[Work], batch_size: int, gpu: GPU) -> StepTime:
         else:
             kernels += by_kernels
     return StepTime(compute, memory, kernels, transfers, host, dispatch, tuple(assumptions))
+
+
+def host_seconds(item: Work) -> float:
+    """Seconds the host takes to start an operator and its kernels."""
+    trained = item.phase in ("forward", "backward")
+    return (HOST_PER_TRAINED_OPERATOR if trained else HOST_PER_OPERATOR) + (item.launches - 1) * LAUNCH
 
 
 _HOST_ASSUMED = marked("host memory is assumed to be two channels of DDR4-3200, 51.2 GB/s")

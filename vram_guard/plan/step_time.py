@@ -13,14 +13,15 @@ computes: ``save_on_cpu`` copies behind what was computed and before what needs 
 beside the rest of their phase, of which the longer one counts: torchao's ``CPUOffloadOptimizer`` carries gradients down
 beside the backward pass, and weights beside the CPU's steps.
 
-Beside the GPU the host starts the operators, :data:`~vram_guard.plan.roofline.HOST_PER_OPERATOR` each, ahead of the GPU
-(PyTorch, "CUDA semantics", asynchronous execution): the longer of the two sums is the step. That is what makes tiny
-micro-batches expensive. What an optimizer computes in host memory comes on top.
+Beside the GPU the host starts the operators, :data:`~vram_guard.plan.roofline.HOST_PER_TRAINED_OPERATOR` each and an
+optimizer's in less, ahead of the GPU (PyTorch, "CUDA semantics", asynchronous execution): the longer of the two sums is
+the step. That is what makes tiny micro-batches expensive. What an optimizer computes in host memory comes on top.
 
 What the model ignores: peaks are never reached (both compute and memory reach some 80 to 90% of theirs, so ratios
 suffer less than seconds do); caches, which make small tensors cheaper; tile and wave quantisation, which make odd
 shapes dearer; waiting for the data loader and for ``.item()``; views, whose few microseconds on the host are not
-counted; power and clocks. Compare plans of one step on one GPU with it. Do not read its seconds as a promise.
+counted by themselves; compiled code, whose host starts a kernel sooner than eager mode an operator; power and clocks.
+Compare plans of one step on one GPU with it. Do not read its seconds as a promise.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from vram_guard.language import _
 from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan.model import Plan
 from vram_guard.plan.roofline import (
-    HOST_PER_OPERATOR,
+    HOST_PER_CHECKPOINTED_CALL,
     HOST_PER_SELECTED_OPERATOR,
+    HOST_PER_TRAINED_OPERATOR,
     StepTime,
     beside,
     link_rate,
@@ -146,7 +148,7 @@ def _adding_up(timeline: Timeline, batch_size: int, gpu: GPU) -> StepTime:
     start = next((phase.start for phase in timeline.phases if phase.step == 2), 0)
     made = {event for event in timeline.events[start:] if event >= 0}
     sizes = [block.bytes_at(batch_size) for i, block in enumerate(timeline.blocks) if i in made and _gradient(block)]
-    return StepTime(memory=3 * sum(sizes) / gpu.memory_bandwidth, dispatch=len(sizes) * HOST_PER_OPERATOR)
+    return StepTime(memory=3 * sum(sizes) / gpu.memory_bandwidth, dispatch=len(sizes) * HOST_PER_TRAINED_OPERATOR)
 
 
 def _gradient(block: Block) -> bool:
@@ -169,7 +171,9 @@ def recompute_seconds(
 
     Torch stops a recomputation at the last tensor that the backward pass needs (``_StopRecomputationError`` in
     torch/utils/checkpoint.py): what follows it in a module, and a last product, whose operands are all that is needed
-    of it, do not run again.
+    of it, do not run again. The host takes :data:`~vram_guard.plan.roofline.HOST_PER_CHECKPOINTED_CALL` more for each
+    call, and :data:`~vram_guard.plan.roofline.HOST_PER_SELECTED_OPERATOR` for each operator of either forward where
+    some results are kept.
 
     Args:
         work: of the step as written.
@@ -180,9 +184,9 @@ def recompute_seconds(
         micro_batches: of one optimizer step.
     """
     card, assumptions = _card(gpu, (8, 0))
-    calls = _calls(work, frozenset(modules))
+    calls = checkpointed_calls(work, frozenset(modules))
     again = [item for call in calls for item in call[: _needed(call)] if not is_kept(item, keeps)]
-    time = total_time(again, batch_size, card)
+    time = total_time(again, batch_size, card) + StepTime(dispatch=len(calls) * HOST_PER_CHECKPOINTED_CALL)
     if keeps:
         time += StepTime(dispatch=2 * sum(map(len, calls)) * HOST_PER_SELECTED_OPERATOR)
     return time.times(micro_batches) + StepTime(assumptions=assumptions)
@@ -217,7 +221,7 @@ def worth_keeping(
     )
     whole = recompute_seconds(timeline.work, chosen, batch_size, gpu).device
     card = _card(gpu, (8, 0))[0]
-    again = [item for call in _calls(timeline.work, chosen) for item in call[: _needed(call)]]
+    again = [item for call in checkpointed_calls(timeline.work, chosen) for item in call[: _needed(call)]]
 
     def seconds(operator: str) -> float:
         return total_time((item for item in again if is_kept(item, (operator,))), batch_size, card).device
@@ -236,8 +240,13 @@ def _made_in_forward(timeline: Timeline) -> Iterator[Block]:
     return iter(())
 
 
-def _calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:
-    """The forward work of the chosen modules, one list for each stretch in which one of them runs."""
+def checkpointed_calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:
+    """The forward work of the chosen modules, one list for each stretch in which one of them runs.
+
+    Args:
+        work: of the step as written.
+        chosen: dotted paths.
+    """
     owner: dict[str, str | None] = {}
     calls: list[list[Work]] = []
     running: str | None = None
