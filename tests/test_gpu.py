@@ -83,10 +83,6 @@ def test_the_symbolic_sequence_is_the_real_one(name: str, precision: str) -> Non
     assert without_workspaces(timeline) == real
 
 
-#: The workspace that cuDNN's recurrent layers take in both directions is not known to the percent.
-TOLERANCES = {"lstm": 0.04, "gru": 0.04}
-
-
 def peaks_of(name: str, batch_size: int) -> list[int]:
     """In a worker: the allocated and the reserved peak of an architecture's steps."""
     _, *peaks = run_for_real(BY_NAME[name].step(), batch_size)
@@ -99,8 +95,8 @@ def test_the_predicted_peak_is_the_measured_one_to_the_percent(name: str) -> Non
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     found = run_step(step, 512, torch.cuda.get_device_capability()).on(multiprocessors).at(512)
     allocated, reserved = ask(peaks_of, name, 512, limit=120.0, fresh=True).checked()
-    assert found.peak_allocated == pytest.approx(allocated, rel=TOLERANCES.get(name, 0.01))
-    assert found.peak_reserved == pytest.approx(reserved, rel=0.03 + TOLERANCES.get(name, 0.0))
+    assert found.peak_allocated == pytest.approx(allocated, rel=0.01)
+    assert found.peak_reserved == pytest.approx(reserved, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["convnet", "decoder", "lstm"])

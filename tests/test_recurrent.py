@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu.operators import recurrent
 from vram_guard.scratch import Card
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
@@ -111,3 +115,46 @@ def test_weights_come_to_the_gpu_before_their_buffer() -> None:
     by_layer = [4194304, 4194304, 8192, 8192]
     assert [block.size.base for block in made.blocks[:9]] == [*by_layer, *by_layer, 16809984]
     assert made.events[:17] == (*range(9), *(~block for block in range(8)))
+
+
+#: What cuDNN 9.19 took on an H100 for layers of many shapes.
+MEASURED = Path(recurrent.__file__).with_name("recurrent-h100.csv")
+
+
+def test_buffers_of_many_layers_are_those_that_cudnn_took() -> None:
+    rows = list(recurrent.read(MEASURED))
+    assert {row.layer.kind for row in rows} == {"LSTM", "GRU", "tanh", "relu"}
+    predicted = [row.layer.buffers() for row in rows]
+    assert [one.reserve() for one in predicted] == [row.reserve for row in rows]
+    errors = [one.workspace(forward=True) / row.workspace - 1 for one, row in zip(predicted, rows, strict=True)]
+    assert max(map(abs, errors)) < 0.02
+    assert sum(abs(error) < 0.01 for error in errors) > 0.99 * len(rows)
+    assert errors.count(0.0) > len(rows) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "forward", "backward"),
+    [("LSTM", 128, True, True), ("GRU", 192, True, False), ("LSTM", 200, False, False), ("tanh", 384, True, False)],
+)
+def test_the_passes_may_have_kernels_of_their_own(kind: str, hidden: int, forward: bool, backward: bool) -> None:
+    """RNN.cpp, ``use_rnn_persist_small_h``: wide states have persistent kernels in the forward pass alone."""
+    layer = recurrent.Layer(kind, 1, 1, 0.0, hidden, hidden, 100, 32, "float32", packed=False)
+    standard = layer.buffers()._replace(projected=True)  # projections have no others
+    found = [layer.buffers().workspace(forward=each) > standard.workspace(forward=each) for each in (True, False)]
+    assert found == [forward, backward]
+
+
+def test_layers_that_were_measured_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert recurrent.main(["--against", str(MEASURED)]) == 0
+    assert "reserve space predicted otherwise for 0" in capsys.readouterr().out
+    one = next(recurrent.read(MEASURED))
+    recurrent.write(tmp_path / "one.csv", [replace(one, reserve=one.reserve + 1)])
+    assert recurrent.main(["--against", str(tmp_path / "one.csv")]) == 1
+    assert "1 layers; reserve space predicted otherwise for 1" in capsys.readouterr().out
+
+
+def test_the_grid_has_every_layer_once() -> None:
+    layers = recurrent.grid()
+    assert len(layers) == len(set(layers))
+    assert all(layer.layers > 1 or not layer.dropout for layer in layers)
+    assert {layer.packed for layer in layers} == {True, False}

@@ -1,82 +1,15 @@
-"""Allocations of cuDNN's recurrent layers, in the order of RNN.cpp (``_cudnn_rnn``, ``_cudnn_rnn_backward``).
-
-How much cuDNN takes (``cudnnGetRNNTempSpaceSizes``) is published nowhere. The sizes here are read off what cuDNN 9.19
-took for float32 and float16, LSTM and GRU, batches of 1, 16 and 64, sequences of 8 and 128 steps, widths of 256 and
-512, and inputs narrower than the states: to the byte, in a batch of 1 to the MiB. Batches of 128 under autocast, which
-they were not read off, are equal as well. All of these had two layers, one direction and dropout. What other layers
-take was measured on an H100 afterwards (``benchmarks/gpu/operators``): the reserve space of one and three layers, of
-both directions, plain layers and packed sequences is the one predicted here, and so is the workspace of two layers
-without dropout. The other workspaces are not: they were 0.7 to 1.6 times the prediction for one layer, 1.1 to 1.2 times
-for three, 1.0 to 1.1 times for both directions, 1.2 to 2.5 times for plain layers, and 0.5 to 1.1 times for packed
-sequences.
-"""
+"""Allocations of cuDNN's recurrent layers, in the order of RNN.cpp (``_cudnn_rnn``, ``_cudnn_rnn_backward``)."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vram_guard.scratch import DropoutStates
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import reductions
-
-_LSTM, _GRU = 2, 3
-
-#: In every workspace for each direction, whatever the kind, the sizes and the dtype.
-_FIXED = 16 * 2**20
-_ALIGNED = 256
-
-
-class _Sizes(NamedTuple):
-    """What cuDNN's two buffers depend on."""
-
-    mode: int
-    steps: int
-    rows: int
-    """Of all steps together: ``steps * batch``, and fewer where sequences are packed."""
-    batch: int
-    inputs: int
-    hidden: int
-    layers: int
-    directions: int
-    matrices: int
-    """Elements of all weights without biases."""
-    element: int
-    """Bytes."""
-    dropout: float
-
-    @property
-    def _gates(self) -> int:
-        return {_LSTM: 4, _GRU: 3}.get(self.mode, 1)
-
-    def workspace(self) -> int:
-        """Of every call in training, forward and backward alike.
-
-        For all steps the gates of a layer with its outputs in two places, and its input; states of single steps; a copy
-        of the matrices; two numbers for each sequence.
-        """
-        wide = self.hidden * self.directions
-        of_step = self.layers * wide * ((2 * self._gates if self.mode == _LSTM else self._gates) + 2)
-        # Two layers in one direction hold their outputs once where nothing is dropped; other shapes are not known.
-        outputs = 2 if self.dropout or self.layers != 2 or self.directions != 1 else 1
-        of_all = self.rows * (wide * (self._gates + outputs) + self.inputs) + self.batch * of_step
-        return (of_all + self.matrices) * self.element + self.directions * _FIXED + _ALIGNED + 8 * self.batch
-
-    def reserve(self) -> int:
-        """What the backward pass needs.
-
-        Of each layer, for all steps, an LSTM's gates and cells, a GRU's gates and as much again, or plain states; the
-        outputs between layers, and a bit for each of their elements that dropout may have dropped, packed or not, for
-        each direction.
-        """
-        width = self.rows * self.hidden * self.directions
-        kept = {_LSTM: 5, _GRU: 6}.get(self.mode, 1)
-        between = width * (self.layers - 1)
-        outputs = self.steps * self.batch * self.hidden * self.directions * (self.layers - 1)
-        mask = math.ceil(outputs / 8) * self.directions if self.dropout else 0
-        return (width * self.layers * kept + between) * self.element + mask + _ALIGNED
+from vram_guard.simulate.operators._recurrent_buffers import RecurrentBuffers
 
 
 def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -99,9 +32,9 @@ def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: d
         buffer = _empty(sum(weight.numel() for weight in weights), source.dtype)
         recorder.track(buffer, name)
     if train:
-        sizes = _sizes(source, weights, state, args[14], mode, hidden_size, layers, dropout, bidirectional)
-        held.append(recorder.hold(sizes.workspace(), name))
-        reserve = _empty(sizes.reserve(), torch.uint8)
+        buffers = _buffers(source, weights, state, args[14], mode, hidden_size, layers, dropout, bidirectional)
+        held.append(recorder.hold(buffers.workspace(forward=True), name))
+        reserve = _empty(buffers.reserve(), torch.uint8)
         recorder.track(reserve, name)
     recorder.release(held)
     made = out.transpose(0, 1) if batch_first else out
@@ -114,8 +47,8 @@ def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: 
     _projection, layers, batch_first, dropout, _train, bidirectional = args[12:18]
     wanted = args[-1]
     name = str(func)
-    sizes = _sizes(source, weights, state, args[18], mode, hidden_size, layers, dropout, bidirectional)
-    workspace = sizes.workspace()
+    buffers = _buffers(source, weights, state, args[18], mode, hidden_size, layers, dropout, bidirectional)
+    workspace = buffers.workspace(forward=False)
     missing = [like for given, like in ((grad_state, state), (grad_cell, cell)) if given is None and like is not None]
     zeros = [recorder.hold(_bytes(like), name) for like in missing]
     read, arrived = (t.transpose(0, 1) if batch_first and t is not None else t for t in (source, grad))
@@ -184,7 +117,7 @@ def _summed(recorder: Recorder, gates: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def _sizes(
+def _buffers(
     source: torch.Tensor,
     weights: list[torch.Tensor],
     state: torch.Tensor,
@@ -194,14 +127,18 @@ def _sizes(
     layers: int,
     dropout: float,
     bidirectional: bool,
-) -> _Sizes:
+) -> RecurrentBuffers:
     """Of a batch of sequences, or of the rows of packed ones; ``state`` is (layers * directions, sequences, width)."""
     inputs, batch = source.shape[-1], state.shape[1]
     rows = source.numel() // max(1, inputs)
-    matrices = sum(weight.numel() for weight in weights if weight.dim() > 1)
-    return _Sizes(
+    return RecurrentBuffers(
         *(mode, len(batch_sizes) or rows // max(1, batch), rows, batch, inputs, hidden, layers),
-        *(2 if bidirectional else 1, matrices, source.element_size(), dropout),
+        directions=2 if bidirectional else 1,
+        matrices=sum(weight.numel() for weight in weights if weight.dim() > 1),
+        dtype=source.dtype,
+        dropout=dropout,
+        packed=bool(batch_sizes),
+        projected=state.shape[-1] != hidden,
     )
 
 
