@@ -35,14 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, Any]:
-    for name in ("loader", "compiles", "keeps_workers"):
-        cases.request(folder / name, SCRIPT, name, "never.pt", budget="90MiB", whole_job=False)
+    tight = {"budget": "90MiB", "whole_job": False}
+    for name in ("loader", "keeps_workers"):
+        cases.request(folder / name, SCRIPT, name, "never.pt", **tight, allow=("checkpoint",))
+    cases.request(folder / "compiles", SCRIPT, "compiles", "never.pt", **tight)
     for name in ("parallel", "casts", "by_hand", "cpu", "forks", "prefetches", "evaluates", "averages"):
         cases.request(folder / name, SCRIPT, name, "never.pt", whole_job=name == "parallel")
     cases.request(folder / "functions", SCRIPT, "functions", "never.pt", "--batch-size", "32")
     for name in ("spread", "casts", "divides"):
         cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
-    cut = {"budget": "90MiB", "whole_job": False, "allow": ("accumulate",)}
+    cut = {**tight, "allow": ("accumulate",)}
     cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, **cut)
     for name in ("random", "time_first", "default", "named"):
         cases.request(folder / name, SCRIPT, name, "never.pt", **cut)

@@ -81,8 +81,10 @@ def test_the_first_is_what_the_others_are_compared_with():
     assert (four.peak, eight.peak) == (trace(base).at(4).peak_reserved, trace(base).at(8).peak_reserved)
     assert four.utilization == four.peak / answer.budget.total
     assert answer.relative_speed(four) == 1
-    # Twice the samples through one optimizer step: more a second, as an update has its own cost.
-    assert answer.relative_speed(eight) > answer.relative_speed(two) >= 1 - 1e-9
+    # Twice the samples at once: more a second, as so few of them wait for the host. One after the other they gain an
+    # update, and lose what adding up gradients takes.
+    assert answer.relative_speed(eight) > 1.5
+    assert answer.relative_speed(two) == pytest.approx(1, abs=0.2)
     assert [row.suggested_learning_rate for row in answer.rows] == [2e-4, 4e-4, 4e-4]
     assert two.seconds > four.seconds
     assert answer.all_fit
