@@ -51,7 +51,8 @@ def test_cuda_that_is_initialised_is_no_obstacle_and_the_plan_takes_what_was_pre
     assert guarded["reserved"] < plain["reserved"]
     assert guarded["allocated"] == pytest.approx(guarded["predicted_allocated"], rel=0.03)
     # Which of several free blocks of one size is taken depends on where CUDA put their segments: with the segments of
-    # this plan at other addresses its replays hold 538 to 594 MiB. An H100 held 542.
+    # this plan at other addresses its replays hold 538 to 594 MiB. An H100 held 542, 8 of them less for a loss that the
+    # guard lets go of sooner.
     assert guarded["reserved"] == pytest.approx(guarded["predicted"], rel=0.12)
 
 

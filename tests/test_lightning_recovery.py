@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -473,3 +475,34 @@ def test_validation_outputs_that_cannot_be_put_together(tmp_path: Any) -> None:
     module.validation_step = lambda batch, batch_idx: {**own(batch, batch_idx), "words": ["some", "text"]}
     with pytest.raises(Exception, match="what validation_step returns: the lists of several slices"):
         train(tmp_path, module, guard(), validate=True)
+
+
+class LetGo:
+    """A callback that writes down how many of the tensors of earlier batches are still there when one begins."""
+
+    def __new__(cls) -> Any:
+        class Callback(importlib.import_module(PL).Callback):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                self.seen: list[weakref.ref[torch.Tensor]] = []
+                self.left: list[int] = []
+
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                self.left.append(sum(one() is not None for one in self.seen))
+                self.seen += map(weakref.ref, batch)
+
+        return Callback()
+
+
+@pytest.mark.parametrize("settings", [{}, {"pin": {"micro_batch_size": 4}}, {"recover": False}])
+def test_a_batch_is_gone_when_the_next_one_comes(settings: dict[str, Any], tmp_path: Any) -> None:
+    """On the GPU, one that waits for Python's garbage collector would take memory that no plan counts."""
+    watching = LetGo()
+    guard = VramGuard(budget="64GiB", loss_weight="mean", remember=False, **settings)
+    trainer = cases.make_trainer(PL, tmp_path, [guard, watching], max_epochs=1)
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit(make_module(), cases.loader())
+    finally:
+        gc.enable()
+    assert watching.left == [0] * BATCHES

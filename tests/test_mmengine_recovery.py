@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,3 +204,35 @@ def test_mmengines_configs_name_a_static_graph(config: dict[str, Any], static: b
     assert _static_graph(SimpleNamespace(cfg=config, model=model)) is static
     model.static_graph = True
     assert _static_graph(SimpleNamespace(cfg={}, model=model))
+
+
+class LetGo(cases.Hook):
+    """Writes down how many of the images of earlier batches are still there when one begins."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[torch.Tensor]] = []
+        self.left: list[int] = []
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self.left.append(sum(one() is not None for one in self.seen))
+        self.seen += map(weakref.ref, data_batch["inputs"])
+
+
+cases.HOOKS.register_module(force=True, module=LetGo)
+
+
+@pytest.mark.parametrize("settings", [{}, {"pin": {"micro_batch_size": 4}}, {"recover": False}])
+def test_a_batch_is_gone_when_the_next_one_comes(root: Path, settings: dict[str, Any]) -> None:
+    """None waits for Python's garbage collector."""
+    hooks = [{"type": "Arming"}, {"type": "LetGo"}]
+    gc.collect()
+    gc.disable()
+    try:
+        runner = train(
+            *(root, f"let-go-{len(str(settings))}", ""),
+            **{"custom_hooks": hooks, **{f"vram_guard.{name}": value for name, value in settings.items()}},
+        )
+    finally:
+        gc.enable()
+    left = next(hook for hook in runner.hooks if isinstance(hook, LetGo)).left
+    assert left == [0] * 10

@@ -196,25 +196,19 @@ class RecoveringClosure(MicroBatchClosure):
     def __init__(self, session: Session, kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> None:
         super().__init__(session.trainer, session.batches, kwargs, optimizer, batch_idx)
         self._session = session
-        self._freed = False
-        """True once the gradients of the last optimizer step are freed: that is counted, and seen by hooks."""
+        self._freeing: _FreedOnce | None = None
         if self._zero_grad is not None:
-            self._zero_grad = functools.partial(self._once, self._zero_grad)
+            self._zero_grad = self._freeing = _FreedOnce(self._zero_grad, session)
 
     def _run(self) -> Any:
-        self._freed = False
+        if self._freeing is not None:
+            self._freeing.done = False
         return self._batches.run(
             self._kwargs["batch"],
             self._pass,
             synchronise=not self._trainer.fit_loop._should_accumulate(),
             what=_("the batch after {steps} optimizer steps", steps=self._trainer.global_step),
         )
-
-    def _once(self, zero_grad: Callable[[], None]) -> None:
-        if not self._freed:
-            with self._session.recovery.snapshot.keeping():
-                zero_grad()
-            self._freed = True
 
     def _forward_and_backward(self, batch: BatchPass, log: StepLog) -> Any:
         with self._session.attempting(batch.attempt):
@@ -227,6 +221,25 @@ class RecoveringClosure(MicroBatchClosure):
         closure = super()._own_closure()
         closure._zero_grad_fn = self._zero_grad
         return closure
+
+
+class _FreedOnce:
+    """Frees the gradients of the last optimizer step once for a batch: that is counted, and seen by hooks.
+
+    It knows nothing of the closure that calls it: with a reference back, the closure's batch would stay on the GPU
+    until Python's garbage collector runs.
+    """
+
+    def __init__(self, zero_grad: Callable[[], None], session: Session) -> None:
+        self._zero_grad = zero_grad
+        self._session = session
+        self.done = False
+
+    def __call__(self) -> None:
+        if not self.done:
+            with self._session.recovery.snapshot.keeping():
+                self._zero_grad()
+            self.done = True
 
 
 class Validation:

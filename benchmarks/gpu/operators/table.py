@@ -150,6 +150,15 @@ def _recurrent() -> Iterator[Operator]:
     }
     for (kind, make), dtype in product(kinds.items(), (FLOAT, HALF, BRAIN)):
         yield Operator(f"recurrent {kind} {_TOLD[dtype]}", called(make, (100, 32, 256), dtype=dtype))
+    widths: dict[str, Callable[[], nn.Module]] = {
+        "LSTM 64 wide": lambda: nn.LSTM(256, 64, 2, bidirectional=True),
+        "LSTM 160 wide": lambda: nn.LSTM(256, 160, 1),
+        "LSTM 384 wide": lambda: nn.LSTM(256, 384, 1),
+        "GRU 192 wide": lambda: nn.GRU(256, 192, 3),
+        "RNN 320 wide": lambda: nn.RNN(256, 320, 2),
+    }
+    for (kind, make), dtype in product(widths.items(), (FLOAT, HALF, BRAIN)):
+        yield Operator(f"recurrent {kind} {_TOLD[dtype]}", called(make, (100, 32, 256), dtype=dtype))
     for kind, make in kinds.items():
         if "batch first" not in kind:
             yield Operator(f"recurrent {kind} packed", called(partial(_Packed, make), (100, 32, 256)))
