@@ -7,6 +7,7 @@ operands at one batch size; the card is what the kernel asks the device for befo
 from vram_guard.scratch._card import Card, DropoutStates, Rule, threads_per_multiprocessor
 from vram_guard.scratch._iterator import reduced_iterator
 from vram_guard.scratch._norms import PartialGradient
+from vram_guard.scratch._recurrent import RecurrentLayer, RecurrentWorkspace
 from vram_guard.scratch._reduction import Part, Reduction
 from vram_guard.scratch._sorting import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSort
 
@@ -18,6 +19,8 @@ __all__ = [
     "Part",
     "PartialGradient",
     "RadixSort",
+    "RecurrentLayer",
+    "RecurrentWorkspace",
     "Reduction",
     "Rule",
     "reduced_iterator",

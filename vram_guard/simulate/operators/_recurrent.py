@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from vram_guard.scratch import DropoutStates
+from vram_guard.scratch import DropoutStates, RecurrentLayer, RecurrentWorkspace
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import reductions
-from vram_guard.simulate.operators._recurrent_buffers import RecurrentBuffers
 
 
 def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -32,9 +31,11 @@ def rnn_forward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: d
         buffer = _empty(sum(weight.numel() for weight in weights), source.dtype)
         recorder.track(buffer, name)
     if train:
-        buffers = _buffers(source, weights, state, args[14], mode, hidden_size, layers, dropout, bidirectional)
-        held.append(recorder.hold(buffers.workspace(forward=True), name))
-        reserve = _empty(buffers.reserve(), torch.uint8)
+        layer = _layer(source, weights, state, args[14], mode, hidden_size, layers, dropout, bidirectional)
+        rows, batch = numbers = _numbers(source, state)
+        held.append(recorder.hold((RecurrentWorkspace(layer, forward=True), numbers), name))
+        steps = len(args[14]) or rows // max(1, batch)
+        reserve = _empty(layer.reserve(steps, rows, batch), torch.uint8)
         recorder.track(reserve, name)
     recorder.release(held)
     made = out.transpose(0, 1) if batch_first else out
@@ -47,8 +48,8 @@ def rnn_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], _kwargs: 
     _projection, layers, batch_first, dropout, _train, bidirectional = args[12:18]
     wanted = args[-1]
     name = str(func)
-    buffers = _buffers(source, weights, state, args[18], mode, hidden_size, layers, dropout, bidirectional)
-    workspace = buffers.workspace(forward=False)
+    layer = _layer(source, weights, state, args[18], mode, hidden_size, layers, dropout, bidirectional)
+    workspace = RecurrentWorkspace(layer, forward=False), _numbers(source, state)
     missing = [like for given, like in ((grad_state, state), (grad_cell, cell)) if given is None and like is not None]
     zeros = [recorder.hold(_bytes(like), name) for like in missing]
     read, arrived = (t.transpose(0, 1) if batch_first and t is not None else t for t in (source, grad))
@@ -117,7 +118,7 @@ def _summed(recorder: Recorder, gates: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def _buffers(
+def _layer(
     source: torch.Tensor,
     weights: list[torch.Tensor],
     state: torch.Tensor,
@@ -127,19 +128,22 @@ def _buffers(
     layers: int,
     dropout: float,
     bidirectional: bool,
-) -> RecurrentBuffers:
-    """Of a batch of sequences, or of the rows of packed ones; ``state`` is (layers * directions, sequences, width)."""
-    inputs, batch = source.shape[-1], state.shape[1]
-    rows = source.numel() // max(1, inputs)
-    return RecurrentBuffers(
-        *(mode, len(batch_sizes) or rows // max(1, batch), rows, batch, inputs, hidden, layers),
+) -> RecurrentLayer:
+    """What of the layer and its call decides over cuDNN's buffers."""
+    return RecurrentLayer(
+        *(mode, source.shape[-1], hidden, layers),
         directions=2 if bidirectional else 1,
         matrices=sum(weight.numel() for weight in weights if weight.dim() > 1),
-        dtype=source.dtype,
-        dropout=dropout,
+        dtype=str(source.dtype).removeprefix("torch."),
+        drops=bool(dropout),
         packed=bool(batch_sizes),
         projected=state.shape[-1] != hidden,
     )
+
+
+def _numbers(source: torch.Tensor, state: torch.Tensor) -> tuple[int, int]:
+    """Rows of all steps, and sequences; ``state`` is (layers * directions, sequences, width)."""
+    return source.numel() // max(1, source.shape[-1]), state.shape[1]
 
 
 def _copied(recorder: Recorder, read: torch.Tensor, name: str) -> int | None:
