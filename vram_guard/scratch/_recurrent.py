@@ -70,7 +70,7 @@ class RecurrentLayer(NamedTuple):
         return (needed + self.matrices) * _BYTES[self.dtype] + fixed
 
     def _of_forward(self, *, persistent: bool) -> tuple[int, int]:
-        """Elements of a row and of a step's state: gates, outputs (again where some are dropped), copies of sequences."""
+        """Elements of a row and of a step's state: gates, outputs (twice where some are dropped), and copies."""
         one, lstm = self.directions == 1, self.mode == LSTM
         wide = self.hidden * self.directions
         outputs = 2 if not one else int(self.drops and self.layers > 1)
