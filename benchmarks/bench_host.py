@@ -12,10 +12,10 @@ judged by other rows. ``--against`` measures nothing: it prints what follows fro
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from torch import nn
 
 from benchmarks.gpu.loop import RealLoop
 from benchmarks.gpu.techniques import recipe_of
+from benchmarks.harness.checked import content, parsed, write_json
 from benchmarks.harness.command import arguments_of, is_chosen
 from benchmarks.harness.environment import environment
 from benchmarks.harness.networks.batches import Batch, Batches, classified, language, own_loss
@@ -196,6 +197,7 @@ def read_off(rows: Iterable[Mapping[str, Any]], device: str) -> Iterator[tuple[s
             yield one.name, "selected", (taken[one.name] - taken[whole.name] + again) / known[1].selected
 
 
+@cache
 def _counted(one: Setup, device: str) -> Counts:
     return Counts(*ask(counts, one.network, one.precision, one.technique, device, limit=None).checked())
 
@@ -206,9 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.against is None:
         found = _measured(options.device, options.only)
         if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_json(options.json, found)
     else:
-        found = json.loads(options.against.read_text(encoding="utf-8"))
+        found = parsed(content(options.against), options.against)
     told: dict[str, list[float]] = {}
     for name, what, each in read_off(found["rows"], found["device"]):
         told.setdefault(what, []).append(each)

@@ -113,9 +113,8 @@ def predicted_seconds(case: Case, batch_size: int, gpu: str, multiprocessors: in
     step = replace(step, recipe=step.recipe.with_(checkpoint=(), checkpoint_keeps=()))
     timeline = trace(step, compute_capability=card.compute_capability, multiprocessors=multiprocessors)
     time = step_seconds(timeline, batch_size, card, micro_batches=case.accumulate)
-    if blocks:
-        work = timeline.exact(batch_size).work
-        time += recompute_seconds(work, blocks, batch_size, card, keeps=keeps, micro_batches=case.accumulate)
+    work = timeline.exact(batch_size).work
+    time += recompute_seconds(work, blocks, batch_size, card, keeps=keeps, micro_batches=case.accumulate)
     return [time.seconds, time.device, time.dispatch]
 
 

@@ -64,7 +64,8 @@ class RecurrentLayer(NamedTuple):
         persistent = self._persistent(batch, card, forward=forward)
         passes = (self._of_forward(persistent=persistent), self._of_backward(persistent=persistent))
         of_steps = self.layers * batch * self.hidden
-        needed = max(rows * of_row + of_steps * of_step for of_row, of_step in passes)
+        fewer = 4 * self.directions if self.packed else 0
+        needed = max(rows * of_row + of_steps * (of_step - fewer) for of_row, of_step in passes)
         numbers = 0 if self.packed else math.ceil(8 * batch / 32) * 32
         fixed = self.layers * self.directions * _FIXED + _ALIGNED + numbers
         return (needed + self.matrices) * _BYTES[self.dtype] + fixed
@@ -79,7 +80,7 @@ class RecurrentLayer(NamedTuple):
         if persistent and lstm:
             of_row += 16 * self.hidden
             of_step = 8 if one else 18
-        return of_row, of_step - (4 * self.directions if self.packed else 0)
+        return of_row, of_step
 
     def _of_backward(self, *, persistent: bool) -> tuple[int, int]:
         """Elements of a row and of a step's state: gradients of outputs and inputs, and what stands between layers."""
@@ -97,7 +98,7 @@ class RecurrentLayer(NamedTuple):
             of_step += 1 if one else 0
         elif one and several:
             of_step += 8
-        return of_row, of_step - (4 * self.directions if self.packed else 0)
+        return of_row, of_step
 
     def _persistent(self, batch: int, card: Card, *, forward: bool) -> bool:
         """True where the kernels keep their weights on the multiprocessors (RNN.cpp, ``get_algo``).
