@@ -657,6 +657,6 @@ def test_blocks_that_save_nothing_do_not_stand_in_the_way_of_composing() -> None
     assert made.checkpointed_modules
     assert all(name.startswith("layers") for blocks in asked for name in blocks)
     every = tuple(f"layers.{number}" for number in range(4))
-    # As written at three sizes, all checkpointed at two, the plan, and the nearest miss.
-    assert len(asked) <= 3 + 2 + 1 + 1
-    assert asked.count(every) >= 2
+    # As written at three sizes, all checkpointed at one, the plan, and the nearest miss.
+    assert len(asked) <= 3 + 1 + 1 + 1
+    assert every in asked

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from vram_guard import Parallel, Plan, Timeline, TrainingStep, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, DepthLaw  # noqa: E402
 from vram_guard.plan import _depth  # noqa: E402
-from vram_guard.plan._depth import _Lawful  # noqa: E402
+from vram_guard.plan._depth import _FewerBlocks  # noqa: E402
 from vram_guard.plan.source import TraceRequest, source_of  # noqa: E402
 from vram_guard.simulate.operators import cudnn_choice  # noqa: E402
 from vram_guard.simulate.tracing import run  # noqa: E402
@@ -103,7 +103,7 @@ class Pair(nn.Module):
 def pair_at(model: nn.Module, depth: int, recipe: Recipe, blocks: EqualBlocks) -> Timeline:
     source = source_of(step(model=model), (9, 0))
     request = TraceRequest(2, "32-true", recipe)
-    return _Lawful(source, blocks, source.trace, None, None)._shallow(request, depth)
+    return _FewerBlocks(source, blocks).at(request, depth)
 
 
 STUDENTS = tuple(f"student.blocks.{number}" for number in range(DEPTH))

@@ -14,13 +14,16 @@ from vram_guard.compose._events import blocks_of_set_up
 from vram_guard.compose._frozen import with_frozen_on_host
 from vram_guard.compose._micro_batches import in_micro_batches
 from vram_guard.compose._optimizer import with_optimizer_of
+from vram_guard.compose._sizes import first_steps, of_every_size
 
 __all__ = [
     "BlockMixture",
     "CannotComposeError",
     "DepthLaw",
     "blocks_of_set_up",
+    "first_steps",
     "in_micro_batches",
+    "of_every_size",
     "with_frozen_on_host",
     "with_optimizer_of",
 ]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.compose._loops import Item, Part, parts_of
+from vram_guard.compose._names import NumberedNames
 from vram_guard.state.collector import collector_paused
 from vram_guard.timeline import Affine, Block, Border, HostBlock, Marks, Scratch, Timeline, Work
 
@@ -38,7 +39,7 @@ class DepthLaw:
             raise CannotComposeError("models of different depth differ in more than their sequences")
         self._template = small
         self._depth = depth
-        self._names = _Names(stacks)
+        self._names = NumberedNames(stacks)
         fixed = _sizes(small.host_blocks) & _sizes(large.host_blocks)
         on_host = _by_place(*([_on_host(block, fixed) for block in each.host_blocks] for each in (small, large)))
         fixed = _sizes(_states(small)) & _sizes(_states(large))
@@ -105,35 +106,6 @@ class DepthLaw:
                         yield value
 
 
-class _Names:
-    """Names of modules: those inside a block have its number in them."""
-
-    def __init__(self, stacks: Iterable[str]) -> None:
-        self._prefixes = tuple(f"{stack}." if stack else "" for stack in stacks)
-        self._known: dict[str, tuple[str, int, int]] = {}
-
-    def parted(self, name: str) -> tuple[str, int]:
-        """The name without its block's number, and that number; -1 outside of blocks."""
-        return self._parted(name)[:2]
-
-    def joined(self, name: str, number: int) -> str:
-        """The name of the module that is there in another block."""
-        _known, own, at = self._parted(name)
-        return name if own in (-1, number) else f"{name[:at]}{number}{name[at + len(str(own)) :]}"
-
-    def _parted(self, name: str) -> tuple[str, int, int]:
-        """As :meth:`parted`, with the place of the number in the name."""
-        found = self._known.get(name)
-        if found is None:
-            found = name, -1, 0
-            for prefix in self._prefixes:
-                number, dot, rest = name.removeprefix(prefix).partition(".")
-                if name.startswith(prefix) and number.isdecimal():
-                    found = f"{prefix}#{dot}{rest}", int(number), len(prefix)
-            self._known[name] = found
-        return found
-
-
 def _as_launched(one: Sequence[Work], other: Sequence[Work]) -> tuple[Work, ...]:
     """Work with the launches of another's: an optimizer's lists go to the GPU in parts of so many tensors each.
 
@@ -145,7 +117,7 @@ def _as_launched(one: Sequence[Work], other: Sequence[Work]) -> tuple[Work, ...]
 
 # --- sequences ---------------------------------------------------------------------------------------------------
 
-_Decoder = Callable[[Any, Sequence[int], _Names], Any]
+_Decoder = Callable[[Any, Sequence[int], NumberedNames], Any]
 
 
 class _Kind(NamedTuple):
@@ -224,7 +196,7 @@ def _by_place(small: Sequence[_Described], large: Sequence[_Described]) -> tuple
 
 
 def _sequences(
-    timeline: Timeline, names: _Names, fixed: Container[Affine], on_host: Sequence[_Described]
+    timeline: Timeline, names: NumberedNames, fixed: Container[Affine], on_host: Sequence[_Described]
 ) -> dict[str, list[Item]]:
     """Every sequence of a timeline, as entries with their numbers.
 
@@ -290,7 +262,7 @@ def _allocations(events: Sequence[int], blocks: Sequence[Any], known: Sequence[_
         raise CannotComposeError("a block is never allocated")
 
 
-def _described(block: Block, names: _Names, fixed: Container[Affine]) -> _Described:
+def _described(block: Block, names: NumberedNames, fixed: Container[Affine]) -> _Described:
     name, number = names.parted(block.module)
     quantities = () if block.scratch is None else block.scratch.quantities
     rule = None if block.scratch is None else block.scratch.rule
@@ -300,14 +272,16 @@ def _described(block: Block, names: _Names, fixed: Container[Affine]) -> _Descri
     return (*key, rule, len(quantities)), (number, *sizes)
 
 
-def _moved_event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Names) -> tuple[int, Block | None]:
+def _moved_event(
+    value: tuple[int, Block | None], numbers: Sequence[int], names: NumberedNames
+) -> tuple[int, Block | None]:
     block = value[1]
     if block is None or len(numbers) < 2:
         return numbers[0], block
     return numbers[0], block._replace(module=names.joined(block.module, numbers[1]))
 
 
-def _event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Names) -> tuple[int, Block | None]:
+def _event(value: tuple[int, Block | None], numbers: Sequence[int], names: NumberedNames) -> tuple[int, Block | None]:
     _old, block = value
     if block is None:
         return numbers[0], None
@@ -318,7 +292,7 @@ def _event(value: tuple[int, Block | None], numbers: Sequence[int], names: _Name
 
 
 def _host_event(
-    value: tuple[int, HostBlock | None], numbers: Sequence[int], _names: _Names
+    value: tuple[int, HostBlock | None], numbers: Sequence[int], _names: NumberedNames
 ) -> tuple[int, HostBlock | None]:
     block = value[1]
     return numbers[0], None if block is None else HostBlock(Affine(*numbers[1:]), block.pinned)
@@ -328,11 +302,11 @@ def _pairs(numbers: Sequence[int]) -> list[Affine]:
     return [Affine(base, each) for base, each in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
-def _moved_work(value: Any, numbers: Sequence[int], names: _Names) -> Any:
+def _moved_work(value: Any, numbers: Sequence[int], names: NumberedNames) -> Any:
     return value._replace(module=names.joined(value.module, numbers[0]))
 
 
-def _work(value: Any, numbers: Sequence[int], names: _Names) -> Any:
+def _work(value: Any, numbers: Sequence[int], names: NumberedNames) -> Any:
     flops, moved, transfer = _pairs(numbers[1:7])
     return value._replace(
         module=names.joined(value.module, numbers[0]),
@@ -343,7 +317,7 @@ def _work(value: Any, numbers: Sequence[int], names: _Names) -> Any:
     )
 
 
-def _collective(value: Any, numbers: Sequence[int], _names: _Names) -> Any:
+def _collective(value: Any, numbers: Sequence[int], _names: NumberedNames) -> Any:
     position, after, needed, *size = numbers
     return value._replace(position=position, after=after, needed=needed, bytes=Affine(*size))
 

@@ -141,54 +141,70 @@ class _Doubled:
 
     def _emit(self, part: _Part, *, again: bool = False) -> None:
         """The events of a phase; ``again``: of a backward pass that adds to gradients."""
-        phase, events = part.phase, self.timeline.events
-        start = phase.start
+        phase = part.phase
         self.phases.append(phase._replace(start=len(self.events)))
-        first = phase.name == "backward" and not again
         if phase.name == "forward":
             self.began = len(self.blocks)
-        division = _Division.of(self.timeline, part) if phase.name == "backward" else None
+        if phase.name == "backward":
+            self._emit_backward(part, again=again)
+        else:
+            self._copy(part, phase.start, part.end, twice=phase.name == "batch")
+
+    def _emit_backward(self, part: _Part, *, again: bool) -> None:
+        """A backward pass, with the division of its loss; ``again``: it adds to gradients."""
+        start, events = part.phase.start, self.timeline.events
+        division = _Division.of(self.timeline, part)
         divided = None if division is None else self._scalar(division.seed)
         quotient = None
-        for at in range(start, part.end + 1):
-            if again:
-                for gradient in self.accumulated.get(at, ()):
-                    if self.home[gradient].start == start:
-                        self._free(self.latest.get(self.name.get(gradient, gradient)))
-            if at == part.end:
-                break
-            event = events[at]
-            name = self._named(event)
-            if event >= 0:
-                self._allocate(event, name, twice=phase.name == "batch")
-                if first and name in self.gradients:
-                    self.kept[name] = self.latest[name]
-            else:
-                kept = None if again else self.kept.get(name)
-                self._free(self._meant(~event, name, start) if kept is None else kept)
-            if division is None:
-                continue
-            if at == division.scaled:
-                self._free(divided)
-            if at == division.chain:
-                quotient = self._scalar(division.seed)
-                if division.scaled is not None:
-                    self._free(self.latest[name])
-            elif at == division.following:
-                self._free(quotient)
+        added = [at for at in self.accumulated if start <= at < part.end] if again else []
+        follows = [] if division is None else [at + 1 for at in division[1:] if at is not None]
+        done = start
+        for place in sorted({*added, *follows, part.end}):  # between these, events are copied as they are
+            self._copy(part, done, place, again=again)
+            done = place
+            if division is not None:
+                if place - 1 == division.scaled:
+                    self._free(divided)
+                if place - 1 == division.chain:
+                    quotient = self._scalar(division.seed)
+                    if division.scaled is not None:
+                        chain = events[division.chain]
+                        self._free(self.latest[self.name.get(chain, chain)])
+                elif place - 1 == division.following:
+                    self._free(quotient)
+            for gradient in self.accumulated.get(place, ()) if again else ():
+                if self.home[gradient].start == start:
+                    self._free(self.latest.get(self.name.get(gradient, gradient)))
         self._free(divided)
 
-    def _named(self, event: int) -> int:
-        """The name of the block that an event is about."""
-        block = event if event >= 0 else ~event
-        return self.name.get(block, block)
-
-    def _meant(self, block: int, name: int, start: int) -> int | None:
-        """The block that is freed: what an earlier step made, the micro-batch before this one has made."""
-        made_before = self.home[block].step < self._step[start]
-        if made_before and self.latest.get(name, -1) >= self.began:
-            return self.previous.get(name)
-        return self.latest.get(name)
+    def _copy(self, part: _Part, start: int, end: int, *, twice: bool = False, again: bool = False) -> None:
+        """Events of a phase. The hot path of composing: hence the local names."""
+        names, latest, previous, freed, home = self.name, self.latest, self.previous, self.freed, self.home
+        blocks, events, made = self.blocks, self.events, self.timeline.blocks
+        gradients = self.gradients if part.phase.name == "backward" and not again else ()
+        kept: dict[int, int] = {} if again else self.kept
+        step, began, count = self._step[part.phase.start], self.began, len(blocks)
+        for event in self.timeline.events[start:end]:
+            if event >= 0:
+                name = names.get(event, event)
+                if name in latest:
+                    previous[name] = latest[name]
+                latest[name] = count
+                events.append(count)
+                blocks.append(_twice(made[event]) if twice else made[event])
+                if name in gradients:
+                    kept[name] = count
+                count += 1
+                continue
+            name = names.get(~event, ~event)
+            block = kept.get(name)
+            if block is None:
+                # What an earlier step made, the micro-batch before this one has made.
+                before = home[~event].step < step and latest.get(name, -1) >= began
+                block = (previous if before else latest).get(name)
+            if block is not None and block not in freed:
+                freed.add(block)
+                events.append(~block)
 
     def _scalar(self, like: int) -> int:
         """A tensor of the size of the gradient that a backward pass begins with."""
@@ -196,17 +212,11 @@ class _Doubled:
         self.blocks.append(self.timeline.blocks[like]._replace(operator="aten.div.Tensor"))
         return len(self.blocks) - 1
 
-    def _allocate(self, block: int, name: int, *, twice: bool) -> None:
-        made = self.timeline.blocks[block]
-        if twice:
-            made = made._replace(size=Affine(2 * made.size.base, 2 * made.size.per_sample))
-        if name in self.latest:
-            self.previous[name] = self.latest[name]
-        self.latest[name] = len(self.blocks)
-        self.events.append(len(self.blocks))
-        self.blocks.append(made)
-
     def _free(self, block: int | None) -> None:
         if block is not None and block not in self.freed:
             self.freed.add(block)
             self.events.append(~block)
+
+
+def _twice(block: Block) -> Block:
+    return block._replace(size=Affine(2 * block.size.base, 2 * block.size.per_sample))

@@ -15,10 +15,12 @@ from vram_guard.plan.roofline import HOST_MEMORY_BANDWIDTH, HOST_PER_OPERATOR, S
 from vram_guard.plan.search_space import LowerBound, Timelines
 from vram_guard.plan.step_time import (
     ancestors,
+    calls_with_modules,
     card_of,
     forward_seconds_by_module,
     offload_seconds,
     recompute_seconds,
+    recompute_seconds_of,
     relative_cost,
     step_seconds,
     worth_keeping,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.parallel.links import Topology
     from vram_guard.plan.source import Source
-    from vram_guard.timeline import Category, Timeline
+    from vram_guard.timeline import Category, Timeline, Work
 
 #: An 8-bit state is a quarter of a 32-bit one (its scales come on top).
 EIGHT_BIT_SHARE = 0.25
@@ -130,17 +132,15 @@ class CostModel:
 
     def _recomputed(self, base: Option, size: int, blocks: tuple[str, ...], keeps: tuple[str, ...]) -> StepTime:
         """The forward of these blocks again: the sum of their own, unless some lie within others."""
-
-        def seconds(*names: str) -> StepTime:
-            return recompute_seconds(self._timeline(base).exact(size).work, names, size, self._gpu, keeps=keeps)
-
-        inside = set(blocks)
+        work, inside = self._timeline(base).exact(size).work, set(blocks)
         if any(not inside.isdisjoint(islice(ancestors(name), 1, None)) for name in blocks):
-            return seconds(*blocks)
+            return recompute_seconds(work, blocks, size, self._gpu, keeps=keeps)
         known = self._recompute.setdefault((base, size, keeps), {})
-        for name in blocks:
-            if name not in known:
-                known[name] = seconds(name)
+        new: dict[str, list[list[Work]]] = {name: [] for name in blocks if name not in known}
+        for name, call in calls_with_modules(work, new) if new else ():
+            new[name].append(call)
+        for name, calls in new.items():
+            known[name] = recompute_seconds_of(calls, size, self._gpu, keeps=keeps)
         return sum((known[name] for name in blocks), StepTime())
 
     def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int, samples: int) -> StepTime:

@@ -46,6 +46,8 @@ class TraceRequest:
     """True if slices run their forward once more in the backward pass."""
     part: Part = "whole"
     """Others than the whole are asked of a source with marks alone."""
+    watched: bool = True
+    """False: what forwards change is not looked at."""
     compiled: bool = False
     """True: code under ``torch.compile`` is compiled and followed, of a source that ``compiles``."""
 
@@ -69,6 +71,11 @@ class Source:
     raises. Timelines of the step as written say what forwards change that may run twice (``Timeline.changes``)."""
     direct: Callable[[TraceRequest], Timeline] | None = None
     """Follows all blocks of the model, where ``trace`` may say by a law what they do; None: ``trace`` does."""
+    shallow: Callable[[TraceRequest], Timeline] | None = None
+    """Follows the model with few of its equal blocks; None: it has none. It raises CannotComposeError where a request
+    does not treat all blocks alike."""
+    stacks: tuple[str, ...] = ()
+    """Names of the modules that hold those blocks."""
     precision: str = "32-true"
     accumulate: int = 1
     """Loaded batches (or micro-batches of a TrainingStep) per optimizer step."""
@@ -151,8 +158,8 @@ def source_of(
         if request.part == "weights":
             changes["loss"] = _sum_of_weights
         changed = built.with_(precision=request.precision, recipe=request.recipe, job=job, **changes)
-        size = request.batch_size if topology is not None else first.batch_size
-        is_first = request == replace(first, batch_size=size)
+        # As written; a second size of that shows nothing more.
+        is_first = request.batch_size != TRACED_SIZES[1] and replace(request, batch_size=first.batch_size) == first
         return run_step(
             changed,
             request.batch_size,

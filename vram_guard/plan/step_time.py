@@ -27,7 +27,7 @@ Compare plans of one step on one GPU with it. Do not read its seconds as a promi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from vram_guard.budget import GPU
 from vram_guard.budget.catalogue import catalogue, find_gpu
@@ -183,13 +183,20 @@ def recompute_seconds(
         keeps: operators whose results are kept (:data:`vram_guard.techniques.kept.KEEPABLE`), unless they are random.
         micro_batches: of one optimizer step.
     """
-    card, assumptions = _card(gpu, (8, 0))
     calls = checkpointed_calls(work, frozenset(modules))
+    return recompute_seconds_of(calls, batch_size, gpu, keeps=keeps).times(micro_batches)
+
+
+def recompute_seconds_of(
+    calls: Sequence[list[Work]], batch_size: int, gpu: GPU | str | None = None, *, keeps: Collection[str] = ()
+) -> StepTime:
+    """As :func:`recompute_seconds`, of modules of which the forward work of each call is known."""
+    card, assumptions = _card(gpu, (8, 0))
     again = [item for call in calls for item in call[: _needed(call)] if not is_kept(item, keeps)]
     time = total_time(again, batch_size, card) + StepTime(dispatch=len(calls) * HOST_PER_CHECKPOINTED_CALL)
     if keeps:
         time += StepTime(dispatch=2 * sum(map(len, calls)) * HOST_PER_SELECTED_OPERATOR)
-    return time.times(micro_batches) + StepTime(assumptions=assumptions)
+    return time + StepTime(assumptions=assumptions)
 
 
 def is_kept(item: Work, keeps: Collection[str]) -> bool:
@@ -247,19 +254,25 @@ def checkpointed_calls(work: Iterable[Work], chosen: frozenset[str]) -> list[lis
         work: of the step as written.
         chosen: dotted paths.
     """
+    return [call for _module, call in calls_with_modules(work, chosen)]
+
+
+def calls_with_modules(work: Iterable[Work], chosen: Collection[str]) -> list[tuple[str, list[Work]]]:
+    """As :func:`checkpointed_calls`, each with its module: the outermost one that is chosen."""
     owner: dict[str, str | None] = {}
-    calls: list[list[Work]] = []
+    calls: list[tuple[str, list[Work]]] = []
     running: str | None = None
     for item in _forward(work):
         path = item.module
         if path not in owner:
             around = [name for name in ancestors(path) if name in chosen]
             owner[path] = around[-1] if around else None  # the outermost
-        if owner[path] is not None:
-            if owner[path] != running:
-                calls.append([])
-            calls[-1].append(item)
-        running = owner[path]
+        module = owner[path]
+        if module is not None:
+            if module != running:
+                calls.append((module, []))
+            calls[-1][1].append(item)
+        running = module
     return calls
 
 

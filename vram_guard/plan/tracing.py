@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vram_guard.compose import CannotComposeError, first_steps, of_every_size
 from vram_guard.language import _
 from vram_guard.plan._ahead import Ahead
 from vram_guard.plan._composed import Composer, Treatable
 from vram_guard.plan.descriptions import recipe_words
 from vram_guard.plan.techniques import resident_batch, splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN
+from vram_guard.timeline import merge_affine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from vram_guard.plan.source import Source, TraceRequest
     from vram_guard.timeline import Timeline
 
+_log = logging.getLogger(__name__)
+
+#: Samples of a batch whose tensors are rarely as large as a weight: few dimensions are multiples of it.
+_UNLIKE_WEIGHTS = 11
 
 #: Sizes that a law with its check is traced at.
 _LAW_SIZES = 3
@@ -181,28 +188,98 @@ class Traces:
         return self._law(request)
 
     def _law(self, request: TraceRequest) -> Timeline:
-        from vram_guard.simulate import TRACED_SIZES, law
-
         if request not in self._traced:
-            source = self.source
-            written = request.precision == source.precision and request.slices == 1 and not request.recipe
             self._progress(_("tracing {words}", words=_words(request)))
-            # The law is checked where it is used: here for the step as written, for others once they are chosen.
-            first = self._at(replace(request, part="first")) if source.marks and source.trains else None
-            follow, (small, large) = self._at(request), TRACED_SIZES
-
-            def run(size: int) -> Timeline:
-                if size == small:
-                    self._begin(replace(request, batch_size=large), directly=not self._by_law)
-                elif size == large and written and first is not None:
-                    self._begin(replace(request, part="first", batch_size=self._batch_size), directly=not self._by_law)
-                return follow(size)
-
             try:
-                self._traced[request] = law(run, check_at=self._batch_size, checked=written, first=first)
+                self._traced[request] = self._law_of_part(request) or self._law_of_whole(request)
             finally:
                 self._ahead.end()
         return self._traced[request]
+
+    def _is_written(self, request: TraceRequest) -> bool:
+        return request.precision == self.source.precision and request.slices == 1 and not request.recipe
+
+    def _law_of_whole(self, request: TraceRequest) -> Timeline:
+        """The law of a step that is followed to its end at two sizes."""
+        from vram_guard.simulate import TRACED_SIZES, law
+
+        source, written = self.source, self._is_written(request)
+        # The law is checked where it is used: here for the step as written, for others once they are chosen.
+        first = self._at(replace(request, part="first")) if source.marks and source.trains else None
+        follow, (small, large) = self._at(request), TRACED_SIZES
+
+        def run(size: int) -> Timeline:
+            if size == small:
+                self._begin(replace(request, batch_size=large), directly=not self._by_law)
+            elif size == large and written and first is not None:
+                self._begin(replace(request, part="first", batch_size=self._batch_size), directly=not self._by_law)
+            return follow(size)
+
+        return law(run, check_at=self._batch_size, checked=written, first=first)
+
+    def _law_of_part(self, request: TraceRequest) -> Timeline | None:
+        """The law of a step that is followed to its end at one size, and of which a part is followed at others.
+
+        None where no part says how the whole grows with the batch.
+        """
+        source = self.source
+        if not (source.marks and source.trains) or source.topology is not None or source.ranks > 1:
+            return None
+        of_part = self._law_of_few_blocks if source.shallow else self._law_of_first_step
+        return self._tried(self._law_like_untreated, request) or self._tried(of_part, request)
+
+    def _tried(self, way: Callable[[TraceRequest], Timeline | None], request: TraceRequest) -> Timeline | None:
+        try:
+            return way(request)
+        except Exception as error:  # noqa: BLE001 - the user's code runs here; where it fails as a whole, it says so
+            _log.info("%s: %s: %s", request, type(error).__name__, error)
+            return None
+
+    def _law_like_untreated(self, request: TraceRequest) -> Timeline | None:
+        """What a treated block allocates grows with the batch as where no block is treated. The work is left out."""
+        known = self._traced.get(replace(request, recipe=AS_WRITTEN, slices=1, part="whole"))
+        if known is None or known.retrace is not None or not request.recipe:
+            return None
+        whole = self._at(request)(_UNLIKE_WEIGHTS)
+        return of_every_size(replace(whole, work=()), replace(known, work=()), self.source.stacks)
+
+    def _law_of_few_blocks(self, request: TraceRequest) -> Timeline | None:
+        """Three blocks of each kind show how the others grow with the batch; a trace of all shows their order."""
+        from vram_guard.simulate import TRACED_SIZES, holds_at
+
+        shallow, size = self.source.shallow, self._size_of_whole(request)
+        assert shallow is not None
+        low, high = (shallow(replace(request, batch_size=each)) for each in TRACED_SIZES)
+        part = _merged(low, high)
+        # The law is checked where it is used: here for the step as written, for others once they are chosen.
+        checked = self._is_written(request) and size not in TRACED_SIZES
+        if checked and not holds_at(shallow(replace(request, batch_size=size)), part, size):
+            return None
+        return of_every_size(self._at(request)(size), part, self.source.stacks)
+
+    def _law_of_first_step(self, request: TraceRequest) -> Timeline | None:
+        """The second step grows with the batch as the first one does."""
+        from vram_guard.simulate import TRACED_SIZES, begins_at
+
+        if request.part != "whole":
+            return None
+        (small, large), first, size = TRACED_SIZES, replace(request, part="first"), self._size_of_whole(request)
+        written = self._is_written(request)
+        if written or size <= large:
+            size = small
+        self._begin(replace(first, batch_size=large), directly=not self._by_law)
+        whole = self._at(request)(size)
+        found = of_every_size(whole, _merged(*first_steps(whole, self._at(first)(large))))
+        # As above.
+        if written and not begins_at(self._at(first)(self._batch_size), found, self._batch_size):
+            return None
+        return found
+
+    def _size_of_whole(self, request: TraceRequest) -> int:
+        """Samples of the largest micro-batch; two at least, as of a single one more tensors are contiguous."""
+        from vram_guard.simulate import TRACED_SIZES
+
+        return max(self._batch_size // request.slices, TRACED_SIZES[0])
 
     def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:
         directly = all_blocks or not self._by_law
@@ -240,6 +317,14 @@ class Traces:
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
+
+
+def _merged(low: Timeline, high: Timeline) -> Timeline:
+    """The law of a part from traces of it at two sizes."""
+    merged = merge_affine(*sorted((low, high), key=lambda timeline: timeline.traced))
+    if merged is None or any(note.from_values for note in low.notes):
+        raise CannotComposeError("the sequence differs between batch sizes, or sizes depend on values")
+    return merged
 
 
 def _words(request: TraceRequest) -> str:

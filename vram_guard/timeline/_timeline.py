@@ -37,6 +37,7 @@ from vram_guard.timeline._values import (
     Note,
     Phase,
     PhasePeak,
+    Scratch,
     Stretch,
     StretchName,
     Tier,
@@ -147,7 +148,21 @@ class Timeline(ShownInNotebooks):
     def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
         card = self.card
-        sizes = [block.bytes_at(batch_size, card) for block in self.blocks]
+        asked: dict[Scratch, int] = {}
+
+        def scratch_bytes(scratch: Scratch) -> int:
+            if scratch not in asked:  # equal blocks of a network ask the same
+                asked[scratch] = scratch.bytes_at(batch_size, card)
+            return asked[scratch]
+
+        # As Block.bytes_at, which would cost a call for each of a hundred thousand.
+        sizes = [
+            0 if unknown else base + each * batch_size if scratch is None else scratch_bytes(scratch)
+            for (
+                base,
+                each,
+            ), _category, _module, _source, _operator, _optional, scratch, unknown, _stream in self.blocks
+        ]
         for index, block in enumerate(self.blocks if workspaces != "known" else ()):
             if block.unknown and workspaces == "most":
                 sizes[index] = block.size.at(batch_size)

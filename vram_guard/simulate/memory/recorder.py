@@ -91,8 +91,10 @@ class Recorder:
         self.in_backward = False
         self.batch_factor = 1
         """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
+        self.measured_step = 2
+        """The optimizer step whose work is counted: the first one still sets things up."""
         self.measured = False
-        """True if the second step is running, whose work is counted: the first one still sets things up."""
+        """True if that step is running."""
         self.micro_batch = 0
         """The micro-batch of the optimizer step that is running, from 0."""
         self._sizes: list[int] = []
@@ -142,7 +144,7 @@ class Recorder:
         self._backward_on = self.streams.current
 
     def _count_micro_batches(self, name: str, step: int) -> None:
-        self.measured = step == 2 and name in STEP_PHASES
+        self.measured = step == self.measured_step and name in STEP_PHASES
         before = self.phases[-1] if self.phases else None
         if before is None or before.step != step:
             self.micro_batch = 0

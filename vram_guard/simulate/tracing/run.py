@@ -196,6 +196,7 @@ class _Run:
         self.compiled = compiled
         self.recorder = Recorder()
         self.recorder.borders = [] if marked else None
+        self.recorder.measured_step = min(steps, self.recorder.measured_step)
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.growth: tuple[Growth, ...] = ()
