@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 
 from vram_guard.compose._alignment import aligned
@@ -37,17 +39,16 @@ def of_every_size(whole: Timeline, part: Timeline, stacks: Iterable[str] = ()) -
         raise CannotComposeError("the part differs between sizes")
     (size,) = whole.traced
     names = NumberedNames(stacks)
-    blocks, work, on_host = _Lines(size), _NearLines(size), _Lines(size)
-    for block in part.blocks:
-        blocks.add(*_described(block, names))
-        on_host.add((_ON_DEVICE,), (block.size,))
+    blocks, work, on_host = _BlockLines(whole, part, names), _NearLines(size), _Lines(size)
     for one in part.work:
         work.add(*_described_work(one, names))
+    for block in part.blocks:
+        on_host.add((_ON_DEVICE,), (block.size,))
     for held in part.host_blocks:
         on_host.add(_kinds_on_host(held), (held.size,))
     return replace(
         whole,
-        blocks=tuple(_sized(block, blocks.through(*_described(block, names))) for block in whole.blocks),
+        blocks=tuple(_sized(block, blocks.of(number)) for number, block in enumerate(whole.blocks)),
         work=tuple(_sized_work(one, work.through(*_described_work(one, names))) for one in whole.work),
         host_blocks=tuple(
             HostBlock(on_host.through(_kinds_on_host(held), (held.size,))[0], held.pinned) for held in whole.host_blocks
@@ -110,7 +111,7 @@ class _Lines:
         if (kinds[0], line) in self._added:
             return
         self._added.add((kinds[0], line))
-        numbers = tuple(Affine(one.at(self.size), 0) for one in line)
+        numbers = self.at_size(line)
         for kind in kinds:
             self._by_number.setdefault(kind, {}).setdefault(numbers, set()).add(line)
         if numbers != line:
@@ -128,15 +129,74 @@ class _Lines:
         for kind in known:
             same = self._by_number[kind].get(exact, ())
             if len(same) > 1:
-                raise CannotComposeError(f"{kinds[0]} may grow with the batch as any of {sorted(same)}")
+                raise _SeveralLinesError(f"{kinds[0]} may grow with the batch as any of {sorted(same)}")
             for line in same:
                 return line
         if known and known[0] not in self._growing:
             return exact  # what depends on the number of blocks, as a list of all gradients does
         return self._otherwise(kinds, exact, self._by_number[known[0]].values() if known else ())
 
+    def at_size(self, line: _Line) -> _Line:
+        """The numbers at :attr:`size`."""
+        return tuple(Affine(one.at(self.size), 0) for one in line)
+
     def _otherwise(self, kinds: _Kinds, exact: _Line, _known: Iterable[set[_Line]]) -> _Line:
         raise CannotComposeError(f"{kinds[0]}: nothing else is as large as {exact}")
+
+
+class _SeveralLinesError(CannotComposeError):
+    """Entries of a kind are as large at one size, and grow differently."""
+
+
+class _BlockLines:
+    """How the blocks of a step grow, as those of a part of it do.
+
+    Where several of a kind are as large, such as a layer's weight and its input in half precision, their order tells
+    them apart.
+    """
+
+    def __init__(self, whole: Timeline, part: Timeline, names: NumberedNames) -> None:
+        (size,) = whole.traced
+        self._whole, self._part, self._names = whole, part, names
+        self._lines = _Lines(size)
+        for block in part.blocks:
+            self._lines.add(*_described(block, names))
+
+    def of(self, number: int) -> _Line:
+        """How one of the blocks of the whole grows."""
+        kinds, exact = _described(self._whole.blocks[number], self._names)
+        try:
+            return self._lines.through(kinds, exact)
+        except _SeveralLinesError:
+            there = self._by_place.get(self._places[number], ())
+            found = {line for line in there if self._lines.at_size(line) == exact}
+            if len(found) != 1:
+                raise
+            return found.pop()
+
+    @cached_property
+    def _places(self) -> dict[int, Hashable]:
+        return dict(_places(self._whole, self._names))
+
+    @cached_property
+    def _by_place(self) -> dict[Hashable, set[_Line]]:
+        lines: dict[Hashable, set[_Line]] = {}
+        for number, place in _places(self._part, self._names):
+            lines.setdefault(place, set()).add(_described(self._part.blocks[number], self._names)[1])
+        return lines
+
+
+def _places(timeline: Timeline, names: NumberedNames) -> Iterator[tuple[int, Hashable]]:
+    """Each block with its kind, its phase, and its number among those of its kind, module and phase."""
+    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
+    for phase, end in zip(timeline.phases, ends, strict=True):
+        counts = Counter[Hashable]()
+        for block in timeline.events[phase.start : end]:
+            if block >= 0:
+                kind = _described(timeline.blocks[block], names)[0][0]
+                among = kind, timeline.blocks[block].module
+                yield block, (kind, phase.name, counts[among])
+                counts[among] += 1
 
 
 class _NearLines(_Lines):

@@ -1,0 +1,258 @@
+"""Laws in the batch size from a trace of the whole step and others of a part of it, held against laws of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from parallel_cases import Net, loss, step  # noqa: E402
+from torch import nn  # noqa: E402
+
+from vram_guard import Timeline, TrainingStep, plan  # noqa: E402
+from vram_guard.compose import CannotComposeError, of_every_size  # noqa: E402
+from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES, by_depth  # noqa: E402
+from vram_guard.plan.source import Source, TraceRequest, source_of  # noqa: E402
+from vram_guard.plan.tracing import Traces  # noqa: E402
+from vram_guard.techniques.recipe import Recipe  # noqa: E402
+from vram_guard.timeline import Affine, Block, HostBlock, Phase, Work  # noqa: E402
+
+AMPERE = (8, 0)
+BATCH = 12
+DEPTH = LEAST_DEPTH_OF_SIZES
+BLOCKS = tuple(f"blocks.{number}" for number in range(DEPTH))
+
+COMPARED = (
+    "events",
+    "blocks",
+    "phases",
+    "host_events",
+    "host_blocks",
+    "marks",
+    "notes",
+    "network",
+    "changes",
+    "tier",
+)
+
+RECIPES = {
+    "as written": Recipe(),
+    "checkpointed": Recipe(checkpoint=BLOCKS),
+    "products kept": Recipe(checkpoint=BLOCKS, checkpoint_keeps=("mm",)),
+    "activations on the host": Recipe(offload_activations=BLOCKS),
+}
+
+
+def source(model: Any = None, **settings: Any) -> Source:
+    return source_of(step(model=model or (lambda: Net(blocks=DEPTH)), **settings), AMPERE)
+
+
+def traces_of(one: Source) -> Traces:
+    return Traces(one, BATCH, lambda _line: None)
+
+
+def assert_same(said: Timeline | None, traced: Timeline, *, work: bool) -> None:
+    assert said is not None
+    assert said.retrace is None
+    for name in COMPARED:
+        assert getattr(said, name) == getattr(traced, name), name
+    if work:
+        assert said.work == traced.work
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [("as written", "32-true"), ("as written", "16-mixed"), *((name, "bf16-mixed") for name in RECIPES)],
+)
+@pytest.mark.parametrize("deep", [True, False], ids=["few blocks", "first step"])
+def test_a_part_says_how_the_whole_grows_with_the_batch(deep: bool, recipe: str, precision: str) -> None:
+    one = by_depth(source()) if deep else source()
+    assert (one.shallow is not None) == deep
+    traces, request = traces_of(one), TraceRequest(0, precision, RECIPES[recipe])
+    assert_same(traces._law_of_part(request), traces._law_of_whole(request), work=True)
+
+
+@pytest.mark.parametrize("part", ["whole", "first"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "as written"])
+def test_a_step_without_treated_blocks_says_how_one_with_them_grows(recipe: str, part: Any) -> None:
+    sizes: list[int] = []
+    one = source()
+
+    def noted(request: TraceRequest) -> Timeline:
+        sizes.append(request.batch_size)
+        return one.trace(request)
+
+    traces = traces_of(Source(**{**vars(one), "trace": noted}))
+    traces._law(TraceRequest(0, "bf16-mixed"))
+    sizes.clear()
+    request = TraceRequest(0, "bf16-mixed", RECIPES[recipe], part=part)
+    said = traces._law_of_part(request)
+    assert len(sizes) == 1
+    assert_same(said, traces._law_of_whole(request), work=False)
+
+
+class Gathering(Net):
+    """Each block's result is kept in one tensor, which grows with the number of blocks."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x, every = self.embedding(words), []
+        for block in self.blocks:
+            x = block(x)
+            every.append(x)
+        return self.head(torch.stack(every).mean(0)) * self.scale
+
+
+class Reaching(Net):
+    """It asks for a block that a model with few of them has not."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return super().forward(words) + self.blocks[DEPTH - 1].up.bias.sum()
+
+
+@pytest.mark.parametrize("model", [Gathering, Reaching])
+def test_where_few_blocks_do_not_show_it_the_whole_is_traced_at_two_sizes(model: type[Net]) -> None:
+    one = by_depth(source(lambda: model(blocks=DEPTH)))
+    assert one.shallow is not None
+    traces, request = traces_of(one), TraceRequest(0, "32-true")
+    assert traces._law_of_part(request) is None
+    assert_same(traces._law(request), traces._law_of_whole(request), work=True)
+
+
+def padded(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+    """Of a batch of eight and more, more is allocated than the batch alone says."""
+    out = model(words)
+    if len(words) >= 8:
+        out = out.clone()
+    return out.flatten(0, 1).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_what_differs_at_the_batch_is_found(deep: bool) -> None:
+    one = source(loss=padded)
+    traces, request = traces_of(by_depth(one) if deep else one), TraceRequest(0, "32-true")
+    assert traces._law_of_part(request) is None
+    law = traces._law(request)
+    assert law.retrace is not None
+    assert law.at(64).peak_allocated == one.trace(TraceRequest(64, "32-true")).at(64).peak_allocated
+
+
+class Counting(nn.Module):
+    """A block that counts its forwards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.seen = {"forwards": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["forwards"] += 1
+        return x + self.down(torch.relu(self.up(x))) / self.seen["forwards"]
+
+
+def test_what_forwards_change_is_known_of_all_blocks() -> None:
+    def model() -> nn.Module:
+        net = Net(blocks=DEPTH)
+        net.blocks = nn.ModuleList(Counting(net.embedding.embedding_dim) for _ in range(DEPTH))
+        return net
+
+    written = TrainingStep(model, step().batch, loss, lambda parameters: torch.optim.AdamW(parameters))
+    one = by_depth(source_of(written, AMPERE, lambda _net: BLOCKS))
+    assert one.shallow is not None
+    changes = traces_of(one)._law(TraceRequest(0, "32-true")).changes
+    assert {change.module for change in changes} == set(BLOCKS)
+
+
+@pytest.mark.parametrize("model", [Net, Gathering])
+def test_plans_are_those_of_traces_at_two_sizes(model: type[Net], monkeypatch: pytest.MonkeyPatch) -> None:
+    written = step(model=lambda: model(blocks=DEPTH))
+    peak = source_of(written, AMPERE).trace(TraceRequest(BATCH, "32-true")).at(BATCH).peak_reserved
+
+    def made(share: float) -> tuple[Any, ...]:
+        found = plan(written, BATCH, int(peak * share), margin=0, allow=["checkpoint", "accumulate"])
+        return found.fits, found.changes(), found.peak, found.slowdown
+
+    shares = (0.8, 0.6)
+    few = [made(share) for share in shares]
+    monkeypatch.setattr(Traces, "_law_of_part", lambda _self, _request: None)
+    assert few == [made(share) for share in shares]
+
+
+# --- the function itself ------------------------------------------------------------------------------------------
+
+
+def timeline(sizes: list[tuple[str, Affine]], traced: tuple[int, ...] = (2, 3), **changes: Any) -> Timeline:
+    blocks = tuple(Block(size, "activations", name, "", "aten.op") for name, size in sizes)
+    return Timeline(blocks, tuple(range(len(blocks))), (Phase("forward", 1, 0),), traced, **changes)
+
+
+def exact(law: Timeline, size: int) -> Timeline:
+    blocks = tuple(block._replace(size=Affine(block.size.at(size), 0)) for block in law.blocks)
+    return Timeline(blocks, law.events, law.phases, (size,))
+
+
+AFFINE = st.builds(Affine, st.integers(0, 4), st.integers(0, 4))
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), AFFINE)), st.integers(2, 9))
+def test_what_follows_a_law_is_found_to_follow_it(sizes: list[tuple[str, Affine]], size: int) -> None:
+    law = timeline(sizes)
+    said = of_every_size(exact(law, size), law)
+    assert said.blocks == law.blocks
+    assert said.traced == (size,)
+
+
+def test_two_of_a_kind_that_are_as_large_are_told_apart_by_their_order_or_not_at_all() -> None:
+    weight, activation = Affine(32, 0), Affine(0, 8)
+    part = timeline([("a", activation), ("a", weight)])
+    assert [one.size for one in of_every_size(exact(part, 4), part).blocks] == [activation, weight]
+    phases = Phase("forward", 1, 0), Phase("forward", 2, 2)
+    turned = timeline([("a", activation), ("a", weight), ("a", weight), ("a", activation)])
+    turned = replace(turned, phases=phases)
+    with pytest.raises(CannotComposeError, match="may grow"):
+        of_every_size(exact(turned, 4), turned)
+    assert of_every_size(exact(turned, 5), turned).blocks == turned.blocks
+
+
+def test_what_no_part_has_is_refused_unless_nothing_of_its_kind_grows() -> None:
+    part = timeline([("a", Affine(0, 8)), ("b", Affine(64, 0))])
+    whole = timeline([("b", Affine(512, 0))], traced=(4,))
+    assert of_every_size(whole, part).blocks == whole.blocks
+    with pytest.raises(CannotComposeError, match="nothing else"):
+        of_every_size(timeline([("a", Affine(512, 0))], traced=(4,)), part)
+
+
+def test_another_module_s_block_of_that_size_says_how_a_block_grows() -> None:
+    part = timeline([("a", Affine(0, 8))])
+    assert of_every_size(timeline([("elsewhere", Affine(32, 0))], traced=(4,)), part).blocks[0].size == Affine(0, 8)
+
+
+def test_blocks_of_a_stack_are_of_one_kind_whatever_their_number() -> None:
+    part = timeline([("net.blocks.0.up", Affine(0, 8)), ("net.tail.0.up", Affine(32, 0))])
+    whole = timeline([("net.blocks.7.up", Affine(32, 0))], traced=(4,))
+    with pytest.raises(CannotComposeError):
+        of_every_size(whole, part)
+    assert of_every_size(whole, part, ["net.blocks"]).blocks[0].size == Affine(0, 8)
+
+
+def test_a_copy_on_the_host_grows_as_what_is_copied() -> None:
+    part = timeline([("a", Affine(0, 8))])
+    whole = timeline([("a", Affine(32, 0))], traced=(4,), host_blocks=(HostBlock(Affine(32, 0)),), host_events=(0,))
+    assert of_every_size(whole, part).host_blocks == (HostBlock(Affine(0, 8)),)
+
+
+def test_work_without_an_equal_grows_as_the_nearest_of_its_kind() -> None:
+    def work(flops: Affine) -> Work:
+        return Work("aten.mm.default", "a", "forward", False, flops, Affine(0, 0), "fp32")
+
+    part = timeline([], work=(work(Affine(0, 10)), work(Affine(0, 1000))))
+    whole = timeline([], traced=(4,), work=(work(Affine(44, 0)), work(Affine(4000, 0)), work(Affine(2, 0))))
+    said = [one.flops for one in of_every_size(whole, part).work]
+    assert said == [Affine(4, 10), Affine(0, 1000), Affine(0, 1)]
+    other = work(Affine(44, 0))._replace(module="b", operator="aten.bmm.default")
+    with pytest.raises(CannotComposeError):
+        of_every_size(timeline([], traced=(4,), work=(other,)), part)
