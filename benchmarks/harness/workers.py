@@ -30,6 +30,8 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.vit.modeling_vit",
     "benchmarks.harness.networks",
+    "vram_guard.plan._of_source",
+    "vram_guard.simulate.tracing.run",
 ]
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
