@@ -169,3 +169,14 @@ def test_the_grid_has_every_layer_once() -> None:
     assert len(layers) == len(set(layers))
     assert all(layer.layers > 1 or not layer.dropout for layer in layers)
     assert {layer.packed for layer in layers} == {True, False}
+
+
+@pytest.mark.parametrize("content", ["", "kind,layers\nGRU,two\n", '{"format": "something else"}\n1\n', None])
+def test_a_file_that_holds_no_measured_layers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    path = tmp_path / "other.csv"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    assert recurrent.main(["--against", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err

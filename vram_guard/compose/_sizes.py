@@ -17,9 +17,9 @@ from vram_guard.timeline import Affine, Block, HostBlock, Scratch, Timeline, Wor
 def of_every_size(whole: Timeline, part: Timeline, stacks: Iterable[str] = ()) -> Timeline:
     """The whole step at every batch size.
 
-    The part holds an entry of each kind that the whole has: it is the first of two steps, or the same step of a model
-    with fewer of its equal blocks. An entry of the whole grows with the batch as that one of its kind does that is as
-    large as it at the size of the whole.
+    The part holds an entry of each kind that the whole has: it is the first of two steps, the same step of a model with
+    fewer of its equal blocks, or the same step without checkpointed blocks. An entry of the whole grows with the batch
+    as that one of its kind does that is as large as it at the size of the whole.
 
     Args:
         whole: traced at one size, exact sizes.
@@ -218,7 +218,10 @@ class _NearLines(_Lines):
 
 
 def _described(block: Block, names: NumberedNames) -> tuple[_Kinds, _Line]:
-    """What tells a block from those of other kinds, and its numbers."""
+    """What tells a block from those of other kinds, and its numbers.
+
+    Not its category: what lives until the backward pass is a temporary where its block is checkpointed.
+    """
     scratch = block.scratch
     rule, quantities = (None, ()) if scratch is None else scratch
     anything = block.unknown, rule

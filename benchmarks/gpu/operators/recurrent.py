@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness.command import arguments_of
+from vram_guard.errors import InvalidInputError
 from vram_guard.scratch import Card, RecurrentLayer
 
 FOLDER = Path(__file__).parent
@@ -158,9 +159,21 @@ def write(path: Path, rows: Iterable[Taken]) -> None:
 
 
 def read(path: Path) -> list[Taken]:
-    """What :func:`write` wrote."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [_taken_of(row) for row in csv.DictReader(file)]
+    """What :func:`write` wrote.
+
+    Raises:
+        InvalidInputError: the file cannot be read, or holds something else.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [_taken_of(row) for row in csv.DictReader(file)]
+    except OSError as error:
+        raise InvalidInputError(f"{path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError):
+        rows = []
+    if not rows:
+        raise InvalidInputError(f"{path} does not hold measured recurrent layers: expected what --out wrote")
+    return rows
 
 
 def _taken_of(row: dict[str, str]) -> Taken:
@@ -189,7 +202,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure or compare."""
     options = _options(arguments)
     if options.against is not None:
-        return compared(read(options.against))
+        try:
+            return compared(read(options.against))
+        except InvalidInputError as error:
+            print(error, file=sys.stderr)
+            return 2
     end = time.monotonic() + options.seconds
     rows = []
     for layer in grid():
