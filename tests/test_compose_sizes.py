@@ -256,3 +256,50 @@ def test_work_without_an_equal_grows_as_the_nearest_of_its_kind() -> None:
     other = work(Affine(44, 0))._replace(module="b", operator="aten.bmm.default")
     with pytest.raises(CannotComposeError):
         of_every_size(timeline([], traced=(4,), work=(other,)), part)
+
+
+# --- what a trace of some blocks says of others -------------------------------------------------------------------
+
+
+def direct_traces(
+    model: Any, share: float, monkeypatch: pytest.MonkeyPatch, *, confirm: bool = True
+) -> tuple[Any, int]:
+    """The plan for a part of what the step takes, and how many options were traced directly for it."""
+    written, size = step(model=model), 2048
+    peak = source_of(written, AMPERE).trace(TraceRequest(size, "32-true")).at(size).peak_reserved
+    counted: list[Any] = []
+    direct = Traces.direct
+
+    def noted(self: Traces, option: Any, samples: int) -> Timeline:
+        counted.append(option)
+        return direct(self, option, samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Traces, "direct", noted)
+        if not confirm:
+            patch.setattr(Traces, "treats_equal_blocks", lambda _self, _option: False)
+        return plan(written, size, int(peak * share), margin=0, allow=["checkpoint"]), len(counted)
+
+
+def test_a_trace_of_some_equal_blocks_stands_for_the_nearest_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, traced = direct_traces(lambda: Net(blocks=DEPTH), 0.9, monkeypatch)
+    without, both = direct_traces(lambda: Net(blocks=DEPTH), 0.9, monkeypatch, confirm=False)
+    assert 0 < len(made.checkpointed_modules) < DEPTH
+    assert (traced, both) == (1, 2)
+    assert (made.changes(), made.peak) == (without.changes(), without.peak)
+
+
+class Widening(Net):
+    """Blocks that are not equal."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        width = self.embedding.embedding_dim
+        for number, block in enumerate(self.blocks):
+            block.up, block.down = nn.Linear(width, 80 + 8 * number), nn.Linear(80 + 8 * number, width)
+
+
+def test_where_blocks_differ_the_nearest_miss_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, traced = direct_traces(lambda: Widening(DEPTH), 0.9, monkeypatch)
+    assert 0 < len(made.checkpointed_modules) < DEPTH
+    assert traced == 2

@@ -70,6 +70,9 @@ class Source:
     def by_law(self, option: Option, size: int) -> bool:
         return False
 
+    def treats_equal_blocks(self, option: Option) -> bool:
+        return False
+
     def composed(self, option: Option, size: int) -> bool:
         return False
 
@@ -663,6 +666,9 @@ class Composed(Source):
         return replace(right, blocks=blocks)
 
     def by_law(self, option: Option, size: int) -> bool:
+        return False
+
+    def treats_equal_blocks(self, option: Option) -> bool:
         return False
 
     def composed(self, option: Option, size: int) -> bool:

@@ -64,6 +64,9 @@ class Halves:
     def by_law(self, option: Option, size: int) -> bool:
         return False
 
+    def treats_equal_blocks(self, option: Option) -> bool:
+        return False
+
     def composed(self, option: Option, size: int) -> bool:
         return False
 

@@ -63,7 +63,7 @@ class _Trial:
     composed_misses: dict[Option, tuple[_Group, int]] = field(default_factory=dict)
     """Options that do not fit as composed: their group, and the bytes that are missing."""
     confirmed: list[_Way] = field(default_factory=list)
-    """Those of which a trace has allocated what a law in the depth of the model said of it, entry by entry."""
+    """Those of which a trace has allocated what had been composed, event by event."""
     law_is_doubtful: bool = False
     """True if a trace has taken other memory than a law in the depth of the model said."""
     said: set[str] = field(default_factory=set)
@@ -101,16 +101,15 @@ class _Trial:
         before = self.tried.get((option, True)) is not None
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
-        # Of blocks that are not equal, others than those of this option may be composed wrongly.
-        said = self.candidates.pop((option, True), None) if self.by_law(option) else None
+        said = self.candidates.pop((option, True), None) if self.by_law(option) or self._of_equal(option) else None
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         traced = self.candidates.get((option, True))
         if said is not None and traced is not None:
-            if _same_memory(said.timeline, traced.timeline, self.size(option)):
+            if not _same_memory(said.timeline, traced.timeline, self.size(option)):
+                self.law_is_doubtful = self.law_is_doubtful or self.by_law(option)
+            elif self._of_equal(option):
                 self.confirmed.append(self._way(option))
-            else:
-                self.law_is_doubtful = True
         if before == (found is not None):
             return True
         self._distrust(option)
@@ -130,12 +129,20 @@ class _Trial:
         self.misses = {key: miss for key, miss in self.misses.items() if miss[0] not in unordered}
 
     def is_confirmed(self, option: Option) -> bool:
-        """True if a trace has shown what the option is composed of to be right."""
+        """True if a trace has shown what the option is composed of to be right.
+
+        Of blocks that are not equal, others than those that were traced so may be composed wrongly.
+        """
         without, kinds = self._way(option)
-        return any(known.without == without and kinds <= known.kinds for known in self.confirmed)
+        return self._of_equal(option) and any(
+            known.without == without and kinds <= known.kinds for known in self.confirmed
+        )
 
     def _way(self, option: Option) -> _Way:
         return _Way.of(option, self.request.space.blocks)
+
+    def _of_equal(self, option: Option) -> bool:
+        return self.timelines.treats_equal_blocks(option)
 
     def by_law(self, option: Option) -> bool:
         """True if a law in the depth of the model may have said what the option takes; one trace confirms others."""
@@ -419,7 +426,8 @@ class _Way(NamedTuple):
     without: Option
     """The option with all blocks as written."""
     kinds: frozenset[str]
-    """Names of a recipe's fields and of operators whose results are kept; "": blocks as written."""
+    """Names of a recipe's fields, each with a list of blocks, and of operators whose results are kept; "": blocks as
+    written."""
 
     @classmethod
     def of(cls, option: Option, blocks: int) -> _Way:
@@ -427,12 +435,16 @@ class _Way(NamedTuple):
         kinds = {name: getattr(option.recipe, name) for name in ("checkpoint", "offload_activations")}
         without = option._replace(recipe=option.recipe.with_(**dict.fromkeys(kinds, ())))
         written = [""] if treated(option) < blocks else []
-        ways = (*(name for name, names in kinds.items() if names), *option.recipe.checkpoint_keeps)
-        return cls(without, frozenset((*written, *ways)))
+        lists = (f"{name} of {block.rpartition('.')[0]}" for name, names in kinds.items() for block in names)
+        return cls(without, frozenset((*written, *lists, *option.recipe.checkpoint_keeps)))
 
 
 def _same_memory(said: Timeline, traced: Timeline, size: int) -> bool:
-    """True if two timelines take and give back the same, event by event, on the same streams."""
+    """True if two timelines take and give back the same, event by event, on the same streams.
+
+    The order in which blocks are given back counts only where something is taken between them: free neighbours are
+    joined in any order.
+    """
     return all(
         one == other for one, other in zip_longest(_allocations(said, size), _allocations(traced, size), fillvalue=None)
     )
@@ -442,12 +454,16 @@ def _allocations(timeline: Timeline, size: int) -> Iterator[tuple[int, ...]]:
     """Each event: the bytes and the stream of what is taken, or the number of what is given back."""
     sizes = timeline.sizes(size)
     numbers: dict[int, int] = {}
+    given_back: list[tuple[int, ...]] = []
     for event in timeline.events:
         if event >= 0:
+            yield from sorted(given_back)
+            given_back.clear()
             numbers[event] = len(numbers)
             yield sizes[event], timeline.blocks[event].stream
         else:
-            yield (numbers[~event],)
+            given_back.append((numbers[~event],))
+    yield from sorted(given_back)
 
 
 def _in_order(trial: _Trial) -> list[tuple[Key, OptionFamily]]:

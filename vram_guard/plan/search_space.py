@@ -41,6 +41,10 @@ class Timelines(Protocol):
         """True if a law in the depth of the model has said what the option takes at this size, and no trace."""
         ...
 
+    def treats_equal_blocks(self, option: Option) -> bool:
+        """True if the blocks that the option treats are equal to others of their list."""
+        ...
+
     def distrust(self, option: Option) -> None:
         """Compose nothing any more of what this option was composed of: a trace says otherwise."""
         ...

@@ -104,6 +104,11 @@ class Traces:
         """True if a law in the depth of the model may have said what the option takes, in place of a trace."""
         return self._by_law and self._request(option, size) not in self._direct
 
+    def treats_equal_blocks(self, option: Option) -> bool:
+        """True if the blocks that the option treats are equal to others of their list."""
+        treated = (*option.recipe.checkpoint, *option.recipe.offload_activations)
+        return {name.rpartition(".")[0] for name in treated}.issubset(self.source.stacks)
+
     def distrust(self, option: Option) -> None:
         """What the option was composed of is not what it is made of: from now on it is traced, and others like it."""
         if self._by_law:
