@@ -62,7 +62,7 @@ class _Trial:
     tried: dict[tuple[Option, bool], Candidate | None] = field(default_factory=dict)
     composed_misses: dict[Option, tuple[_Group, int]] = field(default_factory=dict)
     """Options that do not fit as composed: their group, and the bytes that are missing."""
-    confirmed: list[_Way] = field(default_factory=list)
+    confirmed: list[Option] = field(default_factory=list)
     """Those of which a trace has allocated what had been composed, event by event."""
     law_is_doubtful: bool = False
     """True if a trace has taken other memory than a law in the depth of the model said."""
@@ -101,15 +101,16 @@ class _Trial:
         before = self.tried.get((option, True)) is not None
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
-        said = self.candidates.pop((option, True), None) if self.by_law(option) or self._of_equal(option) else None
+        by_law = self.by_law(option)
+        said = self.candidates.pop((option, True), None)
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         traced = self.candidates.get((option, True))
-        if said is not None and traced is not None:
-            if not _same_memory(said.timeline, traced.timeline, self.size(option)):
-                self.law_is_doubtful = self.law_is_doubtful or self.by_law(option)
-            elif self._of_equal(option):
-                self.confirmed.append(self._way(option))
+        if said is not None and traced is not None and (by_law or self.timelines.treats_equal_blocks(option)):
+            if _same_memory(said.timeline, traced.timeline, self.size(option)):
+                self.confirmed.append(option)
+            elif by_law:
+                self.law_is_doubtful = True
         if before == (found is not None):
             return True
         self._distrust(option)
@@ -129,20 +130,17 @@ class _Trial:
         self.misses = {key: miss for key, miss in self.misses.items() if miss[0] not in unordered}
 
     def is_confirmed(self, option: Option) -> bool:
-        """True if a trace has shown what the option is composed of to be right.
+        """True if a trace has shown what the option is composed of to be right."""
+        return any(self.stands_for(known, option) for known in self.confirmed)
 
-        Of blocks that are not equal, others than those that were traced so may be composed wrongly.
+    def stands_for(self, traced: Option, other: Option) -> bool:
+        """True if another option is composed of nothing but what one that is traced is composed of.
+
+        Of blocks that are not equal, others than those that are traced so may be composed wrongly.
         """
-        without, kinds = self._way(option)
-        return self._of_equal(option) and any(
-            known.without == without and kinds <= known.kinds for known in self.confirmed
-        )
-
-    def _way(self, option: Option) -> _Way:
-        return _Way.of(option, self.request.space.blocks)
-
-    def _of_equal(self, option: Option) -> bool:
-        return self.timelines.treats_equal_blocks(option)
+        equal = self.timelines.treats_equal_blocks
+        (without, kinds), own = (_Way.of(option, self.request.space.blocks) for option in (other, traced))
+        return without == own.without and kinds <= own.kinds and equal(traced) and equal(other)
 
     def by_law(self, option: Option) -> bool:
         """True if a law in the depth of the model may have said what the option takes; one trace confirms others."""
@@ -410,7 +408,7 @@ def _proven(trial: _Trial) -> _Best | None:
         best = _cheapest(trial)
         if best is not None and trial.request.thorough and trial.is_composed(best.option):
             miss = trial.nearest_composed_miss(best.key)
-            if not checked and miss is not None and not trial.by_law(miss[0]):
+            if not (checked or miss is None or trial.by_law(miss[0]) or trial.stands_for(best.option, miss[0])):
                 trial.timelines.begin(miss[0], trial.size(miss[0]))
             trial.prove(best.option, best.group)
             continue
