@@ -52,8 +52,8 @@ def source(model: Any = None, **settings: Any) -> Source:
     return source_of(step(model=model or (lambda: Net(blocks=DEPTH)), **settings), AMPERE)
 
 
-def traces_of(one: Source) -> Traces:
-    return Traces(one, BATCH, lambda _line: None)
+def traces_of(one: Source, batch: int = BATCH) -> Traces:
+    return Traces(one, batch, lambda _line: None)
 
 
 def assert_same(said: Timeline | None, traced: Timeline, *, work: bool) -> None:
@@ -131,14 +131,40 @@ def padded(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
     return out.flatten(0, 1).logsumexp(-1).mean()
 
 
+@pytest.mark.parametrize("batch", [2, 3, BATCH])
 @pytest.mark.parametrize("deep", [True, False])
-def test_what_differs_at_the_batch_is_found(deep: bool) -> None:
+def test_what_differs_in_large_batches_is_found(deep: bool, batch: int) -> None:
     one = source(loss=padded)
-    traces, request = traces_of(by_depth(one) if deep else one), TraceRequest(0, "32-true")
+    traces, request = traces_of(by_depth(one) if deep else one, batch), TraceRequest(0, "32-true")
     assert traces._law_of_part(request) is None
     law = traces._law(request)
     assert law.retrace is not None
     assert law.at(64).peak_allocated == one.trace(TraceRequest(64, "32-true")).at(64).peak_allocated
+
+
+class Turning(nn.Module):
+    """Of a single sample its copy is none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x.transpose(0, 1).contiguous()).transpose(0, 1).contiguous())
+
+
+def test_a_step_of_a_single_sample_is_told_apart_from_larger_ones() -> None:
+    def model() -> nn.Module:
+        net = Net(blocks=DEPTH)
+        net.blocks = nn.ModuleList(Turning(net.embedding.embedding_dim) for _ in range(DEPTH))
+        return net
+
+    one = by_depth(source(model))
+    assert one.shallow is not None
+    traces, request = traces_of(one, batch=1), TraceRequest(0, "32-true")
+    assert traces._law_of_part(request) is None
+    direct = one.trace(TraceRequest(1, "32-true")).at(1)
+    assert traces._law(request).at(1).peak_allocated == direct.peak_allocated
 
 
 class Counting(nn.Module):
@@ -154,7 +180,8 @@ class Counting(nn.Module):
         return x + self.down(torch.relu(self.up(x))) / self.seen["forwards"]
 
 
-def test_what_forwards_change_is_known_of_all_blocks() -> None:
+@pytest.mark.parametrize("batch", [1, 2, 3, BATCH])
+def test_what_forwards_change_is_known_of_all_blocks(batch: int) -> None:
     def model() -> nn.Module:
         net = Net(blocks=DEPTH)
         net.blocks = nn.ModuleList(Counting(net.embedding.embedding_dim) for _ in range(DEPTH))
@@ -163,7 +190,7 @@ def test_what_forwards_change_is_known_of_all_blocks() -> None:
     written = TrainingStep(model, step().batch, loss, lambda parameters: torch.optim.AdamW(parameters))
     one = by_depth(source_of(written, AMPERE, lambda _net: BLOCKS))
     assert one.shallow is not None
-    changes = traces_of(one)._law(TraceRequest(0, "32-true")).changes
+    changes = traces_of(one, batch)._law(TraceRequest(0, "32-true")).changes
     assert {change.module for change in changes} == set(BLOCKS)
 
 
@@ -180,6 +207,14 @@ def test_plans_are_those_of_traces_at_two_sizes(model: type[Net], monkeypatch: p
     few = [made(share) for share in shares]
     monkeypatch.setattr(Traces, "_law_of_part", lambda _self, _request: None)
     assert few == [made(share) for share in shares]
+
+
+@pytest.mark.parametrize("batch", [11, BATCH])
+def test_the_plan_that_is_taken_knows_its_work(batch: int) -> None:
+    made = plan(step(model=lambda: Net(blocks=DEPTH)), batch, "1GiB", pin={"offload_activations": "all"})
+    assert made.timeline is not None
+    assert made.timeline.work
+    assert batch in made.timeline.traced
 
 
 # --- the function itself ------------------------------------------------------------------------------------------
@@ -218,12 +253,26 @@ def test_two_of_a_kind_that_are_as_large_are_told_apart_by_their_order_or_not_at
     assert of_every_size(exact(turned, 5), turned).blocks == turned.blocks
 
 
+def test_order_says_nothing_where_a_row_is_another() -> None:
+    weight, activation = Affine(32, 0), Affine(0, 8)
+    part = timeline([("a", activation), ("a", weight)])
+    longer = timeline([("a", Affine(32, 0))] * 3, traced=(4,))
+    with pytest.raises(CannotComposeError, match="may grow"):
+        of_every_size(longer, part)
+
+
 def test_what_no_part_has_is_refused_unless_nothing_of_its_kind_grows() -> None:
     part = timeline([("a", Affine(0, 8)), ("b", Affine(64, 0))])
     whole = timeline([("b", Affine(512, 0))], traced=(4,))
     assert of_every_size(whole, part).blocks == whole.blocks
     with pytest.raises(CannotComposeError, match="nothing else"):
         of_every_size(timeline([("a", Affine(512, 0))], traced=(4,)), part)
+
+
+def test_of_fewer_blocks_what_does_not_grow_is_as_large_as_it_is_whatever_else_is() -> None:
+    part = timeline([("net.blocks.0", Affine(64, 0)), ("elsewhere", Affine(0, 128))])
+    whole = timeline([("net.blocks.5", Affine(512, 0))], traced=(4,))
+    assert of_every_size(whole, part, ["net.blocks"]).blocks == whole.blocks
 
 
 def test_another_module_s_block_of_that_size_says_how_a_block_grows() -> None:

@@ -12,6 +12,11 @@ class NumberedNames:
         self._prefixes = tuple(f"{stack}." if stack else "" for stack in stacks)
         self._known: dict[str, tuple[str, int, int]] = {}
 
+    @property
+    def numbered(self) -> bool:
+        """True if there are such modules."""
+        return bool(self._prefixes)
+
     def parted(self, name: str) -> tuple[str, int]:
         """The name without its block's number, and that number; -1 outside of blocks."""
         return self._parted(name)[:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -39,7 +38,7 @@ def of_every_size(whole: Timeline, part: Timeline, stacks: Iterable[str] = ()) -
         raise CannotComposeError("the part differs between sizes")
     (size,) = whole.traced
     names = NumberedNames(stacks)
-    blocks, work, on_host = _BlockLines(whole, part, names), _NearLines(size), _Lines(size)
+    blocks, work, on_host = _BlockLines(whole, part, names), _NearLines(size, fewer=names.numbered), _Lines(size)
     for one in part.work:
         work.add(*_described_work(one, names))
     for block in part.blocks:
@@ -95,10 +94,12 @@ class _Lines:
 
     Args:
         size: samples at which the numbers of an entry are known whose growth is asked for.
+        fewer: of a model with fewer blocks, on whose number sizes may depend as well: a list of all norms.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, fewer: bool = False) -> None:
         self.size = size
+        self._fewer = fewer
         self._by_number: dict[Hashable, dict[_Line, set[_Line]]] = {}
         """Kind -> numbers at :attr:`size` -> how they may grow."""
         self._growing: set[Hashable] = set()
@@ -132,8 +133,10 @@ class _Lines:
                 raise _SeveralLinesError(f"{kinds[0]} may grow with the batch as any of {sorted(same)}")
             for line in same:
                 return line
+            if self._fewer and kind not in self._growing:
+                return exact
         if known and known[0] not in self._growing:
-            return exact  # what depends on the number of blocks, as a list of all gradients does
+            return exact
         return self._otherwise(kinds, exact, self._by_number[known[0]].values() if known else ())
 
     def at_size(self, line: _Line) -> _Line:
@@ -158,7 +161,7 @@ class _BlockLines:
     def __init__(self, whole: Timeline, part: Timeline, names: NumberedNames) -> None:
         (size,) = whole.traced
         self._whole, self._part, self._names = whole, part, names
-        self._lines = _Lines(size)
+        self._lines = _Lines(size, fewer=names.numbered)
         for block in part.blocks:
             self._lines.add(*_described(block, names))
 
@@ -168,35 +171,58 @@ class _BlockLines:
         try:
             return self._lines.through(kinds, exact)
         except _SeveralLinesError:
-            there = self._by_place.get(self._places[number], ())
-            found = {line for line in there if self._lines.at_size(line) == exact}
+            found = set(self._by_order(number))
             if len(found) != 1:
                 raise
             return found.pop()
 
-    @cached_property
-    def _places(self) -> dict[int, Hashable]:
-        return dict(_places(self._whole, self._names))
+    def _by_order(self, number: int) -> Iterator[_Line]:
+        """The growth of what stands in the same place of a row that is as this block's, number by number."""
+        rows, places = self._rows_of_whole
+        row, place = places[number]
+        exact = self._numbers(self._whole, rows[row])
+        for blocks in self._rows_of_part.get(row[:2], ()):
+            lines = self._numbers(self._part, blocks)
+            if [self._lines.at_size(line) for line in lines] == exact:
+                yield lines[place]
+
+    def _numbers(self, timeline: Timeline, blocks: Iterable[int]) -> list[_Line]:
+        return [_described(timeline.blocks[block], self._names)[1] for block in blocks]
 
     @cached_property
-    def _by_place(self) -> dict[Hashable, set[_Line]]:
-        lines: dict[Hashable, set[_Line]] = {}
-        for number, place in _places(self._part, self._names):
-            lines.setdefault(place, set()).add(_described(self._part.blocks[number], self._names)[1])
-        return lines
+    def _rows_of_whole(self) -> _Rows:
+        return _rows(self._whole, self._names)
+
+    @cached_property
+    def _rows_of_part(self) -> dict[tuple[Hashable, str], list[list[int]]]:
+        """By kind and phase."""
+        found: dict[tuple[Hashable, str], list[list[int]]] = {}
+        for row, blocks in _rows(self._part, self._names)[0].items():
+            found.setdefault(row[:2], []).append(blocks)
+        return found
 
 
-def _places(timeline: Timeline, names: NumberedNames) -> Iterator[tuple[int, Hashable]]:
-    """Each block with its kind, its phase, and its number among those of its kind, module and phase."""
+_Row = tuple[Hashable, str, str, int]
+"""A kind of block, the name of a phase, a module, and the number of the phase."""
+
+_Rows = tuple[dict[_Row, list[int]], dict[int, tuple[_Row, int]]]
+"""The blocks of each row, in order; each block's row and place in it."""
+
+
+def _rows(timeline: Timeline, names: NumberedNames) -> _Rows:
+    """Blocks of one kind that a module allocates in one phase."""
+    rows: dict[_Row, list[int]] = {}
+    places: dict[int, tuple[_Row, int]] = {}
     ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
-    for phase, end in zip(timeline.phases, ends, strict=True):
-        counts = Counter[Hashable]()
+    for number, (phase, end) in enumerate(zip(timeline.phases, ends, strict=True)):
         for block in timeline.events[phase.start : end]:
             if block >= 0:
-                kind = _described(timeline.blocks[block], names)[0][0]
-                among = kind, timeline.blocks[block].module
-                yield block, (kind, phase.name, counts[among])
-                counts[among] += 1
+                made = timeline.blocks[block]
+                row = _described(made, names)[0][0], phase.name, made.module, number
+                found = rows.setdefault(row, [])
+                places[block] = row, len(found)
+                found.append(block)
+    return rows, places
 
 
 class _NearLines(_Lines):

@@ -175,9 +175,7 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
         return plan_of_source(asked, step)
     layout = step.parallel
     if layout is None:
-        # Timelines are hundreds of thousands of values that die with the plan: the collector would go through them.
-        with collector_paused():
-            return plan_of_source(asked, by_depth(source_of(step, asked.assumed_capability, asked.watched)))
+        return plan_of_source(asked, by_depth(source_of(step, asked.assumed_capability, asked.watched)))
     from vram_guard.parallel.links import topology
     from vram_guard.parallel.outside import outside_allocator
     from vram_guard.plan.layout_facts import less_nccl

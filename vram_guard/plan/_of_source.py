@@ -25,13 +25,14 @@ from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.model import Plan
 from vram_guard.plan.search_space import Candidates, Request
-from vram_guard.plan.source import Source
+from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, half_precision, mixed_precision
 from vram_guard.plan.tracing import Traces
 from vram_guard.simulate.compiled import EAGER, Compiler
 from vram_guard.simulate.operators.cudnn_choice import under
 from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.recipe import Recipe, Sharding
+from vram_guard.timeline import Timeline
 from vram_guard.torch_release import torch_release
 
 #: What is not planned where a training is spread over several GPUs: the layouts have their own ways for it.
@@ -88,12 +89,20 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
 
 def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:
     """The source of the first steps, and that of the whole job; both the same where there is no job."""
-    direct = None if source.direct is None else under(asked.cudnn, source.direct)
-    first = replace(source, trace=under(asked.cudnn, source.trace), direct=direct)
+
+    def asking(follow: Callable[[TraceRequest], Timeline] | None) -> Callable[[TraceRequest], Timeline] | None:
+        return None if follow is None else under(asked.cudnn, follow)
+
+    first = replace(
+        source,
+        trace=under(asked.cudnn, source.trace),
+        direct=asking(source.direct),
+        shallow=asking(source.shallow),
+    )
     if source.job is None or source.whole is None:
         return first, first
     job = whole_job(source.job, source.whole, asked.batch_size * source.batch_slices)
-    return first, replace(first, trace=under(asked.cudnn, job), direct=None)
+    return first, replace(first, trace=under(asked.cudnn, job), direct=None, shallow=None, stacks=(), marks=False)
 
 
 def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:

@@ -158,13 +158,12 @@ def source_of(
         if request.part == "weights":
             changes["loss"] = _sum_of_weights
         changed = built.with_(precision=request.precision, recipe=request.recipe, job=job, **changes)
-        # As written; a second size of that shows nothing more.
-        is_first = request.batch_size != TRACED_SIZES[1] and replace(request, batch_size=first.batch_size) == first
+        as_written = replace(request, batch_size=first.batch_size) == first
         return run_step(
             changed,
             request.batch_size,
             capability,
-            watched(built.model) if is_first else (),
+            watched(built.model) if as_written else (),
             marked=job is None,
             steps=1 if request.part == "first" else 2,
             compiled=request.compiled,

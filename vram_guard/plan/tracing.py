@@ -241,12 +241,15 @@ class Traces:
             return None
 
     def _law_like_untreated(self, request: TraceRequest) -> Timeline | None:
-        """What a treated block allocates grows with the batch as where no block is treated. The work is left out."""
+        """What a step allocates under techniques grows with the batch as without them, as far as sizes tell.
+
+        Its work is left out: nothing asks for that before the option is traced directly.
+        """
         known = self._traced.get(replace(request, recipe=AS_WRITTEN, slices=1, part="whole"))
         if known is None or known.retrace is not None or not request.recipe:
             return None
         whole = self._at(request)(_UNLIKE_WEIGHTS)
-        return of_every_size(replace(whole, work=()), replace(known, work=()), self.source.stacks)
+        return of_every_size(replace(whole, work=()), replace(known, work=()))
 
     def _law_of_few_blocks(self, request: TraceRequest) -> Timeline | None:
         """Three blocks of each kind show how the others grow with the batch; a trace of all shows their order."""
@@ -257,8 +260,8 @@ class Traces:
         low, high = (shallow(replace(request, batch_size=each)) for each in TRACED_SIZES)
         part = _merged(low, high)
         # The law is checked where it is used: here for the step as written, for others once they are chosen.
-        checked = self._is_written(request) and size not in TRACED_SIZES
-        if checked and not holds_at(shallow(replace(request, batch_size=size)), part, size):
+        check = self._size_of_check
+        if self._is_written(request) and not holds_at(shallow(replace(request, batch_size=check)), part, check):
             return None
         return of_every_size(self._at(request)(size), part, self.source.stacks)
 
@@ -276,9 +279,15 @@ class Traces:
         whole = self._at(request)(size)
         found = of_every_size(whole, _merged(*first_steps(whole, self._at(first)(large))))
         # As above.
-        if written and not begins_at(self._at(first)(self._batch_size), found, self._batch_size):
-            return None
-        return found
+        check = self._size_of_check
+        return None if written and not begins_at(self._at(first)(check), found, check) else found
+
+    @property
+    def _size_of_check(self) -> int:
+        """Samples at which the law of the step as written is checked; as :func:`vram_guard.simulate.law` does."""
+        from vram_guard.simulate import CHECKED_SIZE, TRACED_SIZES
+
+        return CHECKED_SIZE if self._batch_size in TRACED_SIZES else self._batch_size
 
     def _size_of_whole(self, request: TraceRequest) -> int:
         """Samples of the largest micro-batch; two at least, as of a single one more tensors are contiguous."""
@@ -308,10 +317,11 @@ class Traces:
             return self._exact[request]
         size = request.batch_size
         known = self._traced.get(replace(request, batch_size=0))
-        if known is None or all_blocks or not (size in known.traced or known.retrace is not None):
+        suffices = known is not None and (known.retrace is not None or (size in known.traced and known.work))
+        if known is None or all_blocks or not suffices:
             self._progress(_("tracing {words}", words=_words(request)))
             direct = traced_at(self._at(request, all_blocks=all_blocks), size)
-            known = known if known is not None and holds_at(direct, known, size) else direct
+            known = _with_work(known, direct) if known is not None and holds_at(direct, known, size) else direct
         self._exact[request] = known
         if all_blocks:
             self._direct.add(request)
@@ -322,6 +332,11 @@ class Traces:
         if option.splits == 1 or self.source.sliced_by != "loop":
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
+
+
+def _with_work(law: Timeline, direct: Timeline) -> Timeline:
+    """The law, whose work is that of a direct trace where it has none of its own."""
+    return law if law.work else replace(law, work=direct.work, traced=direct.traced)
 
 
 def _merged(low: Timeline, high: Timeline) -> Timeline:

@@ -79,7 +79,7 @@ class Timeline(ShownInNotebooks):
     """Of the card that is meant; None: the most that a card of this compute capability has."""
     precision: str = "32-true"
     work: tuple[Work, ...] = field(default=(), repr=False)
-    """Computation and traffic of the operators of the second step, in order; empty where that is not known."""
+    """Computation and traffic of the operators of the second step (of the only one), in order; empty: not known."""
     host_blocks: tuple[HostBlock, ...] = ()
     """Blocks that the step puts into host memory."""
     host_events: tuple[int, ...] = ()

@@ -279,7 +279,7 @@ Unit = Literal["vector", "fp32", "tf32", "3xtf32", "fp16", "bf16", "fp64", "host
 
 
 class Work(NamedTuple):
-    """The computation and the memory traffic of one operator of the second training step."""
+    """The computation and the memory traffic of one operator of the second training step, or of the only one."""
 
     operator: str
     """"aten.addmm.default"."""

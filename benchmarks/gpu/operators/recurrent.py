@@ -169,7 +169,7 @@ def read(path: Path) -> list[Taken]:
             rows = [_taken_of(row) for row in csv.DictReader(file)]
     except OSError as error:
         raise InvalidInputError(f"{path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, csv.Error):
         rows = []
     if not rows:
         raise InvalidInputError(f"{path} does not hold measured recurrent layers: expected what --out wrote")

@@ -92,7 +92,7 @@ class Recorder:
         self.batch_factor = 1
         """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
         self.measured_step = 2
-        """The optimizer step whose work is counted: the first one still sets things up."""
+        """The optimizer step whose work is counted: the first of several still sets things up."""
         self.measured = False
         """True if that step is running."""
         self.micro_batch = 0
