@@ -13,6 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+
+def say(*words: object) -> None:
+    """A line in one write, so that those of two ranks do not mix."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("habit")
 parser.add_argument("weights")
@@ -24,12 +30,12 @@ if habit == "parallel":
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 else:
     device = torch.device("cuda" if torch.cuda.is_available() and habit != "cpu" else "cpu")
-print("device:", device.type)
+say("device:", device.type)
 if habit == "spread":  # as torchrun starts it
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    print("rank", torch.distributed.get_rank(), "of", torch.distributed.get_world_size())
+    say("rank", torch.distributed.get_rank(), "of", torch.distributed.get_world_size())
 place = 0 if habit == "by_hand" and device.type == "cuda" else device  # as PyTorch's tutorials name a GPU
 torch.manual_seed(0)
 if device.type == "cpu" and habit in ("random", "spread"):  # a real run, in which AdamW makes much of rounding
@@ -223,7 +229,7 @@ def train_one_epoch():
         optimizer.step()
         optimizer.zero_grad()
         if number % 100 == 50:
-            print("step", number, loss.item())
+            say("step", number, loss.item())
 
 
 if habit == "functions":
@@ -231,7 +237,7 @@ if habit == "functions":
         train_one_epoch()
     raise SystemExit
 if habit in ("compiles", "random"):
-    print("before:", evaluate())
+    say("before:", evaluate())
 for _epoch in range(2):
     model.train()
     for x, y in batches():
@@ -251,9 +257,9 @@ for _epoch in range(2):
         if averaged is not None:
             for mean, parameter in zip(averaged.parameters(), model.parameters(), strict=True):
                 mean.data.lerp_(parameter.data, 0.1)
-    print("after:", evaluate())
+    say("after:", evaluate())
     torch.save(model.state_dict(), args.weights)
 if habit == "spread":
     torch.distributed.destroy_process_group()
 if os.environ.get("RANK", "0") == "0":  # lines of two processes may mix
-    print("changed:", [name for name, module in model.named_modules() if "forward" in vars(module)])
+    say("changed:", [name for name, module in model.named_modules() if "forward" in vars(module)])
