@@ -217,6 +217,34 @@ def test_the_plan_that_is_taken_knows_its_work(batch: int) -> None:
     assert batch in made.timeline.traced
 
 
+@pytest.mark.parametrize("batch", [1, 2, BATCH])
+def test_a_batch_grows_to_what_a_trace_of_it_takes(batch: int) -> None:
+    """The loss allocates more from a hundred samples on, which no smaller batch shows."""
+
+    def late(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+        out = model(words)
+        if len(words) >= 100:
+            out = torch.cat([out] * 8)
+        return out.flatten(0, 1).logsumexp(-1).mean()
+
+    written = step(loss=late, model=lambda: Net(blocks=DEPTH))
+    made = plan(written, batch, "200MiB", grow=True, margin=0)
+    assert made.batch_size >= 100
+    direct = source_of(written, AMPERE).trace(TraceRequest(made.batch_size, "32-true")).at(made.batch_size)
+    assert made.peak == direct.peak_reserved
+    assert direct.peak_reserved <= 200 * 2**20
+
+
+def test_a_batch_that_the_code_refuses_is_not_grown_to() -> None:
+    def few(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+        assert len(words) <= 64, "more than 64 samples"
+        return loss(model, words)
+
+    made = plan(step(loss=few), BATCH, "1GiB", grow=True, margin=0)
+    assert made.batch_size == BATCH
+    assert "more than 64 samples" in made.explain()
+
+
 # --- the function itself ------------------------------------------------------------------------------------------
 
 

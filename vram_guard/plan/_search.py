@@ -373,7 +373,7 @@ def search(
         if by_law and not request.fits(before.estimate):
             timelines.distrust(as_written)
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
-        return grown(request, before) if request.grow else unchanged(request, before, fits_reasons(before))
+        return _grown(request, timelines, before) if request.grow else unchanged(request, before, fits_reasons(before))
     # A step that could not be followed: neither could any change of it.
     try:
         best = None if before.estimate.tier == "formula" else _proven(trial)
@@ -387,6 +387,23 @@ def search(
     cost = trial.costs.relative(option)
     rejected = (*_neighbours(trial, best), *trial.rejected(), *_costlier(trial, option, cost))
     return changed(request, before, option, after, rejected, round(cost, 4))
+
+
+def _grown(request: Request, timelines: Timelines, before: Candidate) -> Plan:
+    """The plan with a larger batch, whose size is traced: where it does not follow the law, every size is."""
+    made = grown(request, before)
+    size = made.batch_size
+    if size == request.batch_size or not request.thorough or before.timeline.retrace is not None:
+        return made
+    try:
+        timeline = timelines.direct(request.as_written, size)
+        if timeline.retrace is None:
+            return made
+        return grown(request, Candidate(timeline, before.estimate))
+    except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
+        why = Reason(Why.FAILS, error=f"{type(error).__name__}: {error}")
+        failed = Rejected(request.as_written.of(size), None, 0, why)
+        return unchanged(request, before, fits_reasons(before), (failed,))
 
 
 class _Best(NamedTuple):
