@@ -13,7 +13,6 @@ from vram_guard.plan._composed import Composer, Treatable
 from vram_guard.plan.descriptions import recipe_words
 from vram_guard.plan.techniques import resident_batch, splits_of
 from vram_guard.techniques.recipe import AS_WRITTEN
-from vram_guard.timeline import merge_affine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -253,21 +252,21 @@ class Traces:
 
     def _law_of_few_blocks(self, request: TraceRequest) -> Timeline | None:
         """Three blocks of each kind show how the others grow with the batch; a trace of all shows their order."""
-        from vram_guard.simulate import TRACED_SIZES, holds_at
+        from vram_guard.simulate import TRACED_SIZES, holds_at, size_of_check
 
         shallow, size = self.source.shallow, self._size_of_whole(request)
         assert shallow is not None
         low, high = (shallow(replace(request, batch_size=each)) for each in TRACED_SIZES)
         part = _merged(low, high)
         # The law is checked where it is used: here for the step as written, for others once they are chosen.
-        check = self._size_of_check
+        check = size_of_check(self._batch_size)
         if self._is_written(request) and not holds_at(shallow(replace(request, batch_size=check)), part, check):
             return None
         return of_every_size(self._at(request)(size), part, self.source.stacks)
 
     def _law_of_first_step(self, request: TraceRequest) -> Timeline | None:
         """The second step grows with the batch as the first one does."""
-        from vram_guard.simulate import TRACED_SIZES, begins_at
+        from vram_guard.simulate import TRACED_SIZES, begins_at, size_of_check
 
         if request.part != "whole":
             return None
@@ -279,15 +278,8 @@ class Traces:
         whole = self._at(request)(size)
         found = of_every_size(whole, _merged(*first_steps(whole, self._at(first)(large))))
         # As above.
-        check = self._size_of_check
+        check = size_of_check(self._batch_size)
         return None if written and not begins_at(self._at(first)(check), found, check) else found
-
-    @property
-    def _size_of_check(self) -> int:
-        """Samples at which the law of the step as written is checked; as :func:`vram_guard.simulate.law` does."""
-        from vram_guard.simulate import CHECKED_SIZE, TRACED_SIZES
-
-        return CHECKED_SIZE if self._batch_size in TRACED_SIZES else self._batch_size
 
     def _size_of_whole(self, request: TraceRequest) -> int:
         """Samples of the largest micro-batch; two at least, as of a single one more tensors are contiguous."""
@@ -341,8 +333,10 @@ def _with_work(law: Timeline, direct: Timeline) -> Timeline:
 
 def _merged(low: Timeline, high: Timeline) -> Timeline:
     """The law of a part from traces of it at two sizes."""
-    merged = merge_affine(*sorted((low, high), key=lambda timeline: timeline.traced))
-    if merged is None or any(note.from_values for note in low.notes):
+    from vram_guard.simulate import law_of_two
+
+    merged = law_of_two(*sorted((low, high), key=lambda timeline: timeline.traced))
+    if merged is None:
         raise CannotComposeError("the sequence differs between batch sizes, or sizes depend on values")
     return merged
 

@@ -112,14 +112,10 @@ def law(
     does not count as one that was traced.
     """
     run = each_once(run)
-    check_at = CHECKED_SIZE if check_at is None else checked_count("check_at", check_at)
-    if check_at in TRACED_SIZES:
-        check_at = CHECKED_SIZE
+    check_at = CHECKED_SIZE if check_at is None else size_of_check(checked_count("check_at", check_at))
     small, large = map(run, TRACED_SIZES)
-    merged = merge_affine(small, large)
-    from_values = any(note.from_values for note in small.notes)
-    # Operators that differ between sizes have no law, even where they take the same memory.
-    if merged is not None and not from_values and bool(merged.work) == bool(small.work):
+    merged = law_of_two(small, large)
+    if merged is not None:
         if not checked:
             return merged
         if first is not None and not merged.deferred and merged.parallel is None:
@@ -133,6 +129,20 @@ def law(
         return replace(exact, notes=(*exact.notes, LAW_BROKEN), retrace=retrace)
 
     return replace(small, notes=(*small.notes, LAW_BROKEN), retrace=retrace)
+
+
+def size_of_check(batch_size: int) -> int:
+    """Where the law is checked of a step that will run with so many samples: there, unless the law is made of it."""
+    return CHECKED_SIZE if batch_size in TRACED_SIZES else batch_size
+
+
+def law_of_two(small: Timeline, large: Timeline) -> Timeline | None:
+    """The law of traces at two batch sizes; None where the sequence differs, or sizes depend on values in the batch."""
+    merged = merge_affine(small, large)
+    from_values = any(note.from_values for note in small.notes)
+    # Operators that differ between sizes have no law, even where they take the same memory.
+    same_work = merged is not None and bool(merged.work) == bool(small.work)
+    return merged if same_work and not from_values else None
 
 
 def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:

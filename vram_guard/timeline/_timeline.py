@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NoReturn
 
 from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
@@ -148,20 +148,11 @@ class Timeline(ShownInNotebooks):
     def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
         """Requested bytes of every block at this batch size, in block order."""
         card = self.card
-        asked: dict[Scratch, int] = {}
-
-        def scratch_bytes(scratch: Scratch) -> int:
-            if scratch not in asked:  # equal blocks of a network ask the same
-                asked[scratch] = scratch.bytes_at(batch_size, card)
-            return asked[scratch]
-
+        scratch_bytes = cache(partial(Scratch.bytes_at, batch_size=batch_size, card=card))  # equal blocks ask the same
         # As Block.bytes_at, which would cost a call for each of a hundred thousand.
         sizes = [
-            0 if unknown else base + each * batch_size if scratch is None else scratch_bytes(scratch)
-            for (
-                base,
-                each,
-            ), _category, _module, _source, _operator, _optional, scratch, unknown, _stream in self.blocks
+            0 if unknown else size[0] + size[1] * batch_size if scratch is None else scratch_bytes(scratch)
+            for size, _category, _module, _source, _operator, _optional, scratch, unknown, _stream in self.blocks
         ]
         for index, block in enumerate(self.blocks if workspaces != "known" else ()):
             if block.unknown and workspaces == "most":

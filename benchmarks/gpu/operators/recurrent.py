@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.harness.checked import content
 from benchmarks.harness.command import arguments_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.scratch import Card, RecurrentLayer
@@ -164,11 +165,9 @@ def read(path: Path) -> list[Taken]:
     Raises:
         InvalidInputError: the file cannot be read, or holds something else.
     """
+    found = content(path)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [_taken_of(row) for row in csv.DictReader(file)]
-    except OSError as error:
-        raise InvalidInputError(f"{path}: {error.strerror}") from None
+        rows = [_taken_of(row) for row in csv.DictReader(found.decode().splitlines())]
     except (KeyError, TypeError, ValueError, csv.Error):
         rows = []
     if not rows:
