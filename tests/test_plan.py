@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import math
 import string
@@ -29,6 +30,7 @@ from vram_guard.plan.techniques import resident_batch
 from vram_guard.plan.tracing import Traces
 from vram_guard.report.text import render
 from vram_guard.simulate import trace
+from vram_guard.state.collector import collector_paused
 from vram_guard.techniques import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +77,53 @@ def test_a_tight_budget_is_met_and_the_prediction_is_that_of_a_direct_trace() ->
     direct = trace(STEP.with_(precision="bf16-mixed", accumulate=made.splits, whole_batch=True))
     assert direct.at(made.micro_batch_size).peak_reserved == made.estimate.peak_reserved
     assert direct.at(made.micro_batch_size).breakdown == made.estimate.breakdown
+
+
+def test_a_plan_keeps_its_own_timelines_alone() -> None:
+    """A guard keeps the plan for as long as the training runs; a search makes dozens of timelines."""
+    gc.collect()
+    before = {id(timeline) for timeline in timelines_alive()}
+    made = plan(step_of_blocks(8), 64, "60MiB", margin=0)
+    assert made.changed
+    gc.collect()
+    own = [made.timeline, made.timeline_before]
+    # A timeline that has to be traced for each size keeps the trace that it was made of.
+    assert len([timeline for timeline in timelines_alive() if id(timeline) not in before]) <= 2 * len(own)
+
+
+def test_nothing_large_waits_for_the_collector() -> None:
+    """While a training runs, nobody knows when Python's collector does."""
+    gc.collect()
+    before = {id(timeline) for timeline in timelines_alive()}
+    with collector_paused():
+        plan(step_of_blocks(8), 64, "60MiB", margin=0)
+        assert not [timeline for timeline in timelines_alive() if id(timeline) not in before]
+
+
+def timelines_alive() -> list[Timeline]:
+    return [one for one in gc.get_objects() if type(one) is Timeline]
+
+
+def step_of_blocks(count: int) -> TrainingStep:
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(count)))
+
+    def loss(model: torch.nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+        return model(numbers).square().mean()
+
+    return TrainingStep(blocks, lambda size: torch.zeros(size, 512, 64), loss, torch.optim.AdamW)
+
+
+def test_a_timeline_of_one_size_is_traced_at_others_after_the_plan() -> None:
+    def branching(model: torch.nn.Module, images: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        out = model(images[0])
+        return (out.clone() if len(out) > 4 else out).square().mean()
+
+    step = STEP.with_(loss=branching)
+    made = plan(step, 16, "4GiB")
+    assert made.uneven
+    assert made.timeline is not None
+    for size in (3, 9):
+        assert made.timeline.at(size).peak_reserved == trace(step).at(size).peak_reserved
 
 
 @pytest.mark.parametrize("micro_batches", [3, 4, 8])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from vram_guard.timeline import Timeline
 
 
@@ -33,11 +35,7 @@ def peak_outside(timeline: Timeline, phase: str, batch_size: int) -> int:
     """The most requested bytes alive at once while any phase but this one runs; no allocator reserves less."""
     timeline = timeline.exact(batch_size)
     sizes = timeline.sizes(batch_size)
-    starts = [*(part.start for part in timeline.phases), len(timeline.events)]
-    peak = held = 0
-    for part, start, end in zip(timeline.phases, starts, starts[1:], strict=False):
-        for event in timeline.events[start:end]:
-            held += sizes[event] if event >= 0 else -sizes[~event]
-            if held > peak and part.name != phase:
-                peak = held
-    return peak
+    held = list(accumulate([sizes[event] if event >= 0 else -sizes[~event] for event in timeline.events]))
+    ends = (*(part.start for part in timeline.phases[1:]), len(held))
+    parts = zip(timeline.phases, ends, strict=True)
+    return max((max(held[part.start : end], default=0) for part, end in parts if part.name != phase), default=0)

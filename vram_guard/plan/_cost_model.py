@@ -73,6 +73,10 @@ class CostModel:
         """Bytes saved for the backward pass, by module, what lies inside it included."""
         self._static: dict[Option, Mapping[Category, int]] = {}
         self._outside: dict[tuple[str, ...], tuple[int, int]] = {}
+        self._frozen: dict[tuple[str, ...], int] = {}
+        """Bytes of frozen modules, by their names."""
+        self._phases: dict[tuple[Option, int], tuple[StepTime, StepTime]] = {}
+        """Time of a micro-batch's backward pass and of the optimizer's step, by step and micro-batch size."""
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class CostModel:
             # They never change: nothing is copied back. accelerate's hooks keep them in ordinary memory.
             arriving = offload_seconds(self._frozen_bytes(recipe), self._gpu, pinned=False, both_ways=False)
             time += arriving.times(rounds)
-        return time + self._host_optimizer(timeline.exact(size), recipe, rounds, size) + self._form(timeline, recipe)
+        return time + self._host_optimizer(base, recipe, rounds, size) + self._form(timeline, recipe)
 
     def _step(self, base: Option, size: int, rounds: int) -> StepTime:
         key = (base, size)
@@ -143,30 +147,38 @@ class CostModel:
             known[name] = recompute_seconds_of(calls, size, self._gpu, keeps=keeps)
         return sum((known[name] for name in blocks), StepTime())
 
-    def _host_optimizer(self, timeline: Timeline, recipe: Recipe, rounds: int, samples: int) -> StepTime:
+    def _host_optimizer(self, base: Option, recipe: Recipe, rounds: int, samples: int) -> StepTime:
         """Gradients go to the host, the step is made there, weights come back."""
         if not (recipe.optimizer_on_host or recipe.parameters_on_host or _by_engine(recipe)):
             return StepTime()
         held = self._held(Option(self._source.precision, 1))
         static = {name: size // self._sharers(recipe) for name, size in held.items()}
-        card = card_of(self._gpu, timeline.compute_capability)
         down = offload_seconds(static["gradients"], self._gpu, both_ways=False)
+        backward, stepped = self._backward_and_step(base, samples)
         if not _by_engine(recipe):  # torchao and FSDP2 carry them down on a stream of their own
-            backward = (work for work in timeline.work if work.phase == "backward" and work.micro_batch == 0)
-            down = beside(down, total_time(backward, samples, card))
+            down = beside(down, backward)
         down = down.times(rounds)
-        stepping = [work for work in timeline.work if work.phase == "optimizer"]
         if not (self._source.sharded or _by_engine(recipe)):  # else the trace's own step may be there already
-            down += total_time(stepping, samples, card).times(-1)
+            down += stepped.times(-1)
         if recipe.optimizer_on_host:
             return down + self._torchao(static)
         # The weights for every forward and every backward pass, or after the step.
         trips = 2 * rounds if recipe.parameters_on_host else 1
+        stepping = [work for work in self._timeline(base).exact(samples).work if work.phase == "optimizer"]
         up = offload_seconds(static["parameters"], self._gpu, both_ways=False).times(trips)
         moved = sum(work.moved.at(1) for work in stepping) / self._sharers(recipe)
         # Each parameter is carried and stepped with by itself, unless an engine has all of them in one tensor.
         started = 0 if _by_engine(recipe) else (2 + len(stepping)) * self._trained
         return down + up + StepTime(host=moved / HOST_MEMORY_BANDWIDTH, dispatch=started * HOST_PER_OPERATOR)
+
+    def _backward_and_step(self, base: Option, size: int) -> tuple[StepTime, StepTime]:
+        if (base, size) not in self._phases:
+            timeline = self._timeline(base).exact(size)
+            card = card_of(self._gpu, timeline.compute_capability)
+            backward = (work for work in timeline.work if work.phase == "backward" and work.micro_batch == 0)
+            stepping = (work for work in timeline.work if work.phase == "optimizer")
+            self._phases[base, size] = total_time(backward, size, card), total_time(stepping, size, card)
+        return self._phases[base, size]
 
     def _torchao(self, static: Mapping[Category, int]) -> StepTime:
         """The step in place of the GPU's: fused, and beside it what is trained comes down and goes back.
@@ -312,8 +324,11 @@ class CostModel:
         return sum(parameter.requires_grad for parameter in self._source.model.parameters())
 
     def _frozen_bytes(self, recipe: Recipe) -> int:
-        modules = (self._source.model.get_submodule(name) for name in recipe.frozen_on_host)
-        return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        names = recipe.frozen_on_host
+        if names not in self._frozen:
+            modules = (self._source.model.get_submodule(name) for name in names)
+            self._frozen[names] = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        return self._frozen[names]
 
 
 def _by_engine(recipe: Recipe) -> bool:

@@ -72,6 +72,21 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
     follows = source.thorough and _may_compile(source)
     compiler = Compiler(whole.trace, asked.compile_seconds, copies=not source.copies) if follows else None
     explored, shardings = _explored(asked, source)
+    try:
+        return _plan_of(asked, source, whole, explored, shardings, compiler)
+    finally:
+        if source.explored is None:  # the plan's own timelines may be asked for other sizes, and lead to all of these
+            explored.traces.forget()
+
+
+def _plan_of(
+    asked: Asked,
+    source: Source,
+    whole: Source,
+    explored: _Explored,
+    shardings: tuple[Sharding, ...],
+    compiler: Compiler[TraceRequest] | None,
+) -> Plan:
     request = _request(asked, source, explored, shardings)
 
     def searched(wanted: Request) -> Plan:

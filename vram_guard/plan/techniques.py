@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vram_guard.checks import known_names
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.timeline import Affine, Block, Timeline
+from vram_guard.timeline import Affine, Timeline
 
 #: What ``allow`` may name, and what it means. "offload" is all four kinds of it.
 TECHNIQUES: dict[str, str] = {
@@ -111,20 +111,17 @@ def resident_batch(timeline: Timeline, traced: int, resident: int) -> Timeline:
     """
     if resident == traced:
         return timeline
-    loaded = {
-        event
-        for at, event in enumerate(timeline.events)
-        if event >= 0 and timeline.blocks[event].category == "batch" and timeline.phase_of(at).name == "batch"
-    }
-
-    def resized(block: Block) -> Block:
-        base, per_sample = block.size
-        return block._replace(size=Affine(base * resident // traced, per_sample * resident // traced))
-
-    blocks = tuple(resized(block) if i in loaded else block for i, block in enumerate(timeline.blocks))
+    blocks = list(timeline.blocks)
+    ends = (*(phase.start for phase in timeline.phases[1:]), len(timeline.events))
+    for phase, end in zip(timeline.phases, ends, strict=True):
+        for event in timeline.events[phase.start : end] if phase.name == "batch" else ():
+            if event >= 0 and blocks[event].category == "batch":
+                base, per_sample = blocks[event].size
+                size = Affine(base * resident // traced, per_sample * resident // traced)
+                blocks[event] = blocks[event]._replace(size=size)
     again = timeline.retrace
     retrace = None if again is None else lambda size: resident_batch(again(size), traced, resident)
-    return replace(timeline, blocks=blocks, retrace=retrace)
+    return replace(timeline, blocks=tuple(blocks), retrace=retrace)
 
 
 def uses_batch_norm(timeline: Timeline) -> bool:

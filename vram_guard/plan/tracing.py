@@ -47,8 +47,6 @@ class Traces:
         progress: Callable[[str], None],
         multiprocessors: int | None = None,
     ) -> None:
-        from vram_guard.simulate import each_once
-
         self.source = source
         self._batch_size = batch_size
         self._progress = progress
@@ -56,16 +54,22 @@ class Traces:
         # Of a step over several GPUs a rank has few sizes: no more traces than the law takes.
         sizes = 1 + sum(1 for _splits in splits_of(batch_size))
         self._directly = source.one_size or (source.topology is not None and sizes <= _LAW_SIZES)
+        self._by_law = source.direct is not None
+        self._ahead = Ahead(may_copy=source.forks)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all timelines. Those that others hold may still be asked for other sizes: that is traced anew."""
+        from vram_guard.simulate import each_once
+
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
         self._direct: set[TraceRequest] = set()
         """Those of ``_exact`` that follow no law in the depth of the model."""
         self._follows: dict[TraceRequest, bool] = {}
         """Steps of fewer samples than laws are traced at, without changes -> whether these hold there."""
-        self._by_law = source.direct is not None
-        self._compose = Composer(source, self._base)
+        self._compose = Composer(self.source, self._base)
         self._followed = each_once(self._follow)
-        self._ahead = Ahead(may_copy=source.forks)
 
     def compose_with(self, checkpoint: Iterable[str], offload: Iterable[str]) -> None:
         """From now on timelines may be composed; options checkpoint some of these blocks, and offload some of those."""

@@ -53,7 +53,7 @@ def walk(
     """Run a timeline through a fresh allocator and note where everything lies."""
     exact = timeline.exact(batch_size)
     count = len(exact.blocks)
-    notes = Walk(exact, batch_size, exact.sizes(batch_size), [0] * count, [0] * count)
+    notes = Walk(exact, batch_size, list(exact.sizes(batch_size)), [0] * count, [0] * count)
     allocator = CachingAllocator(settings, capacity)
     held: dict[int, PoolBlock] = {}
     for index, event in enumerate(exact.events):

@@ -123,12 +123,7 @@ def law(
                 return merged
         elif holds_at(run(check_at), merged, check_at):
             return replace(merged, traced=(*TRACED_SIZES, check_at))
-
-    def retrace(batch_size: int) -> Timeline:
-        exact = run(batch_size)
-        return replace(exact, notes=(*exact.notes, LAW_BROKEN), retrace=retrace)
-
-    return replace(small, notes=(*small.notes, LAW_BROKEN), retrace=retrace)
+    return _AtEachSize(run, (LAW_BROKEN,)).also(small)
 
 
 def size_of_check(batch_size: int) -> int:
@@ -147,12 +142,27 @@ def law_of_two(small: Timeline, large: Timeline) -> Timeline | None:
 
 def traced_at(run: Callable[[int], Timeline], batch_size: int) -> Timeline:
     """Trace ``run`` at one batch size; other sizes that the timeline is asked for are traced anew."""
-    run = each_once(run)
+    return _AtEachSize(each_once(run))(batch_size)
 
-    def retrace(size: int) -> Timeline:
-        return replace(run(size), retrace=retrace)
 
-    return retrace(batch_size)
+class _AtEachSize:
+    """Traces at one size each; a timeline leads to this, and this to no timeline that leads here again.
+
+    Args:
+        run: traces at a size.
+        notes: what is said of each, besides its own.
+    """
+
+    def __init__(self, run: Callable[[int], Timeline], notes: tuple[Note, ...] = ()) -> None:
+        self._run = run
+        self._notes = notes
+
+    def __call__(self, batch_size: int) -> Timeline:
+        return self.also(self._run(batch_size))
+
+    def also(self, exact: Timeline) -> Timeline:
+        """A trace at one size, which leads to those at others."""
+        return replace(exact, notes=(*exact.notes, *self._notes), retrace=self)
 
 
 def each_once(run: Callable[P, Timeline]) -> Callable[P, Timeline]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, NoReturn
@@ -145,8 +145,19 @@ class Timeline(ShownInNotebooks):
             return None
         return replace(self, compute_capability=capability)
 
-    def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> list[int]:
+    def sizes(self, batch_size: int, *, workspaces: Workspaces = "known") -> Sequence[int]:
         """Requested bytes of every block at this batch size, in block order."""
+        if workspaces != "known":
+            return self._sizes(batch_size, workspaces)
+        if batch_size not in self._known_sizes:
+            self._known_sizes[batch_size] = self._sizes(batch_size, workspaces)
+        return self._known_sizes[batch_size]
+
+    @cached_property
+    def _known_sizes(self) -> dict[int, Sequence[int]]:
+        return {}
+
+    def _sizes(self, batch_size: int, workspaces: Workspaces) -> Sequence[int]:
         card = self.card
         scratch_bytes = cache(partial(Scratch.bytes_at, batch_size=batch_size, card=card))  # equal blocks ask the same
         # As Block.bytes_at, which would cost a call for each of a hundred thousand.

@@ -143,6 +143,10 @@ class CostMeter:
         """Everything counted so far, with the exact numbers of this batch size."""
         return tuple(self._work)
 
+    def forget(self) -> None:
+        """Let go of what a timeline has taken over."""
+        self._work.clear()
+
     @property
     def counted(self) -> int:
         """Number of entries so far."""

@@ -497,6 +497,15 @@ class Recorder:
                     self._used.pop(key, None)
                     self._used[key] = len(self.events)
 
+    def forget(self) -> None:
+        """Let go of what a timeline has taken over: cycles keep a closed recorder until Python's collector runs."""
+        for recorded in (self.events, self._sizes, self._streams, self._categories, self._origins, self._accumulated):
+            recorded.clear()
+        self._scratch.clear()
+        self._used.clear()
+        if self.borders is not None:
+            self.borders.clear()
+
     @property
     def marks(self) -> Marks | None:
         """Where parts of the timeline begin and end, where that is asked for."""

@@ -240,6 +240,8 @@ class _Run:
                 self._train(model, moved)
         timeline = self.mode.timeline(self.batch_size, self.written.precision)
         timeline = timeline if followed is None else followed.on(timeline)
+        self.recorder.forget()
+        self.mode.meter.forget()
         return replace(timeline, parallel=step.layout, growth=self.growth)
 
     def _compiler(
