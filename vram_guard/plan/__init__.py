@@ -187,7 +187,7 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
 
 def _spread_over(over: GpusRequest, step: TrainingStep, asked: Asked) -> Plan:
     """The plan over several GPUs; its model is built once for all layouts."""
-    from vram_guard.plan._of_source import plan_of_source
+    from vram_guard.plan._of_source import forget_explored, plan_of_source
     from vram_guard.plan.layouts import ModelSize
     from vram_guard.plan.over_gpus import SpreadSearch
     from vram_guard.simulate.tracing.run import with_built_model
@@ -205,7 +205,11 @@ def _spread_over(over: GpusRequest, step: TrainingStep, asked: Asked) -> Plan:
     built = with_built_model(step, asked.assumed_capability)
     size = ModelSize.of(built.model)  # type: ignore[arg-type]
     search = SpreadSearch(over, built, asked.budget, source_for, plan_source, asked.allowed, size, asked.progress)
-    return search.planned(asked.batch_size)
+    try:
+        return search.planned(asked.batch_size)
+    finally:
+        for source in search.sources.values():
+            forget_explored(source)
 
 
 def _silent(_line: str) -> None:

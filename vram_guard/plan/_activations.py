@@ -36,6 +36,6 @@ def peak_outside(timeline: Timeline, phase: str, batch_size: int) -> int:
     timeline = timeline.exact(batch_size)
     sizes = timeline.sizes(batch_size)
     held = list(accumulate([sizes[event] if event >= 0 else -sizes[~event] for event in timeline.events]))
-    ends = (*(part.start for part in timeline.phases[1:]), len(held))
-    parts = zip(timeline.phases, ends, strict=True)
+    starts = (*(part.start for part in timeline.phases), len(held))
+    parts = zip(timeline.phases, starts[1:], strict=True)
     return max((max(held[part.start : end], default=0) for part, end in parts if part.name != phase), default=0)

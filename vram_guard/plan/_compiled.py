@@ -47,6 +47,8 @@ def with_compiled(
         return _followed(made, request, following, search, budgeted=budgeted)
     except NotCompiledError as error:
         why = str(error)
+    finally:
+        following.traces.forget()
     return replace(made, compiled=CompiledStep(made.estimate, why=why), **_said(made, why))
 
 
@@ -61,11 +63,11 @@ class _Compiled:
             return compiler(replace(asked, compiled=True))
 
         own = replace(source, trace=trace, direct=None, marks=False, one_size=True)
-        self._traces = Traces(own, request.batch_size, lambda _line: None, request.budget.multiprocessors)
+        self.traces = Traces(own, request.batch_size, lambda _line: None, request.budget.multiprocessors)
         self._request = request
 
     def __call__(self, option: Option, size: int) -> Candidate:
-        timeline = self._traces.exact(option, size)
+        timeline = self.traces.exact(option, size)
         return Candidate(timeline, timeline.at(size, settings=self._request.settings_under(option.recipe)))
 
 

@@ -75,8 +75,17 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
     try:
         return _plan_of(asked, source, whole, explored, shardings, compiler)
     finally:
-        if source.explored is None:  # the plan's own timelines may be asked for other sizes, and lead to all of these
+        if source.explored is None:
             explored.traces.forget()
+
+
+def forget_explored(source: Source) -> None:
+    """Let go of all timelines that plans of this source have shared."""
+    for known in (source.explored or {}).values():
+        if isinstance(known, _Explored):
+            known.traces.forget()
+    if source.explored is not None:
+        source.explored.clear()
 
 
 def _plan_of(
@@ -127,7 +136,10 @@ def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Sour
     why_not = None
     if "evaluation" not in _techniques(asked, whole):
         why_not = asked.refused.get("evaluation") or Message("it is not allowed")
-    return with_whole_job(made, request, followed, costs, smaller, why_not, asked.progress)
+    try:
+        return with_whole_job(made, request, followed, costs, smaller, why_not, asked.progress)
+    finally:
+        followed.forget()
 
 
 def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, ...]]:

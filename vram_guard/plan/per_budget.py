@@ -77,6 +77,7 @@ def plans_per_budget(
     """
     from vram_guard.budget import Budget
     from vram_guard.budget.catalogue import find_gpu
+    from vram_guard.plan._of_source import forget_explored
 
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     amounts = [(str(each), _with_kernels(Budget.of(Budget.of(each).available), card)) for each in budgets]
@@ -85,13 +86,16 @@ def plans_per_budget(
     allow = tuple(allow)
     shared = step if isinstance(step, Source) else _source(step, amounts[0][1])
     shared = replace(shared, explored={}, thorough=False)
-    found = [
-        PlanOfBudget(
-            name,
-            plan(shared, batch_size, amount, allow=allow, host_budget=host_budget, cudnn=cudnn, progress=progress),
-        )
-        for name, amount in amounts
-    ]
+    try:
+        found = [
+            PlanOfBudget(
+                name,
+                plan(shared, batch_size, amount, allow=allow, host_budget=host_budget, cudnn=cudnn, progress=progress),
+            )
+            for name, amount in amounts
+        ]
+    finally:
+        forget_explored(shared)
     return sorted(found, key=lambda one: one.plan.budget.usable)
 
 

@@ -112,8 +112,8 @@ def resident_batch(timeline: Timeline, traced: int, resident: int) -> Timeline:
     if resident == traced:
         return timeline
     blocks = list(timeline.blocks)
-    ends = (*(phase.start for phase in timeline.phases[1:]), len(timeline.events))
-    for phase, end in zip(timeline.phases, ends, strict=True):
+    starts = (*(phase.start for phase in timeline.phases), len(timeline.events))
+    for phase, end in zip(timeline.phases, starts[1:], strict=True):
         for event in timeline.events[phase.start : end] if phase.name == "batch" else ():
             if event >= 0 and blocks[event].category == "batch":
                 base, per_sample = blocks[event].size

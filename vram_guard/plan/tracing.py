@@ -59,7 +59,10 @@ class Traces:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of all timelines. Those that others hold may still be asked for other sizes: that is traced anew."""
+        """Let go of all timelines: those of a plan may be asked for other sizes, and so lead here.
+
+        What they are asked for afterwards is traced anew.
+        """
         from vram_guard.simulate import each_once
 
         self._traced: dict[TraceRequest, Timeline] = {}

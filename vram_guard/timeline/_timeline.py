@@ -149,12 +149,15 @@ class Timeline(ShownInNotebooks):
         """Requested bytes of every block at this batch size, in block order."""
         if workspaces != "known":
             return self._sizes(batch_size, workspaces)
-        if batch_size not in self._known_sizes:
-            self._known_sizes[batch_size] = self._sizes(batch_size, workspaces)
-        return self._known_sizes[batch_size]
+        last = self._last_sizes
+        if batch_size not in last:
+            last.clear()
+            last[batch_size] = self._sizes(batch_size, workspaces)
+        return last[batch_size]
 
     @cached_property
-    def _known_sizes(self) -> dict[int, Sequence[int]]:
+    def _last_sizes(self) -> dict[int, Sequence[int]]:
+        """Those of one batch size: a search asks for the same several times."""
         return {}
 
     def _sizes(self, batch_size: int, workspaces: Workspaces) -> Sequence[int]:
