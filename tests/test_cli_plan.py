@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import pickle
 from pathlib import Path
 
@@ -143,3 +144,41 @@ def test_a_slip_is_told_of_a_model_that_is_made_already_too(slip, tmp_path, monk
     said = capsys.readouterr().err
     assert "nothing reads a value of this name" in said
     assert not {"\x1b", "\u202e"} & set(said)
+
+
+STEPS = """
+import torch
+from vram_guard import TrainingStep
+
+def step_of(model, loss=lambda model, batch: model(batch).sum()):
+    return TrainingStep(model, lambda size: torch.zeros(size, 64), loss, torch.optim.AdamW)
+
+wrong_shape = step_of(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(33, 10)))
+no_key = step_of(torch.nn.Linear(64, 64), lambda model, batch: model(batch).sum() * {}["scale"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "problem"),
+    [("wrong_shape", 5, "RuntimeError: a and b must have same reduction dim"), ("no_key", 9, "KeyError: 'scale'")],
+)
+def test_a_step_that_fails_is_no_step_that_does_not_fit(name, line, problem, tmp_path, capsys):
+    file = tmp_path / "steps.py"
+    file.write_text(STEPS)
+    command = ["plan", "--step", f"{file}:{name}", "--batch", "8", "--budget", "1GiB"]
+    assert cli.main(command) == cli.EXIT_USAGE
+    said = capsys.readouterr().err
+    assert f"steps.py:{line} fails: {problem}" in said
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
+    assert cli.main([*command, "-v"]) == cli.EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert f"steps.py:{line} fails: {problem}" in said
+
+
+def test_an_error_that_no_code_of_the_user_has_passed_on_keeps_its_traceback(monkeypatch):
+    # What is called here is no file of the user's: Python's own.
+    monkeypatch.setattr("vram_guard.config_file.load_config", operator.itemgetter("no config"))
+    with pytest.raises(TypeError):
+        cli.main(["plan", CONFIG, "--gpu", "RTX 4090"])

@@ -24,7 +24,8 @@ from vram_guard.language import speaking
 from vram_guard.plan import Plan, Source, plan
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
-from vram_guard.plan.descriptions import Why
+from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.model import Rejected, nearest
 from vram_guard.plan.per_budget import plans_per_budget
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.step_time import StepTime, assumed_gpu, step_seconds
@@ -33,6 +34,7 @@ from vram_guard.plan.tracing import Traces
 from vram_guard.report.text import render
 from vram_guard.simulate import KEPT_TRACES, trace
 from vram_guard.techniques import Recipe
+from vram_guard.units import Amount
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
@@ -79,6 +81,36 @@ def test_a_tight_budget_is_met_and_the_prediction_is_that_of_a_direct_trace() ->
     assert direct.at(made.micro_batch_size).peak_reserved == made.estimate.peak_reserved
     assert direct.at(made.micro_batch_size).breakdown == made.estimate.breakdown
 
+
+def test_a_number_that_lacks_a_unit_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="24 bytes"):
+        plan(STEP, 16, 24)
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "10MiB"])
+def test_a_batch_that_is_the_same_for_every_size_is_remarked_on(budget: str) -> None:
+    one = torch.zeros(4, 64)
+    step = TrainingStep(torch.nn.Linear(64, 64), lambda _size: one, lambda net, x: net(x).sum(), torch.optim.AdamW)
+    remark = "same memory with 4096 samples as with any other number"
+    assert remark in plan(step, 4096, budget, allow=CHEAP).explain()
+    assert (
+        remark not in plan(step.with_(batch=lambda size: one[:1].expand(size, 64)), 4096, budget, allow=CHEAP).explain()
+    )
+    assert "any other number" not in plan(step, 1, budget, allow=CHEAP).explain()
+
+
+def test_the_closest_option_is_one_whose_peak_is_known() -> None:
+    why = Reason(Why.NEEDS_STATES, amount=Amount(5))
+    bounded, far, near = (Rejected(name, peak, missing, why) for name, peak, missing in NAMED_MISSES)
+    assert nearest([bounded, far, near]) is near
+    assert nearest([bounded]) is bounded
+    made = plan(step_of_blocks(8), 64, "4MiB", margin=0, allow=CHEAP)
+    assert made.nearest_miss is not None
+    at_least = made.nearest_miss.peak_reserved is None
+    assert ("at least" in next(line for line in made.reasons if "Closest" in line)) == at_least
+
+
+NAMED_MISSES = (("bounded", None, 1), ("far", 90, 50), ("near", 60, 20))
 
 #: Techniques whose timelines take little time.
 CHEAP = ("precision", "accumulate", "checkpoint")

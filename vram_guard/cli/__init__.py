@@ -15,6 +15,7 @@ import io
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,9 +98,10 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
     with argparse_locale():
         options = _parser(given).parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
+    if problem is not None and given[0] != "doctor":  # which says what is wrong with them
+        tell(_said(problem))
+        return _exit_code(problem)
     try:
-        if problem is not None and given[0] != "doctor":  # which says what is wrong with them
-            raise problem
         fill_from_settings(options, found)
         code = run(options)
         sys.stdout.flush()
@@ -116,6 +118,8 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
             return EXIT_USAGE
         tell(_("{name}: {problem}", name=error.filename or "-", problem=error.strerror or error))
         return EXIT_ENVIRONMENT
+    except Exception as error:  # noqa: BLE001 - the user's code runs in a trace, and may raise anything
+        return _code_of_failure(error, verbose=bool(getattr(options, "verbose", False)))
     return code
 
 
@@ -163,6 +167,19 @@ def _said(error: VramGuardError) -> str:
         return f"--{found[1].replace('_', '-')} {value if ' ' in value else value.strip(chr(34) + chr(39))}"
 
     return re.sub(r"""\b(budget|gpu|gpu_memory|host_budget|margin)=("[^"]*"|'[^']*'|[0-9]+)""", option, str(error))
+
+
+def _code_of_failure(error: Exception, *, verbose: bool) -> int:
+    """The exit code for an error of the user's own code, which is said; any other error goes on."""
+    from vram_guard.cli._failures import failure_of_users_code
+
+    said = failure_of_users_code(error)
+    if said is None:
+        raise error
+    if verbose:
+        traceback.print_exception(error)
+    tell(said)
+    return EXIT_USAGE
 
 
 def _exit_code(error: VramGuardError) -> int:

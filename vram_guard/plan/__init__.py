@@ -12,7 +12,7 @@ from vram_guard.plan._asked import (
     checked_correction,
     compute_capability,
 )
-from vram_guard.plan.checks import check_growth
+from vram_guard.plan.checks import check_growth, check_unit
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.source import Source, source_of
@@ -123,6 +123,7 @@ def plan(
     allowed, refused, pins = checked_techniques(allow), refused or {}, Pins.of(pin)
     grow = grow and "grow" not in refused
     check_not_planned(step)
+    check_unit(budget)
     check_growth(target_utilization, lr_rule)
     if dataset_size is not None:
         dataset_size = checked_count("dataset_size", dataset_size)

@@ -63,7 +63,18 @@ def unchanged(
 
 def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
     """The reasons of a plan that changes nothing."""
-    return (Reason(Why.FITS), *tier_reasons(before.estimate))
+    return (Reason(Why.FITS), *tier_reasons(before.estimate), *_batch_reasons(before))
+
+
+def _batch_reasons(before: Candidate) -> tuple[Reason, ...]:
+    """A remark on a step whose batches do not grow with their size: most likely a mistake, which fits everywhere."""
+    timeline, size = before.timeline, before.estimate.batch_size
+    if size == 1 or timeline.retrace is not None or not any(block.category == "batch" for block in timeline.blocks):
+        return ()
+    sizes = (
+        size for block in timeline.blocks for size in (block.size, *(block.scratch.quantities if block.scratch else ()))
+    )
+    return () if any(size.per_sample for size in sizes) else (Reason(Why.SAME_FOR_EVERY_BATCH, samples=size),)
 
 
 def tier_reasons(estimate: Estimate) -> tuple[Reason, ...]:
@@ -104,7 +115,7 @@ def changed(
     why += (*request.why_not_checkpointed, *request.left_out)
     cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
     kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST
-    why += [Reason(kind, time=StepTime(slowdown)), *tier_reasons(after.estimate)]
+    why += [Reason(kind, time=StepTime(slowdown)), *tier_reasons(after.estimate), *_batch_reasons(before)]
     return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
 
 
@@ -119,14 +130,15 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
     closest = nearest(rejected)
     if closest is not None and len(rejected) > 1:
         missing = closest.missing
-        why.append(Reason(Why.NEAREST, option=closest.tried, missing=Amount(missing), count=missing))
+        kind = Why.NEAREST_AT_LEAST if closest.peak_reserved is None else Why.NEAREST
+        why.append(Reason(kind, option=closest.tried, missing=Amount(missing), count=missing))
     if request.space.precisions == (request.precision,):
         why.append(request.why_precision)
     if request.space.splits == (1,) and request.batch_size > 1:
         why.append(request.why_not_split)
     if request.batch_size == 1:
         why.append(Reason(Why.ONE_SAMPLE))
-    why += (*request.why_not_checkpointed, *request.left_out)
+    why += (*_batch_reasons(before), *request.why_not_checkpointed, *request.left_out)
     why.append(Reason(Why.UNCHANGED))
     return _as_written(request, before, tuple(why), rejected)
 

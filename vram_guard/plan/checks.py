@@ -36,8 +36,7 @@ def check_amounts(
     from vram_guard.budget import Budget
     from vram_guard.budget.budget import checked_margin
 
-    if isinstance(budget, int) and 0 < budget < _LEAST_BYTES:  # a config says 24, and means GiB
-        raise without_unit(budget)
+    check_unit(budget)
     if margin is not None:
         checked_margin(margin)
     if budget is not None or gpu is not None or gpu_memory is not None:
@@ -46,6 +45,16 @@ def check_amounts(
         raise without_unit(host_budget, "host_budget")
     if host_budget is not None:
         written_bytes(host_budget, "host_budget")
+
+
+def check_unit(budget: object) -> None:
+    """Check that a number is one of bytes.
+
+    Raises:
+        InvalidInputError: it is so small that a unit is meant: 24, for GiB.
+    """
+    if isinstance(budget, int) and 0 < budget < _LEAST_BYTES:
+        raise without_unit(budget)
 
 
 def check_growth(target_utilization: object, lr_rule: object) -> None:

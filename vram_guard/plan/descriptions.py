@@ -32,6 +32,10 @@ class Why(Enum):
         "Spread so, and otherwise as written, each GPU needs {peak}, {missing} more than the {usable} that may be used."
     )
     SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
+    SAME_FOR_EVERY_BATCH = marked(
+        "The step takes the same memory with {samples} samples as with any other number: check that its batch has as "
+        "many samples as are asked for."
+    )
 
     # why the precision is what it is
     NOT_ALLOWED = marked("Mixed precision was not tried: it is not among the techniques that this plan may use.")
@@ -105,6 +109,9 @@ class Why(Enum):
 
     # nothing fits
     NEAREST = marked("Nothing that is allowed makes it fit. Closest: {option}, {missing} over budget ({count} bytes).")
+    NEAREST_AT_LEAST = marked(
+        "Nothing that is allowed makes it fit. Closest: {option}, at least {missing} over budget ({count} bytes)."
+    )
     NO_ACCUMULATION = marked(
         "Smaller micro-batches were not tried: they are not among the techniques that this plan may use."
     )

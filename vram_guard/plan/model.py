@@ -38,7 +38,7 @@ class Rejected:
 
     tried: OptionText | Message
     peak_reserved: int | None
-    """Predicted bytes; None where the option could not be traced."""
+    """Predicted bytes; None where they are not known: what it misses by is then the least that it can be."""
     missing: int
     """Bytes by which it misses the budget (or the target, for growth); 0 where bytes were not the reason."""
     reason: Reason
@@ -285,5 +285,9 @@ class Plan(ShownInNotebooks):
 
 
 def nearest(rejected: Iterable[Rejected]) -> Rejected | None:
-    """The option that came closest to the budget; None where bytes were the reason for none of them."""
-    return min((option for option in rejected if option.missing > 0), key=lambda option: option.missing, default=None)
+    """The option that came closest to the budget; None where bytes were the reason for none of them.
+
+    Of an option that was not traced no more is known than what it takes at least: one whose peak is known comes first.
+    """
+    missed = (option for option in rejected if option.missing > 0)
+    return min(missed, key=lambda option: (option.peak_reserved is None, option.missing), default=None)
