@@ -69,6 +69,7 @@ def test_json_and_exit_codes(capsys):
     ("arguments", "said"),
     [
         (["missing.yaml"], "missing.yaml"),
+        (["missing.py"], "missing.py cannot be read: No such file"),
         ([], "name what to plan for"),
         ([CONFIG, "--plot", "x.bmp"], ".png"),
         ([CONFIG, "--plot-budgets", "x.bmp"], ".png"),
@@ -86,6 +87,16 @@ def test_json_and_exit_codes(capsys):
 def test_bad_usage(arguments, said, capsys):
     assert cli.main(["plan", *arguments, "--gpu", "RTX 4090"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("bert-base-uncased", "bert"), ("facebook/opt-125m", "opt"), ("gpt22", "gpt2"), ("zzz", None)]
+)
+def test_the_name_of_a_published_model_leads_to_its_kind(name, kind, capsys):
+    pytest.importorskip("transformers")
+    assert cli.main(["estimate", "--model", name, "--batch", "4", "--gpu", "RTX 4090"]) == 2
+    said = capsys.readouterr().err
+    assert (f"did you mean {kind}?" in said) if kind else ("did you mean" not in said)
 
 
 def test_a_missing_library_is_told_before_any_work(monkeypatch, capsys):

@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.errors import InvalidInputError
@@ -41,7 +42,7 @@ def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[s
     """
     import yaml
 
-    if str(path).endswith(".py"):
+    if str(path).endswith(".py") and Path(path).exists():
         raise InvalidInputError(
             _(
                 "{path} is Python, not YAML. A model or a step in it is named after a colon: vram-guard plan "

@@ -50,7 +50,10 @@ def absent_libraries() -> list[str]:
 
 
 def similar_name(name: str) -> str | None:
-    """The name of an installed library's model that is nearest to this one. Imports these libraries."""
+    """The name of an installed library's model that is nearest to this one. Imports these libraries.
+
+    That of a published model ("bert-base-uncased", "facebook/opt-125m") begins with its kind's.
+    """
     known: set[str] = set()
     if find_spec("torchvision"):
         known.update(_library("torchvision.models").list_models())
@@ -59,7 +62,9 @@ def similar_name(name: str) -> str | None:
     if find_spec("transformers"):
         auto: Any = _library("transformers.models.auto.modeling_auto")
         known.update(*(getattr(auto, head) for head in _HEADS))
-    return next(iter(get_close_matches(name.lower(), known, n=1)), None)
+    plain = name.lower().rpartition("/")[2]
+    kinds = (one for one in known if plain.startswith(one))
+    return next(iter(get_close_matches(plain, known, n=1)), max(kinds, key=len, default=None))
 
 
 def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
