@@ -68,13 +68,13 @@ def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
 
 def _batch_reasons(before: Candidate) -> tuple[Reason, ...]:
     """A remark on a step whose batches do not grow with their size: most likely a mistake, which fits everywhere."""
-    timeline, size = before.timeline, before.estimate.batch_size
-    if size == 1 or timeline.retrace is not None or not any(block.category == "batch" for block in timeline.blocks):
+    timeline, samples = before.timeline, before.estimate.batch_size
+    if samples == 1 or timeline.retrace is not None or not any(block.category == "batch" for block in timeline.blocks):
         return ()
     sizes = (
         size for block in timeline.blocks for size in (block.size, *(block.scratch.quantities if block.scratch else ()))
     )
-    return () if any(size.per_sample for size in sizes) else (Reason(Why.SAME_FOR_EVERY_BATCH, samples=size),)
+    return () if any(size.per_sample for size in sizes) else (Reason(Why.SAME_FOR_EVERY_BATCH, samples=samples),)
 
 
 def tier_reasons(estimate: Estimate) -> tuple[Reason, ...]:
