@@ -99,6 +99,18 @@ def test_a_batch_that_is_the_same_for_every_size_is_remarked_on(budget: str) -> 
     assert "any other number" not in plan(step, 1, budget, allow=CHEAP).explain()
 
 
+def test_a_plan_explains_what_its_bounds_are() -> None:
+    def branching(model: torch.nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+        out = model(numbers)
+        return out.sum() if out.mean() > 0 else out.square().sum()
+
+    step = TrainingStep(torch.nn.Linear(64, 64), lambda size: torch.zeros(size, 64), branching, torch.optim.AdamW)
+    said = plan(step, 16, "1GiB", allow=CHEAP).explain()
+    assert "see the notes" in said
+    assert "test_plan.py:" in said.partition("\nNotes:\n")[2]
+    assert "Notes:" not in plan(STEP, 16, "4GiB", allow=CHEAP).explain()
+
+
 def test_the_closest_option_is_one_whose_peak_is_known() -> None:
     why = Reason(Why.NEEDS_STATES, amount=Amount(5))
     bounded, far, near = (Rejected(name, peak, missing, why) for name, peak, missing in NAMED_MISSES)

@@ -257,6 +257,8 @@ class Plan(ShownInNotebooks):
         if self.slowdown is not None and self.changed:
             lines.append("  " + _("step time, modelled: x {factor}", factor=f"{self.slowdown:.2f}"))
         lines += ["", _("Why:"), *(f"  - {reason}" for reason in self.reasons)]
+        if self.estimate.tier == "partly symbolic":  # the reasons point to them
+            lines += ["", _("Notes:"), *(f"  - {note}" for note in self.estimate.notes)]
         if self.rejected:
             lines += ["", _("Alternatives considered:"), *self._alternatives()]
         return "\n".join(lines)
