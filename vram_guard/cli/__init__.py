@@ -15,7 +15,6 @@ import io
 import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -171,6 +170,8 @@ def _said(error: VramGuardError) -> str:
 
 def _code_of_failure(error: Exception, *, verbose: bool) -> int:
     """The exit code for an error of the user's own code, which is said; any other error goes on."""
+    import traceback
+
     from vram_guard.cli._failures import failure_of_users_code
 
     said = failure_of_users_code(error)

@@ -41,20 +41,19 @@ def check_amounts(
         checked_margin(margin)
     if budget is not None or gpu is not None or gpu_memory is not None:
         Budget.resolve(budget, gpu, margin, gpu_memory=gpu_memory)
-    if isinstance(host_budget, int) and 0 < host_budget < _LEAST_BYTES:
-        raise without_unit(host_budget, "host_budget")
+    check_unit(host_budget, "host_budget")
     if host_budget is not None:
         written_bytes(host_budget, "host_budget")
 
 
-def check_unit(budget: object) -> None:
+def check_unit(amount: object, name: str = "budget") -> None:
     """Check that a number is one of bytes.
 
     Raises:
         InvalidInputError: it is so small that a unit is meant: 24, for GiB.
     """
-    if isinstance(budget, int) and 0 < budget < _LEAST_BYTES:
-        raise without_unit(budget)
+    if isinstance(amount, int) and 0 < amount < _LEAST_BYTES:
+        raise without_unit(amount, name)
 
 
 def check_growth(target_utilization: object, lr_rule: object) -> None:
