@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fidelity.harness import FIT, MICRO, REPORT, Case, Outcome, Verdict, differences, fault, judge, notes
+from fidelity.harness import FIT, MICRO, REPORT, Case, Outcome, Verdict, differences, fault, judge, notes, refusal
 
 CASE = Case("a", object, says=r"\bqueue\b")
 PLAIN = Outcome({"weights": torch.tensor([1.0, 2.0]), "counts": {"steps": 3}})
@@ -70,3 +70,19 @@ def test_differences_are_found_wherever_they_are():
 def test_notes_are_the_sentences_below_the_tables():
     printed = "Peak\n  batch size  8\n\nWhy\n  • One reason\n    that goes on.\n  - A note\nvram_guard: applied.\n"
     assert notes(printed) == ["One reason that goes on.", "A note", "vram_guard: applied."]
+
+
+def test_a_refusal_is_judged_sentence_by_sentence():
+    error = ValueError(
+        "does not fit.\nIt needs more.\n\nWhy:\n  - the queue\n    joins samples\n\nNotes:\n  - no symbolic kernel"
+    )
+    said = refusal(error)
+    assert said == [
+        "ValueError: does not fit. It needs more.",
+        "Why:",
+        "the queue joins samples",
+        "Notes:",
+        "no symbolic kernel",
+    ]
+    assert verdict(record=None, words=said, applied=False) is Verdict.SAID
+    assert verdict(record=None, words=[said[0], said[-1]], applied=False) is Verdict.SILENT

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard_accelerate import guard
 
-from .harness import FIT, GRAPH, TIGHT, Case, Outcome, generator_states, listening
+from .harness import FIT, GRAPH, TIGHT, Case, Outcome, generator_states, listening, refusal
 
 CASES: list[Case] = []
 #: Fits slices of half the batch, and not the whole (``TIGHT``; ``GRAPH``, where nothing is run to prove them).
@@ -123,6 +123,6 @@ def train(about: Case, mode: str | None) -> Outcome:
         except Exception as error:
             if mode is None:
                 raise
-            outcome.words.append(f"{type(error).__name__}: {error}")
+            outcome.words += refusal(error)
     outcome.applied = outcome.record is not None and any("micro-batches" in line for line in outcome.words)
     return outcome

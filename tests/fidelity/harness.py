@@ -240,6 +240,12 @@ def notes(printed: str) -> list[str]:
     return found
 
 
+def refusal(error: Exception) -> list[str]:
+    """The sentences of an error that kept a training from beginning: each is judged by itself, as in a report."""
+    parts = re.split(r"\n\s*\n|\n(?=\s*[•*-] )", f"{type(error).__name__}: {error}")
+    return [" ".join(part.split()).strip(" •*-") for part in parts if part.strip()]
+
+
 def seed(number: int = 3) -> None:
     torch.manual_seed(number)
     random.seed(number)

@@ -30,6 +30,7 @@ from .harness import (
     Suite,
     generator_states,
     listening,
+    refusal,
     seed,
     unchanged,
 )
@@ -295,11 +296,11 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
         except Exception as error:
             if watch is None:
                 raise
-            said = f"{type(error).__name__}: {error}"
+            said = refusal(error)
             if recorder.counts["on_train_batch_start"]:  # too late: only words before training help
-                outcome.crash = said.partition("\n")[0]
+                outcome.crash = said[0]
             else:
-                outcome.words.append(said)
+                outcome.words += said
             return _told(outcome, watch)
     outcome.record = {
         "weights": {name: value.clone() for name, value in run.module.state_dict().items()},

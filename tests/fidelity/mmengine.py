@@ -33,6 +33,7 @@ from .harness import (
     Suite,
     generator_states,
     listening,
+    refusal,
     seed,
     unchanged,
 )
@@ -180,11 +181,11 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
         except Exception as error:
             if watch is None:
                 raise
-            said = f"{type(error).__name__}: {error}"
+            said = refusal(error)
             if recorder.counts["iter"]:
-                outcome.crash = said.partition("\n")[0]
+                outcome.crash = said[0]
             else:
-                outcome.words.append(said)
+                outcome.words += said
         else:
             outcome.record = {
                 "weights": {name: value.clone() for name, value in run.model.state_dict().items()},
