@@ -22,6 +22,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"vram-guard {__version__}\n"
 
 
+def test_python_dash_m_is_the_command():
+    command = [sys.executable, "-m", "vram_guard", "gpus", "--no-such-option"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("vram-guard gpus: unrecognized arguments: --no-such-option")
+
+
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["gpus", "--no-such-option"]])
 def test_bad_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -187,10 +187,40 @@ def test_bad_input_is_an_error_in_words(wrong: Any) -> None:
 
 @pytest.mark.torch_since(2, 6)  # torch 2.4's meta convolution takes any input
 def test_a_model_that_fails_on_its_input_says_so_and_was_built(models: str, capsys: Any) -> None:
-    assert main(["estimate", "--model", f"{models}:net", "--input", "3x2x2", "--batch", "4", "--gpu", "4090"]) != 0
-    first, last = capsys.readouterr().err.splitlines()
-    assert "no symbolic answer: the model fails on an input of 3x2x2: RuntimeError" in first
-    assert "no answer: the model's step could not be run (see above)" in last
+    command = ["--model", f"{models}:net", "--input", "3x2x2", "--batch", "4", "--gpu", "4090"]
+    for name in ("estimate", "plan"):
+        assert main([name, *command]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "vram-guard: the model fails on an input of 3x2x2: RuntimeError" in said
+
+
+def test_the_line_of_the_model_that_fails_is_named(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "net.py"
+    init = "    def __init__(self):\n        super().__init__(3, 3)\n"
+    head = "import torch\nclass Net(torch.nn.Linear):\n"
+    file.write_text(f"{head}{init}    def forward(self, x):\n        return x.view(7, -1)\n")
+    assert main(["estimate", "--model", f"{file}:Net", "--input", "3", "--batch", "4", "--gpu", "4090"]) == 2
+    said = capsys.readouterr().err
+    assert "invalid for input of size" in said
+    assert "(net.py, line 6)" in said
+
+
+def test_a_step_whose_callables_take_others_is_refused_before_any_work() -> None:
+    def step(**changed: Any) -> TrainingStep:
+        usual = {"model": nn.Linear(3, 3), "batch": lambda size: torch.ones(size, 3), "optimizer": torch.optim.AdamW}
+        return TrainingStep(**{**usual, "loss": lambda model, batch: model(batch).sum(), **changed})
+
+    assert estimate(step(), 2).peak_reserved > 0
+    for name, wrong in {
+        "loss": lambda batch: batch.sum(),
+        "optimizer": lambda model, parameters: torch.optim.SGD(parameters),
+        "batch": lambda: torch.ones(2, 3),
+        "model": nn.Linear,
+    }.items():
+        with pytest.raises(InvalidInputError, match=f"{name} is called with .* but takes"):
+            estimate(step(**{name: wrong}), 2)
+        with pytest.raises(InvalidInputError, match=f"{name} is called with .* but takes"):
+            plan(step(**{name: wrong}), 2, budget="1GiB")
 
 
 @given(

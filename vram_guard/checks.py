@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
 from vram_guard.errors import InvalidInputError
@@ -34,6 +35,41 @@ def checked_count(name: str, value: object) -> int:
             _("{name} must be between 1 and {most}, not {value}", name=name, most=LARGEST_BATCH, value=count)
         )
     return count
+
+
+def takes(name: str, function: Callable[..., object], *arguments: str) -> None:
+    """Check that a function can be called with these arguments by position.
+
+    Nothing is known of functions without a signature (some built into Python): they pass.
+
+    Args:
+        name: of the function, as the user gave it.
+        function: any callable.
+        arguments: their names, for the message.
+
+    Raises:
+        InvalidInputError: it takes others.
+
+    Example:
+        >>> takes("loss", lambda model: model, "model", "batch")
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: loss is called with (model, batch), but takes (model)
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        wanted = ", ".join(arguments)
+        said = _(
+            "{name} is called with ({arguments}), but takes ({taken})",
+            name=name,
+            arguments=wanted,
+            taken=", ".join(signature.parameters),
+        )
+        raise InvalidInputError(said) from None
 
 
 def one_of(name: str, value: object, known: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, marked
 from vram_guard.step import TrainingStep
+from vram_guard.user_code import line_of_error
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +160,8 @@ def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:
     """A training step of what a public function was given: a plain model with its input's shape becomes one.
 
     Raises:
-        InvalidInputError: a model without a shape, or a shape beside a step.
+        InvalidInputError: a model without a shape, a shape beside a step, or a step whose callables take others than
+            what they are called with.
     """
     import torch
 
@@ -171,6 +173,8 @@ def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:
         raise InvalidInputError(
             _("a plain model needs input_shape=, the shape of one sample such as (3, 224, 224); or give a TrainingStep")
         )
+    if isinstance(step, TrainingStep):
+        step.check_calls()
     return step
 
 
@@ -182,7 +186,8 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
         raise
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         shapes = shapes_of(batch)
-        problem = f"{type(error).__name__}: {error}"
+        line = line_of_error(error)
+        problem = f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
         if len(inputs) > 1 and isinstance(error, TypeError):
             # TypeError: Python's own for a wrong number of arguments.
             raise InvalidInputError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vram_guard.checks import LARGEST_BATCH, checked_count, one_of
+from vram_guard.checks import LARGEST_BATCH, checked_count, one_of, takes
 from vram_guard.errors import InvalidInputError
 from vram_guard.job import Job
 from vram_guard.language import _
@@ -135,6 +135,22 @@ class TrainingStep:
             raise InvalidInputError(_("optimizer must be a callable parameters -> torch.optim.Optimizer, or None"))
         object.__setattr__(self, "accumulate", checked_count("accumulate", self.accumulate))
         object.__setattr__(self, "data_parallel_ranks", checked_count("data_parallel_ranks", self.data_parallel_ranks))
+
+    def check_calls(self) -> None:
+        """Check that what is callable takes what it is called with.
+
+        Raises:
+            InvalidInputError: it takes other arguments.
+        """
+        from torch import nn
+
+        takes("loss", self.loss, "model", "batch")
+        if self.optimizer is not None:
+            takes("optimizer", self.optimizer, "parameters")
+        if callable(self.batch):
+            takes("batch", self.batch, "batch_size")
+        if not isinstance(self.model, nn.Module):
+            takes("model", self.model)
 
     @property
     def layout(self) -> Parallel | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.user_code import add_own_package
 
 if TYPE_CHECKING:
     from vram_guard_accelerate._script_guard import guard
 
 __all__ = ["guard"]
+
+add_own_package(__file__)
 
 
 def __getattr__(name: str) -> object:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vram_guard.user_code import add_own_package
+
 if TYPE_CHECKING:
     from vram_guard_lightning._callback import VramGuard
 
 __all__ = ["VramGuard"]
+
+add_own_package(__file__)
 
 
 def __getattr__(name: str) -> object:

@@ -6,12 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
+from vram_guard.user_code import add_own_package
 
 if TYPE_CHECKING:
     from vram_guard_mmengine._runner import GuardFlexibleRunner, GuardRunner
     from vram_guard_mmengine.hook import VramGuardHook
 
 __all__ = ["GuardFlexibleRunner", "GuardRunner", "VramGuardHook"]
+
+add_own_package(__file__)
 
 _HOME = {"GuardFlexibleRunner": "_runner", "GuardRunner": "_runner", "VramGuardHook": "hook"}
 

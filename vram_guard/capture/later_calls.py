@@ -10,8 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-_LIBRARIES = ("site-packages", "dist-packages")
-_HERE = str(Path(__file__).parents[1])
+from vram_guard.user_code import is_users_file
 
 
 def later_calls(*wanted: str) -> frozenset[str]:
@@ -33,7 +32,7 @@ def later_calls(*wanted: str) -> frozenset[str]:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - where the script stands is the question
     while frame is not None:
         file = frame.f_code.co_filename
-        if not any(part in file for part in _LIBRARIES) and not file.startswith((_HERE, "<", sys.base_prefix)):
+        if is_users_file(file):
             names.update(_called_after(file, frame.f_code.co_name, frame.f_lineno, wanted))
         frame = frame.f_back
     return frozenset(names.intersection(wanted))

@@ -3,8 +3,8 @@
 What a command needs is imported when it runs, so that ``--help`` and ``--version`` never wait for torch. The adapters'
 commands come from the entry points ``vram_guard.commands`` of installed distributions, each the ``add`` of its own.
 
-Exit codes: 0 done (and, where something is checked, it fits), 1 it does not fit, 2 bad usage, 3 the environment
-cannot be read. Answers go to standard output, messages to standard error.
+Exit codes: 0 done (and, where something is checked, it fits), 1 it does not fit, 2 bad usage, 3 no
+answer. Answers go to standard output, messages to standard error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard import __version__
 from vram_guard.cli import _compare, _doctor, _estimate, _gpus, _monitor, _optimize, _plan
 from vram_guard.cli._arguments import fill_from_settings, with_dashes
+from vram_guard.cli._failures import failure_of_users_code
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
 from vram_guard.cli.parsing import Parser, argparse_locale
 from vram_guard.cli.printing import JSON_SCHEMA, tell
@@ -169,16 +170,15 @@ def _said(error: VramGuardError) -> str:
 
 
 def _code_of_failure(error: Exception, *, verbose: bool) -> int:
-    """The exit code for an error of the user's own code, which is said; any other error goes on."""
+    """The exit code for an error of the user's own code, which is said, or of ours, which is shown as it is."""
     import traceback
 
-    from vram_guard.cli._failures import failure_of_users_code
-
     said = failure_of_users_code(error)
-    if said is None:
-        raise error
-    if verbose:
+    if verbose or said is None:
         traceback.print_exception(error)
+    if said is None:
+        tell(_("there is no answer: the error above is one of vram_guard or of a library that it calls"))
+        return EXIT_ENVIRONMENT
     tell(said)
     return EXIT_USAGE
 
@@ -195,7 +195,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="vram-guard",
         description=_("Know how much GPU memory a PyTorch training step takes before it runs, and make it fit."),
-        epilog=_("Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 the environment cannot be read."),
+        epilog=_("Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 no answer."),
     )
     parser.add_argument(
         "--version", action="version", version=f"vram-guard {__version__}", help=_("show the version and exit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
@@ -37,7 +38,7 @@ def add(commands: Any) -> None:
             "parameters, gradients and optimizer states by component, without loading weights."
         ),
         epilog=_(
-            "Exit codes: 0 it fits, 1 it does not, 2 bad usage, 3 the environment cannot be read. "
+            "Exit codes: 0 it fits, 1 it does not, 2 bad usage, 3 no answer. "
             "Underscores in options are understood too (--hidden_dim)."
         ),
     )
@@ -82,11 +83,11 @@ def _estimate(options: argparse.Namespace) -> int:
         if calculation is not None:
             read_from, model = options.config or "", request.model or ""
             print_now(calculator_lines(calculation, memory_source=source, read_from=read_from, model=model))
-    symbolic = (
-        None
-        if step is None
-        else notes.attempt(lambda: _symbolic(step, request.numbers["batch"], budget, options.cudnn))
-    )
+    symbolic = None
+    if step is not None:
+        ask = partial(_symbolic, step, request.numbers["batch"], budget, options.cudnn)
+        # Beside an answer of the rule of thumb, a step that fails is a remark; alone, it is the command's error.
+        symbolic = ask() if calculation is None else notes.attempt(ask)
     if calculation is None and symbolic is None:
         raise UnsupportedStepError(
             _("no answer: the model's step could not be run (see above), and the rule of thumb lacks numbers")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
+from vram_guard.cli._failures import failure_of_users_code
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
 from vram_guard.printable import printable
@@ -38,7 +39,7 @@ class Notes(list[str]):
         except VramGuardError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - see above
-            reason = f"{type(error).__name__}: {error}"
+            reason = failure_of_users_code(error) or f"{type(error).__name__}: {error}"
         self.add(_("no symbolic answer: {reason}", reason=reason))
         return None
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from vram_guard.user_code import is_installed_file
+
 #: Functions that are followed from a method: itself, what it calls by name, and what that calls.
 _DEEPEST = 2
 
@@ -22,7 +24,7 @@ def used_by_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _used(function: FunctionType, seen: set[FunctionType], deeper: int) -> Iterator[tuple[str, Any]]:
     code = function.__code__
-    if function in seen or "site-packages" in code.co_filename or "dist-packages" in code.co_filename:
+    if function in seen or is_installed_file(code.co_filename):
         return
     seen.add(function)
     found: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from vram_guard.language import _
 from vram_guard.proof.observed import normalisation_buffers
 from vram_guard.state.reached import ReachedState
 from vram_guard.tensors import version_of
+from vram_guard.user_code import is_installed_file
 
 #: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
 _KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine")
@@ -126,5 +127,4 @@ def _is_users(value: Any) -> bool:
 
 @cache
 def _is_installed(package: str) -> bool:
-    path = str(getattr(sys.modules.get(package), "__file__", None) or "")
-    return "site-packages" in path or "dist-packages" in path
+    return is_installed_file(str(getattr(sys.modules.get(package), "__file__", None) or ""))

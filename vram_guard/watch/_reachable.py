@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import nn
 from vram_guard.language import _
 from vram_guard.state.containers import MUTABLE, look
 from vram_guard.state.modules import ModuleState
+from vram_guard.user_code import is_users_module
 
 #: Containers within containers, and objects within them, so many deep.
 DEPTH = 8
@@ -206,7 +207,7 @@ class Reached:
 
     def _object(self, part: Any, at: Where) -> Iterable[tuple[Any, Any]]:
         kind = type(part)
-        followed = isinstance(part, _PLAIN) or _root(kind) in self._own or not _installed(kind.__module__)
+        followed = isinstance(part, _PLAIN) or _root(kind) in self._own or _is_users(kind.__module__)
         if followed and not isinstance(part, io.IOBase):
             kept = ModuleState(part, []) if hasattr(part, "__dict__") else Slots(part)
             self.holders.append(kept)
@@ -220,14 +221,7 @@ def _root(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-@functools.lru_cache(maxsize=1024)
-def _installed(module: str) -> bool:
-    """True for modules of the standard library and of installed packages."""
-    root = module.partition(".")[0]
-    if root != "__main__" and root in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+_is_users = functools.lru_cache(maxsize=1024)(is_users_module)
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-from vram_guard_accelerate._script_files import is_users
+from vram_guard.user_code import is_users_file
 from vram_guard_accelerate.dry_run._script_source import function_of, inside, loops_around
 
 
@@ -93,7 +93,7 @@ class _Range(metaclass=_RangeType):
 def count_rounds() -> None:
     """From here on, the script's modules count the rounds of such loops in a way that can end."""
     for module in list(sys.modules.values()):
-        if is_users(str(getattr(module, "__file__", None) or "<")):
+        if is_users_file(str(getattr(module, "__file__", None) or "<")):
             vars(module).setdefault("range", _Range)
             bar = vars(module).get("trange")
             if str(getattr(bar, "__module__", "")).startswith("tqdm."):

@@ -21,7 +21,7 @@ from vram_guard.simulate.device.cuda_module import CUDA, accelerator_answers, cu
 from vram_guard.simulate.device.fake_cuda import as_device, device_by_default, named_by_number
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.state.containers import leaves
-from vram_guard_accelerate._script_files import is_users
+from vram_guard.user_code import is_users_file
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
 
@@ -86,7 +86,7 @@ class CudaShim(TorchFunctionMode):
         self._stack.enter_context(replaced(torch.Tensor, {"record_stream": recorded}))
         self._stack.enter_context(replaced(torch, {"load": _loading_on_cpu(torch.load)}))
         torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
-        self._stack.enter_context(imports_run_for_real(self, excepted=is_users, after=self._imported))
+        self._stack.enter_context(imports_run_for_real(self, excepted=is_users_file, after=self._imported))
         self.active = True
         self._stack.enter_context(self)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from vram_guard_accelerate._script_files import is_users
+from vram_guard.user_code import is_users_file
 from vram_guard_accelerate.dry_run._counted_rounds import counted_rounds
 from vram_guard_accelerate.dry_run._periodic_branches import Branch, branches_in, comes_besides, may_come, period_of
 from vram_guard_accelerate.dry_run._script_source import (
@@ -87,7 +87,7 @@ def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         code = frame.f_code
         in_line = code.co_flags & CO_GENERATOR or (code.co_name.startswith("<") and code.co_name != "<module>")
-        if is_users(code.co_filename) and not in_line:
+        if is_users_file(code.co_filename) and not in_line:
             yield frame
         frame = frame.f_back
 

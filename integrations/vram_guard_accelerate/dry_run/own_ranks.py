@@ -18,9 +18,9 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.simulate.parallel.own_replicas import replacements, replicas_in
+from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -101,7 +101,7 @@ def _variables(ranks: int, local_ranks: int) -> dict[str, str]:
 
 
 def _group_made(ranks: int, original: Any, *args: Any, **kwargs: Any) -> None:
-    if not is_users(sys._getframe(2).f_code.co_filename):  # noqa: SLF001 - who asks is the question
+    if not is_users_file(sys._getframe(2).f_code.co_filename):  # noqa: SLF001 - who asks is the question
         original(*args, **kwargs)
         return
     asked = int(kwargs.get("world_size", -1))

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from vram_guard.language import _
+from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._patching import made_by_script, wrap
-from vram_guard_accelerate._script_files import is_users
 from vram_guard_accelerate.apply.fsdp import plugin_of
 from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -188,7 +188,7 @@ def _refuse_processes() -> None:
 
 def _forked_by_script(name: str, original: Callable[[], Any]) -> Any:
     """Libraries may copy the process to work beside it; where the script does, a copy of it would run on as it does."""
-    if is_users(sys._getframe(2).f_code.co_filename):
+    if is_users_file(sys._getframe(2).f_code.co_filename):
         _refusing(f"os.{name}")()
     return original()
 

@@ -13,7 +13,7 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.proof.joined_samples import Reaching
 from vram_guard.timeline import Timeline
-from vram_guard_accelerate._script_files import place_of_error, place_of_frame
+from vram_guard.user_code import line_of_error, line_of_frame
 from vram_guard_accelerate.dry_run._model_calls import ModelCall
 from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
@@ -30,7 +30,7 @@ def stopped(reason: str) -> NoReturn:
 
 def at_line(reason: str, frame: Any) -> str:
     """A reason, and the line of the script that a frame stands at, or was called from."""
-    where = place_of_frame(frame)
+    where = line_of_frame(frame)
     return f"{reason} ({where})" if where else reason
 
 
@@ -110,7 +110,7 @@ class DryRunFailure:
         text = "".join(tracebacks.format_exception(error))
         if isinstance(error, VramGuardError):
             return cls(type(error).__name__, str(error), text)
-        where = place_of_error(error, script)
+        where = line_of_error(error, script)
         message = _("the script fails: {error}", error=f"{type(error).__name__}: {error}")
         return cls(UnsupportedStepError.__name__, f"{message} ({where})" if where else message, text)
 

@@ -1,0 +1,109 @@
+"""What is the user's own code is told by where it lies, the same for all that ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import vram_guard
+from vram_guard.language import speaking
+from vram_guard.user_code import (
+    add_own_package,
+    is_installed_file,
+    is_users_file,
+    is_users_module,
+    line_of_error,
+    line_of_frame,
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["/home/me/train.py", "train.py", "/usr/src/app/train.py", "/usr/local/train.py", "/tmp/site-packages.py"]
+)
+def test_files_of_the_user(name):
+    assert is_users_file(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        torch.__file__,
+        json.__file__,
+        vram_guard.__file__,
+        "/usr/lib/python3/dist-packages/torch/nn/modules/module.py".replace("/", os.sep),
+        str(Path(sysconfig.get_path("scripts")) / "vram-guard"),
+        "<string>",
+        "<frozen importlib._bootstrap>",
+    ],
+)
+def test_files_of_others(name):
+    assert not is_users_file(name)
+
+
+def test_a_system_python_in_usr_does_not_own_all_of_usr():
+    # Debian's Python lies in /usr, and so may a user's /usr/src/app: only folders of Python's own are taken out.
+    assert not any(sys.base_prefix + os.sep == folder for folder in vram_guard.user_code._PYTHONS)
+
+
+@pytest.mark.parametrize("adapter", ["vram_guard_accelerate", "vram_guard_lightning", "vram_guard_mmengine"])
+def test_the_adapters_are_no_users(adapter):
+    module = pytest.importorskip(adapter)
+    assert not is_users_file(module.__file__)
+
+
+def test_a_package_can_say_that_it_is_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(vram_guard.user_code, "_own", set(vram_guard.user_code._own))
+    file = str(tmp_path / "adapter" / "part.py")
+    assert is_users_file(file)
+    add_own_package(str(tmp_path / "adapter" / "__init__.py"))
+    assert not is_users_file(file)
+    assert is_users_file(str(tmp_path / "adapter_of_mine.py"))
+
+
+def test_modules():
+    assert is_users_module(__name__)
+    assert is_users_module("__main__")
+    assert is_users_module("made_in_a_notebook")
+    assert not is_users_module("torch.nn")
+    assert not is_users_module("collections")
+    assert not is_users_module("vram_guard.plan")
+    assert is_installed_file(torch.__file__)
+
+
+def test_the_innermost_line_of_the_user_is_named():
+    def fails():
+        torch.ones(2).view(3)
+
+    try:
+        fails()
+    except RuntimeError as error:
+        found, outside = line_of_error(error), line_of_error(error, script="elsewhere.py")
+    number = fails.__code__.co_firstlineno + 1
+    assert found == outside == f"test_user_code.py, line {number}"
+
+
+def test_a_script_among_the_libraries_is_the_users_where_it_is_named():
+    try:
+        json.loads("{")
+    except json.JSONDecodeError as error:
+        within = error.with_traceback(error.__traceback__.tb_next)  # without this test's own line
+        here, nowhere = line_of_error(within, script=json.decoder.__file__), line_of_error(within)
+    assert here.startswith("decoder.py, line ")
+    assert nowhere == ""
+
+
+def test_where_a_frame_was_called_from():
+    def asks(frame):
+        return frame
+
+    frame = asks(sys._getframe())
+    assert line_of_frame(frame) == f"test_user_code.py, line {frame.f_lineno}"
+    assert line_of_frame(None) == ""
+    with speaking("zh"):
+        assert line_of_frame(frame).startswith("test_user_code.py 第 ")

@@ -1,0 +1,103 @@
+"""What is the user's own code, and what is Python's, an installed package's or this package's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from vram_guard.language import _
+
+#: Folders into which packages are installed; Debian's Python has a name of its own for them.
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+#: Folders of Python's own files, and of installed commands. Not the folder around them all: a system's Python lies in
+#: ``/usr``, and so may a user's ``/usr/src/app``.
+_PYTHONS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts")})
+#: Folders of this package and of its adapters that are imported.
+_own = {str(Path(__file__).parent) + os.sep}
+
+
+def add_own_package(file: str) -> None:
+    """The package that this file lies in is no user's code: an adapter's.
+
+    Args:
+        file: ``__file__`` of its ``__init__``.
+    """
+    _own.add(str(Path(file).parent) + os.sep)
+
+
+def is_installed_file(name: str) -> bool:
+    """True for files of installed packages.
+
+    Example:
+        >>> is_installed_file(torch.__file__), is_installed_file("/usr/src/app/train.py")
+        (True, False)
+    """
+    return any(folder in name for folder in _INSTALLED)
+
+
+def is_users_file(name: str) -> bool:
+    """True for files outside installed packages, Python and this package; code without a file is nobody's.
+
+    Args:
+        name: as code objects and modules have it.
+
+    Example:
+        >>> is_users_file("/usr/src/app/train.py"), is_users_file("<string>"), is_users_file(torch.__file__)
+        (True, False, False)
+    """
+    return not is_installed_file(name) and not name.startswith(("<", *_PYTHONS, *_own))
+
+
+def is_users_module(name: str) -> bool:
+    """True for modules whose file is the user's, and for those without any file, such as a notebook's.
+
+    Example:
+        >>> is_users_module("__main__"), is_users_module("collections.abc"), is_users_module("torch.nn")
+        (True, False, False)
+    """
+    root = name.partition(".")[0]
+    if root == "__main__":
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return root not in sys.stdlib_module_names and (not isinstance(file, str) or is_users_file(file))
+
+
+def line_of_frame(frame: FrameType | None) -> str:
+    """The innermost line of the user's code at which a frame stands, or from which it was called; "" if there is none.
+
+    Returns:
+        "train.py, line 12".
+    """
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            return _said(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def line_of_error(error: BaseException, script: str = "") -> str:
+    """The innermost line of the user's code that an error has passed; "" if there is none.
+
+    Args:
+        error: with its traceback.
+        script: a file that is the user's wherever it lies.
+
+    Example:
+        >>> line_of_error(ValueError("never raised"))
+        ''
+    """
+    own = Path(script).resolve() if script else None
+    lines = [
+        _said(frame.f_code.co_filename, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if is_users_file(frame.f_code.co_filename) or (own and Path(frame.f_code.co_filename).resolve() == own)
+    ]
+    return lines[-1] if lines else ""
+
+
+def _said(file: str, number: int) -> str:
+    return _("{path}, line {line}", path=Path(file).name, line=number)
