@@ -150,6 +150,12 @@ def test_a_short_report_is_a_dozen_lines_and_leaves_out_what_only_explains() -> 
 def test_a_short_report_keeps_what_makes_an_answer_uncertain() -> None:
     bounded = step(MIB, tier="partly symbolic").at(32)
     assert "some sizes are bounds" in render(bounded, verbose=False)
+    told = render(replace(bounded, notes=tuple(Note(f"bound {number}") for number in range(5))), verbose=False)
+    assert [line.strip() for line in told.partition("Notes\n")[2].splitlines()] == [
+        *(f"• bound {number}" for number in range(3)),
+        "• and 2 more",
+    ]
+    assert "Notes" not in render(replace(step(MIB).at(32), notes=(Note("exact"),)), verbose=False)
     refused = Reason(Why.REFUSED, technique="a larger batch", why="the loader is a stream")
     plan = planned()
     text = render(replace(plan, reason_values=(*plan.reason_values, refused)), verbose=False)

@@ -8,6 +8,7 @@ from vram_guard.plan.descriptions import Reason, RecipeText, StepTime, Why
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected, nearest
 from vram_guard.plan.search_space import Candidate, Request
+from vram_guard.plan.step_time import card_of
 from vram_guard.plan.techniques import uses_batch_norm
 from vram_guard.timeline import Estimate
 from vram_guard.units import Amount
@@ -115,8 +116,18 @@ def changed(
     why += (*request.why_not_checkpointed, *request.left_out)
     cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
     kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST
-    why += [Reason(kind, time=StepTime(slowdown)), *tier_reasons(after.estimate), *_batch_reasons(before)]
+    why += [Reason(kind, time=StepTime(slowdown)), *_modelled_on(request, after)]
+    why += [*tier_reasons(after.estimate), *_batch_reasons(before)]
     return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
+
+
+def _modelled_on(request: Request, after: Candidate) -> tuple[Reason, ...]:
+    """The GPU that stands for any of its kind while none is named: others may rank the options otherwise."""
+    if request.budget.gpu is not None:
+        return ()
+    card = card_of(None, after.timeline.compute_capability)
+    major, minor = card.compute_capability
+    return (Reason(Why.MODELLED_ON, name=card.name, version=f"{major}.{minor}"),)
 
 
 def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:

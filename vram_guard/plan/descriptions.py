@@ -66,6 +66,9 @@ class Why(Enum):
     CHANGES_LEAST = marked(
         "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {time}."
     )
+    MODELLED_ON = marked(
+        "Step times are modelled on the slowest GPU of compute capability {version} ({name}): no GPU is named."
+    )
     SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
     # a launch with other options
@@ -173,6 +176,7 @@ EXPLANATIONS = frozenset(
         *(Why.FITS, Why.SHORTAGE, Why.MARGINS, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
         *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
         *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
+        Why.SIZES_ARE_BOUNDS,
     }
 )
 

@@ -32,6 +32,8 @@ _TIERS = {
 
 #: Categories that a short report names.
 BRIEF_PARTS = 3
+#: Notes that a short report shows.
+BRIEF_NOTES = 3
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,10 @@ class Content:
         return (
             [] if self.plan is None else [str(one) for one in self.plan.reason_values if one.kind not in EXPLANATIONS]
         )
+
+    def brief_notes(self) -> list[str]:
+        """The first notes of an answer that is not exact: its reasons point to them."""
+        return self.notes(BRIEF_NOTES) if self.estimate.tier == "partly symbolic" else []
 
     def phase_heads(self) -> list[str]:
         """Titles of the columns of :meth:`phase_rows`."""

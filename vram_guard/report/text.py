@@ -105,6 +105,7 @@ def _brief(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     yield _grid(content.brief_facts())
     yield from _bullets(_("Memory that grows"), content.leaks(), signs)
     yield from _bullets("", content.brief_reasons(), signs)
+    yield from _bullets(_("Notes"), content.brief_notes(), signs)
 
 
 def _verdict(content: Content) -> Iterator[RenderableType]:
