@@ -16,6 +16,7 @@ from vram_guard import TrainingStep
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard.forks.fork import can_fork, line_that_failed, run_in_fork
 from vram_guard.guard import collectives
 from vram_guard.guard._decide import decide_alone, why_not_split
 from vram_guard.guard._ranks import Failure, Outcome, attempt, from_rank_zero, gather
@@ -148,17 +149,43 @@ def test_other_modes_warn_or_say_nothing() -> None:
 
 def test_without_a_prediction() -> None:
     unsupported = Outcome[Any](None, Failure("UnsupportedStepError", "odd", 1))
-    assert judge_failure(unsupported, "fit").endswith("left unchanged: odd")
+    assert judge_failure(unsupported, "fit", verbose=False).endswith("left unchanged: odd")
     with pytest.raises(UnsupportedStepError, match="rank 1 could not plan: odd"):
-        judge_failure(unsupported, "strict")
+        judge_failure(unsupported, "strict", verbose=False)
     wrong = Outcome[Any](None, Failure("ValueError", "odd", 0), ValueError("odd"))
     for mode in ("fit", "report"):  # whether the user's code is wrong, the training itself shows
-        assert judge_failure(wrong, mode).endswith("ValueError: odd\n")
+        assert judge_failure(wrong, mode, verbose=False).endswith("ValueError: odd\n")
     with pytest.raises(ValueError, match="odd"):
-        judge_failure(wrong, "strict")
+        judge_failure(wrong, "strict", verbose=False)
     setting = Outcome[Any](None, Failure("InvalidInputError", "odd", 0), InvalidInputError("odd"))
     with pytest.raises(InvalidInputError, match="odd"):
-        judge_failure(setting, "fit")
+        judge_failure(setting, "fit", verbose=False)
+
+
+def test_the_users_line_that_fails_is_named_instead_of_a_traceback() -> None:
+    failure = Failure("ValueError", "odd.", 0, "train.py, line 12")
+    here, elsewhere = (Outcome[Any](None, failure, error) for error in (ValueError("odd."), None))
+    for outcome in (here, elsewhere):
+        said = judge_failure(outcome, "fit", verbose=False)
+        assert "left unchanged: train.py, line 12 fails: ValueError: odd. It ran on tensors without values" in said
+        assert "\n" not in said
+    assert judge_failure(here, "fit", verbose=True).endswith("ValueError: odd.\n")
+
+
+@pytest.mark.skipif(not can_fork(), reason="needs a copy of the process")
+def test_an_error_in_a_copy_keeps_the_users_line() -> None:
+    def work(_progress: Any) -> None:
+        torch.ones(2).view(3)
+
+    with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
+        run_in_fork(work)
+    assert line_that_failed(caught.value) == f"test_guard.py, line {work.__code__.co_firstlineno + 1}"
+    outcome = attempt(SimpleNamespace(rank=0, world_size=1), lambda: run_in_fork(work))
+    assert outcome.failure is not None
+    assert outcome.failure.line == line_that_failed(caught.value)
+    with pytest.raises(RuntimeError) as here:
+        work(None)
+    assert line_that_failed(here.value) == line_that_failed(caught.value)
 
 
 # --- changes ------------------------------------------------------------------------------------------------
@@ -235,7 +262,8 @@ def test_a_failure_on_one_rank_is_everybodys() -> None:
         raise KeyError("mine")
 
     here = attempt(Recorded(1, [None, None, None]), fails)
-    assert here.failure == Failure("KeyError", "'mine'", 1)
+    line = f"test_guard.py, line {fails.__code__.co_firstlineno + 1}"
+    assert here.failure == Failure("KeyError", "'mine'", 1, line)
     with pytest.raises(KeyError, match="mine"):
         here.unwrap()
     second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
@@ -252,7 +280,8 @@ def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
         raise OddError("odd")
 
     failure = attempt(Recorded(0, [None, None]), fails).failure
-    assert failure == Failure("UnsupportedStepError", "odd", 0)
+    assert failure is not None
+    assert (failure.kind, failure.message, failure.rank) == ("UnsupportedStepError", "odd", 0)
     assert failure.unsupported
     assert not Failure("ValueError", "odd", 0).unsupported
     assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3

@@ -252,6 +252,23 @@ def test_no_gpu_and_no_budget(tmp_path: Any) -> None:
     assert len(module.rates) == 15
 
 
+def test_a_step_that_fails_is_named_by_its_line_and_raises_its_own_error(tmp_path: Any) -> None:
+    module = cases.make_module(INSTALLED[0])
+    kind = type(module)
+
+    class Failing(kind):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("of the step")
+
+    module.__class__ = Failing
+    with (
+        pytest.warns(UserWarning, match=r"test_lightning_guard\.py, line \d+ fails: RuntimeError: of the step") as told,
+        pytest.raises(RuntimeError, match=r"^of the step$"),
+    ):
+        fit(tmp_path, VramGuard(budget="64GiB"), module=module, max_steps=1)
+    assert not any("Traceback" in str(one.message) for one in told)
+
+
 def test_another_cards_name(tmp_path: Any) -> None:
     guard = VramGuard(gpu="RTX 3090")
     fit(tmp_path, guard, max_steps=1)

@@ -99,5 +99,22 @@ def line_of_error(error: BaseException, script: str = "") -> str:
     return lines[-1] if lines else ""
 
 
+def said_of_failure(line: str, problem: str, asked: str) -> str:
+    """A sentence about the user's code that fails in a trace.
+
+    Args:
+        line: of the user's code, as :func:`line_of_error` has it.
+        problem: "RuntimeError: ...".
+        asked: the setting that shows the traceback.
+    """
+    return _(
+        "{line} fails: {problem}. It ran on tensors without values, at first with batches of a few samples; {setting} "
+        "shows the traceback",
+        line=line,
+        problem=problem.rstrip("."),
+        setting=asked,
+    )
+
+
 def _said(file: str, number: int) -> str:
     return _("{path}, line {line}", path=Path(file).name, line=number)

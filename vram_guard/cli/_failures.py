@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vram_guard.language import _
-from vram_guard.user_code import line_of_error
+from vram_guard.user_code import line_of_error, said_of_failure
 
 
 def failure_of_users_code(error: Exception) -> str | None:
@@ -12,11 +11,4 @@ def failure_of_users_code(error: Exception) -> str | None:
     The line of code is the innermost one outside libraries: what a model raises is found there, whatever raised it.
     """
     line = line_of_error(error)
-    if not line:
-        return None
-    return _(
-        "{line} fails: {problem}. It ran on tensors without values, at first with batches of a few samples; --verbose "
-        "shows the traceback",
-        line=line,
-        problem=f"{type(error).__name__}: {error}".rstrip("."),
-    )
+    return said_of_failure(line, f"{type(error).__name__}: {error}", "--verbose") if line else None

@@ -71,8 +71,7 @@ class _Doubled:
         if timeline.marks is None:
             raise CannotComposeError("a trace has no marks")
         self.timeline = timeline
-        ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
-        self.parts = [_Part(phase, end) for phase, end in zip(timeline.phases, ends, strict=True)]
+        self.parts = [_Part(phase, end) for phase, end in timeline.spans()]
         self._step = {phase.start: phase.step for phase in timeline.phases}
         self.home: dict[int, Phase] = {}
         """The phase that allocates a block."""

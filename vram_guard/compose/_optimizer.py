@@ -38,9 +38,8 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
     offset, gone = len(timeline.blocks), set[int]()
     events: list[int] = []
     at_event: list[int] = []
-    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
     phases = []
-    for phase, end in zip(timeline.phases, ends, strict=True):
+    for phase, end in timeline.spans():
         phases.append(phase._replace(start=len(events)))
         span = timeline.events[phase.start : end]
         if phase.name != "optimizer":
@@ -87,9 +86,8 @@ def _gradients(timeline: Timeline) -> list[int]:
 
 def _optimizer_phases(timeline: Timeline) -> Iterator[tuple[tuple[int, int], int, int]]:
     """Each phase of the optimizer: (its step, its number in the step), start and end."""
-    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
     seen: dict[int, int] = {}
-    for phase, end in zip(timeline.phases, ends, strict=True):
+    for phase, end in timeline.spans():
         if phase.name == "optimizer":
             seen[phase.step] = seen.get(phase.step, -1) + 1
             yield (phase.step, seen[phase.step]), phase.start, end

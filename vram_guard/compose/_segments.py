@@ -111,8 +111,7 @@ class Cut:
 
     def _numbered(self) -> Iterator[Segment]:
         """The segments: every phase begins with one that belongs to no block."""
-        ends = [*(phase.start for phase in self.timeline.phases[1:]), len(self.timeline.events)]
-        for index, (phase, end) in enumerate(zip(self.timeline.phases, ends, strict=True)):
+        for index, (phase, end) in enumerate(self.timeline.spans()):
             seen: Counter[str] = Counter()
             places = [(phase.start, "")]
             if phase.name == "backward":

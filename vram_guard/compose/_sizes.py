@@ -213,8 +213,7 @@ def _rows(timeline: Timeline, names: NumberedNames) -> _Rows:
     """Blocks of one kind that a module allocates in one phase."""
     rows: dict[_Row, list[int]] = {}
     places: dict[int, tuple[_Row, int]] = {}
-    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
-    for number, (phase, end) in enumerate(zip(timeline.phases, ends, strict=True)):
+    for number, (phase, end) in enumerate(timeline.spans()):
         for block in timeline.events[phase.start : end]:
             if block >= 0:
                 made = timeline.blocks[block]

@@ -28,6 +28,7 @@ from vram_guard.forks.host_copies import HostCopies
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.language import _
+from vram_guard.user_code import line_of_error
 
 T = TypeVar("T")
 
@@ -49,14 +50,21 @@ class ForkRefusedError(UnsupportedStepError):
 
 
 class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of the error, and never raised
-    """The traceback of an error in the copy, as text."""
+    """The traceback of an error in the copy, as text, and the line of the user's code that it passed."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, line: str = "") -> None:
         super().__init__(text)
         self._text = text
+        self.line = line
 
     def __str__(self) -> str:
         return f"\n{self._text}"
+
+
+def line_that_failed(error: Exception) -> str:
+    """The innermost line of the user's code that an error has passed, in a copy or here; "" if there is none."""
+    cause = error.__cause__
+    return cause.line if isinstance(cause, _RemoteTraceback) else line_of_error(error)
 
 
 def can_fork() -> bool:
@@ -158,10 +166,10 @@ class Copy(Generic[T]):
             told = progress or (lambda _line: None)
             kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
         if kind == "error":
-            caught, text = value
+            caught, text, line = value
             if any(part in str(caught) for part in _REFUSED_IN_FORKS):
                 raise ForkRefusedError(str(caught))
-            raise caught from _RemoteTraceback(text)
+            raise caught from _RemoteTraceback(text, line)
         return cast("T", pickle.loads(value, buffers=buffers))  # noqa: S301 - from our own copy
 
     def end(self) -> None:
@@ -205,10 +213,10 @@ def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pi
         error: Exception = UnsupportedStepError(
             _("the training's own code ended the process (exit code {code})", code=ended.code)
         )
-        return "error", (error, traceback.format_exc())
+        return "error", (error, traceback.format_exc(), "")
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         text = "".join(traceback.format_exception(caught))
-        return "error", (as_picklable(caught), text)
+        return "error", (as_picklable(caught), text, line_of_error(caught))
 
 
 def write_all(pipe: int, content: memoryview) -> None:

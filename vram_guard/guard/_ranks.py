@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from vram_guard import errors
+from vram_guard.forks.fork import line_that_failed
 from vram_guard.guard.arrivals import all_arrive, begin, late, patience
 from vram_guard.language import _
 
@@ -40,6 +41,8 @@ class Failure:
     kind: str
     message: str
     rank: int
+    line: str = ""
+    """The innermost line of the user's code that it passed, "train.py, line 12"; "" if there is none."""
 
     @property
     def unsupported(self) -> bool:
@@ -92,7 +95,7 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
         value = work()
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         error = caught
-        failure = Failure(_kind(caught), str(caught), ranks.rank)
+        failure = Failure(_kind(caught), str(caught), ranks.rank, line_that_failed(caught))
     if ranks.world_size > 1 and not all_arrive(ranks.world_size, patience(time.monotonic() - began)):
         return Outcome(None, Failure(errors.LostCopyError.__name__, late(), ranks.rank), errors.LostCopyError(late()))
     failed = [found for found in gather(ranks, failure) if found is not None]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.language import _
+from vram_guard.user_code import said_of_failure
 
 if TYPE_CHECKING:
     from vram_guard.guard._ranks import Outcome
@@ -35,8 +36,13 @@ def judge(plan: Plan, mode: Mode) -> str:
     return ""
 
 
-def judge_failure(outcome: Outcome[Any], mode: Mode) -> str:
-    """The warning where there is no prediction.
+def judge_failure(outcome: Outcome[Any], mode: Mode, *, verbose: bool) -> str:
+    """The warning where there is no prediction; with a traceback where no line of the user's code is known.
+
+    Args:
+        outcome: of the decision.
+        mode: the guard's.
+        verbose: whether the traceback is shown in any case.
 
     Raises:
         Exception: the error itself, in mode "strict", and in mode "fit" where settings are wrong. Whether the user's
@@ -47,7 +53,10 @@ def judge_failure(outcome: Outcome[Any], mode: Mode) -> str:
         return ""
     if mode == "strict" or (mode == "fit" and not (failure.unsupported or failure.foreign)):
         outcome.unwrap()
-    said = _("no prediction for this training, which is left unchanged: {why}", why=failure.message)
-    if failure.unsupported or outcome.error is None:
+    why = failure.message
+    if failure.foreign and failure.line:
+        why = said_of_failure(failure.line, f"{failure.kind}: {why}", "verbose=True")
+    said = _("no prediction for this training, which is left unchanged: {why}", why=why)
+    if failure.unsupported or outcome.error is None or (failure.line and not verbose):
         return said
     return said + "\n" + "".join(traceback.format_exception(outcome.error))

@@ -94,7 +94,7 @@ class Guard:
         outcome = decide(training, settings, reader)
         if outcome.value is None:
             self.no_recovery = self._why_not_recovered()
-            training.warn(judge_failure(outcome, settings.mode))
+            training.warn(judge_failure(outcome, settings.mode, verbose=settings.verbose))
             return
         decision = self.decision = outcome.value
         for one in decision.learned:

@@ -23,8 +23,7 @@ def activation_bytes(timeline: Timeline, batch_size: int) -> dict[str, int]:
 
 
 def _end_of_forward(timeline: Timeline) -> int:
-    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
-    forwards = [(phase, end) for phase, end in zip(timeline.phases, ends, strict=True) if phase.name == "forward"]
+    forwards = [(phase, end) for phase, end in timeline.spans() if phase.name == "forward"]
     second = [end for phase, end in forwards if phase.step == 2]
     if second:
         return second[0]
@@ -36,6 +35,6 @@ def peak_outside(timeline: Timeline, phase: str, batch_size: int) -> int:
     timeline = timeline.exact(batch_size)
     sizes = timeline.sizes(batch_size)
     held = list(accumulate([sizes[event] if event >= 0 else -sizes[~event] for event in timeline.events]))
-    starts = (*(part.start for part in timeline.phases), len(held))
-    parts = zip(timeline.phases, starts[1:], strict=True)
-    return max((max(held[part.start : end], default=0) for part, end in parts if part.name != phase), default=0)
+    return max(
+        (max(held[part.start : end], default=0) for part, end in timeline.spans() if part.name != phase), default=0
+    )

@@ -240,10 +240,9 @@ def worth_keeping(
 
 def _made_in_forward(timeline: Timeline) -> Iterator[Block]:
     """What the second step's first forward allocates."""
-    starts = [*(phase.start for phase in timeline.phases), len(timeline.events)]
-    for phase, start, end in zip(timeline.phases, starts, starts[1:], strict=False):
+    for phase, end in timeline.spans():
         if phase.name == "forward" and phase.step == 2:
-            return (timeline.blocks[event] for event in timeline.events[start:end] if event >= 0)
+            return (timeline.blocks[event] for event in timeline.events[phase.start : end] if event >= 0)
     return iter(())
 
 

@@ -112,8 +112,7 @@ def resident_batch(timeline: Timeline, traced: int, resident: int) -> Timeline:
     if resident == traced:
         return timeline
     blocks = list(timeline.blocks)
-    starts = (*(phase.start for phase in timeline.phases), len(timeline.events))
-    for phase, end in zip(timeline.phases, starts[1:], strict=True):
+    for phase, end in timeline.spans():
         for event in timeline.events[phase.start : end] if phase.name == "batch" else ():
             if event >= 0 and blocks[event].category == "batch":
                 base, per_sample = blocks[event].size

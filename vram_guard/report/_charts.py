@@ -18,7 +18,7 @@ from vram_guard.printable import printable
 from vram_guard.report._content import unchanged_name
 from vram_guard.report._walk import stack
 from vram_guard.report.batch_curve import BatchCurve, Limit, close_together
-from vram_guard.timeline import STEP_PHASES, Category, Estimate, Phase, Timeline, phase_words
+from vram_guard.timeline import STEP_PHASES, Category, Estimate, Timeline, phase_words
 from vram_guard.units import format_bytes
 
 #: Room above the highest curve for the peak's label.
@@ -205,25 +205,24 @@ def _timeline_chart(
         limits=() if usable is None or usable > top else (usable,),
         dots=[Dot(event, estimate.peak_allocated)],
         labels=[Label([*filter(None, lines)], event, max(around, default=0), ends_there=event > count / 2)],
-        phases=_phases(timeline.phases, count),
-        steps=_steps(timeline.phases, count),
+        phases=_phases(timeline),
+        steps=_steps(timeline),
         peak_event=event,
     )
 
 
-def _phases(phases: Sequence[Phase], count: int) -> list[Span]:
-    ends = [*(phase.start for phase in phases[1:]), count]
+def _phases(timeline: Timeline) -> list[Span]:
+    count = len(timeline.events)
     spans = []
-    for index, (phase, end) in enumerate(zip(phases, ends, strict=True)):
+    for index, (phase, end) in enumerate(timeline.spans()):
         name = str(phase_words(phase)) if end - phase.start >= LEAST_LABELLED * count else ""
         spans.append(Span(name, phase.start, end, shaded=index % 2 == 1 and end > phase.start))
     return spans
 
 
-def _steps(phases: Sequence[Phase], count: int) -> list[Span]:
-    ends = [*(phase.start for phase in phases[1:]), count]
+def _steps(timeline: Timeline) -> list[Span]:
     spans: dict[int, Span] = {}
-    for phase, end in zip(phases, ends, strict=True):
+    for phase, end in timeline.spans():
         if phase.step and phase.name in STEP_PHASES:
             start = spans[phase.step].start if phase.step in spans else phase.start
             spans[phase.step] = Span(_("step {count}", count=phase.step), start, end)

@@ -101,11 +101,8 @@ def _phase(phase: Phase) -> str:
 
 
 def _phases(timeline: Timeline) -> list[dict[str, Any]]:
-    ends = [*(phase.start for phase in timeline.phases[1:]), len(timeline.events)]
     return [
-        _slice(_phase(phase), "phase", phase.start, end, PHASES)
-        for phase, end in zip(timeline.phases, ends, strict=True)
-        if end > phase.start
+        _slice(_phase(phase), "phase", phase.start, end, PHASES) for phase, end in timeline.spans() if end > phase.start
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, NoReturn
@@ -288,6 +288,11 @@ class Timeline(ShownInNotebooks):
             upper_reasons=timeline.upper_reasons,
             cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
         )
+
+    def spans(self) -> Iterator[tuple[Phase, int]]:
+        """Each phase, and the index behind its last event: ``events[phase.start:end]`` are its own."""
+        starts = (*(phase.start for phase in self.phases), len(self.events))
+        return zip(self.phases, starts[1:], strict=True)
 
     def phase_of(self, event: int) -> Phase:
         """The phase that the event with this index belongs to."""
