@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.cuda import nvtx
 from torch.cuda.nvtx import range_pop, range_push
 from torch.nn import functional as F
 
+from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.plan import plan
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.compiled import EAGER
 from vram_guard.simulate.tracing.run import run_step
@@ -361,6 +364,63 @@ def test_inference_needs_no_optimizer_and_keeps_no_activations() -> None:
     training = estimate(step_of(deep, batch=batch), 4096)
     assert inference.breakdown["gradients"] == inference.breakdown["optimizer_states"] == 0
     assert inference.peak_allocated < training.peak_allocated / 2
+
+
+def deep_network() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)])
+
+
+def trains_by_itself(losses=lambda model, batch: [model(batch).square().mean()]):
+    """A step whose loss callable runs backward and optimizer steps itself, as Lightning's manual optimization does."""
+    made: list[Any] = []
+
+    def prepare(model: nn.Module) -> None:
+        made[:] = [torch.optim.AdamW(model.parameters())]
+
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for loss in losses(model, batch):
+                made[0].zero_grad()
+                loss.backward()
+                made[0].step()
+
+    return TrainingStep(deep_network, lambda size: torch.zeros(size, 64), train, None, keeps="nothing", prepare=prepare)
+
+
+def test_a_loss_that_trains_by_itself_takes_what_its_training_takes() -> None:
+    usual = TrainingStep(
+        deep_network,
+        lambda size: torch.zeros(size, 64),
+        lambda model, batch: model(batch).square().mean(),
+        torch.optim.AdamW,
+        keeps="nothing",
+        zero_grad="before_backward",
+    )
+    for size in (64, 4096):
+        own, expected = estimate(trains_by_itself(), size), estimate(usual, size)
+        assert own.peak_reserved == expected.peak_reserved
+        assert own.peak_phase == expected.peak_phase
+        assert own.breakdown == expected.breakdown
+        assert own.breakdown["optimizer_states"] > 0
+
+
+def test_the_phases_of_a_loss_that_trains_by_itself_are_those_that_it_runs() -> None:
+    def two(model, batch):
+        yield model(batch).square().mean()
+        yield model(batch).abs().mean()
+
+    phases = [(phase.name, phase.step) for phase in trace(trains_by_itself(two)).phases]
+    one = ["forward", "backward", "optimizer"]
+    assert phases == [("setup", 0), *((name, step) for step in (1, 2) for name in ("batch", *one, *one))]
+
+
+def test_a_loss_that_trains_by_itself_has_its_blocks_checkpointed() -> None:
+    step = trains_by_itself()
+    peak = estimate(step, 4096).peak_reserved
+    made = plan(step, 4096, Budget.resolve(budget=peak - 1, margin=0.0), allow=("checkpoint",))
+    assert made.fits
+    assert made.recipe.checkpoint
+    assert made.estimate.peak_reserved == estimate(step.with_(recipe=made.recipe), 4096).peak_reserved
 
 
 def test_one_example_batch_is_resized() -> None:

@@ -320,22 +320,57 @@ def base() -> Any:
     return type(cases.make_module())
 
 
-def test_manual_optimization_is_reported_and_not_split(tmp_path: Any, capsys: Any) -> None:
+def manual(**settings: Any) -> Any:
+    """The module of these tests under manual optimization."""
+
     class Manual(base()):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(**settings)
             self.automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()
             x, y = self.unpack(batch)
             self.seen.append(len(x))
+            loss = torch.nn.functional.mse_loss(self.net(x), y)
             optimizer.zero_grad()
-            self.manual_backward(torch.nn.functional.mse_loss(self.net(x), y))
+            self.manual_backward(loss)
             optimizer.step()
 
+    return Manual()
+
+
+def test_manual_optimization_takes_what_automatic_optimization_takes(tmp_path: Any) -> None:
+    found = []
+    for module in (cases.make_module(**WIDE), manual(**WIDE)):
+        guard = VramGuard(budget="64GiB", mode="report")
+        fit(tmp_path, guard, module=module, data=wide_loader(), max_steps=1)
+        found.append(guard.plan.before)
+    automatic, own = found
+    assert own.peak_reserved == automatic.peak_reserved
+    assert (own.peak_phase, own.breakdown) == (automatic.peak_phase, automatic.breakdown)
+
+
+def test_manual_optimization_is_checkpointed_where_it_does_not_fit(tmp_path: Any) -> None:
+    def deep() -> Any:
+        torch.manual_seed(0)
+        module = manual(**WIDE)
+        blocks = (torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4))
+        module.net = torch.nn.Sequential(*blocks, torch.nn.Linear(512, 2))
+        return module
+
+    report = VramGuard(budget="64GiB", mode="report")
+    plain, _ = fit(tmp_path, report, module=deep(), data=wide_loader(), max_steps=2)
+    guard = VramGuard(budget=report.plan.before.peak_reserved - 1, margin=0, allow=("checkpoint", "offload"))
+    guarded, _ = fit(tmp_path, guard, module=deep(), data=wide_loader(), max_steps=2)
+    assert guard.plan.fits
+    assert guard.plan.changed
+    assert_equal_training(plain, guarded)
+
+
+def test_manual_optimization_is_reported_and_not_split(tmp_path: Any, capsys: Any) -> None:
     guard = VramGuard(budget="64GiB")
-    module, _ = fit(tmp_path, guard, module=Manual(), max_epochs=1)
+    module, _ = fit(tmp_path, guard, module=manual(), max_epochs=1)
     assert set(module.seen) == {8}
     assert guard.plan is not None
     out = capsys.readouterr().out

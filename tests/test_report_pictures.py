@@ -8,6 +8,7 @@ import pickletools
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -263,16 +264,17 @@ def test_sources_on_windows_and_without_lines_survive() -> None:
 
 def test_phases_are_named_where_there_is_room_and_shaded_in_turn():
     from vram_guard.report._charts import LEAST_LABELLED, _phases
-    from vram_guard.timeline import Phase
 
     count = 1000
     narrow = int(LEAST_LABELLED * count) - 1
-    spans = _phases([Phase("forward", 1, 0), Phase("backward", 1, 400), Phase("forward", 2, 1000 - narrow)], count)
+    alive = Timeline((Block(Affine(512, 0), "activations", "", "", ""),), (0, ~0) * (count // 2), (), (1,))
+    phases = Phase("forward", 1, 0), Phase("backward", 1, 400), Phase("forward", 2, 1000 - narrow)
+    spans = _phases(replace(alive, phases=phases))
     assert [(span.start, span.end, span.shaded) for span in spans] == [
         (0, 400, False),
         (400, count - narrow, True),
         (count - narrow, count, False),
     ]
     assert [bool(span.name) for span in spans] == [True, True, False]
-    empty = _phases([Phase("forward", 1, 0), Phase("backward", 1, count)], count)
+    empty = _phases(replace(alive, phases=(Phase("forward", 1, 0), Phase("backward", 1, count))))
     assert not empty[1].shaded

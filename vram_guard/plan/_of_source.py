@@ -162,7 +162,8 @@ def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, 
 def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple[Sharding, ...]) -> Request:
     """The question to the search."""
     techniques, reasons = _techniques(asked, source), asked.reasons
-    changes = explored.traces(Option(source.precision, 1)).changes
+    written = explored.traces(Option(source.precision, 1))
+    changes = written.changes
     parts = parts_of(source.model, explored.costs, asked.blocks, frozenset(change.module for change in changes))
     explored.traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(asked.pins, parts.blocks, changes)
@@ -184,6 +185,7 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
             parts,
             asked.pins,
             trains=source.trains,
+            backward=any(phase.name == "backward" for phase in written.phases),
             shardings=shardings,
             incompatible=_incompatible(source),
         ),

@@ -91,6 +91,7 @@ def space_of(
     pins: Pins,
     *,
     trains: bool,
+    backward: bool = True,
     shardings: Iterable[Sharding] = (),
     incompatible: Callable[[Option], str] = lambda _option: "",
 ) -> Space:
@@ -103,6 +104,7 @@ def space_of(
         parts: what the model offers.
         pins: what is fixed.
         trains: whether there is an optimizer.
+        backward: whether there is a backward pass, for which forwards keep something.
         shardings: other ways to divide the step over its processes that may be chosen.
         incompatible: why an option cannot run in this step ("" where it can).
 
@@ -119,7 +121,7 @@ def space_of(
             for sharding in (None, *shardings)
             for recipe in dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))
         ),
-        prefixes=tuple(_prefixes(techniques, parts, pins)) if trains else (),
+        prefixes=tuple(_prefixes(techniques, parts, pins)) if backward else (),
         incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
         blocks=len(parts.saving),
     )

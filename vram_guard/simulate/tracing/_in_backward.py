@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.tracing.loop import classify_states
+from vram_guard.simulate.tracing.optimizer_states import classify_states
 
 
 class Hooked(NamedTuple):

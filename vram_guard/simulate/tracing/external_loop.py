@@ -38,7 +38,8 @@ from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._quantised import kept, packs
 from vram_guard.simulate.tracing._said import note_absent_kernels
 from vram_guard.simulate.tracing._substitution import modules_as_moved
-from vram_guard.simulate.tracing.loop import classify_states
+from vram_guard.simulate.tracing.observed_phases import ObservedPhases
+from vram_guard.simulate.tracing.optimizer_states import classify_states
 from vram_guard.simulate.tracing.run import module_paths, on_simulated_cuda
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncompiled
 from vram_guard.state.containers import mapped
@@ -80,7 +81,7 @@ class ExternalLoopTracer:
         self._mode = SymbolicMode(self.recorder, self._device, self.capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
-        self._in_backward = 0
+        self._phases = ObservedPhases(self.recorder, lambda: self.steps + 1, self._classify_flat)
         self._by_engine = False
         self._followed: Followed | None = None
         self._flat: nn.Module | None = None
@@ -108,8 +109,7 @@ class ExternalLoopTracer:
             enter(replaced(torch.accelerator, accelerator_answers()))
         enter(replaced(nn.DataParallel, {"scatter": _onto_one_gpu}))
         enter(uncompiled(self._device))
-        entry_points = {name: self._backward_phase(getattr(torch.autograd, name)) for name in ("backward", "grad")}
-        enter(replaced(torch.autograd, entry_points))
+        enter(replaced(torch.autograd, self._phases.backward_entries()))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         gc.collect()
@@ -278,40 +278,26 @@ class ExternalLoopTracer:
         """What moves to the GPU until a model is called belongs to a batch."""
         self.recorder.phase("batch", self.steps + 1, "batch")
 
-    def _backward_phase(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward:  # a recomputation inside a backward pass
-                return original(*args, **kwargs)
-            self._in_backward += 1
-            self.recorder.phase("backward", self.steps + 1)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._in_backward -= 1
-                self.recorder.in_backward = False
-                for parameter in () if self._flat is None else self._flat.parameters():
-                    self.recorder.classify(inner_tensors(parameter.grad), "gradients")
-
-        return backward
+    def _classify_flat(self) -> None:
+        """After a backward pass: FullyShardedDataParallel has stored gradients itself."""
+        for parameter in () if self._flat is None else self._flat.parameters():
+            self.recorder.classify(inner_tensors(parameter.grad), "gradients")
 
     def _before_forward(self, *_args: Any) -> None:
         self.forward_begins()
 
     def forward_begins(self) -> None:
         """A forward of a model, or of a slice of its batch, begins."""
-        if self.recorder.phases[-1].name in ("batch", "backward", "optimizer"):
-            self.recorder.phase("forward", self.steps + 1)
+        self._phases.forward_begins()
 
     def _before_step(self, *_args: Any) -> None:
-        if self._by_engine:
-            return
-        self.recorder.phase("optimizer", self.steps + 1)
+        if not self._by_engine:
+            self._phases.step_begins()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
-        if self._by_engine:
-            return
-        classify_states(self.recorder, optimizer)
-        self._on_step(optimizer)
+        if not self._by_engine:
+            self._phases.step_ended(optimizer)
+            self._on_step(optimizer)
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:
         self.recorder.classify(inner_tensors(parameter.grad), "gradients")

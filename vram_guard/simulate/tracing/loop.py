@@ -16,8 +16,10 @@ from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
+from vram_guard.simulate.tracing.observed_phases import ObservedPhases
+from vram_guard.simulate.tracing.optimizer_states import classify_states
 from vram_guard.techniques.optimizers import needs_closure
-from vram_guard.tensors import inner_tensors, tensors_kept
+from vram_guard.tensors import inner_tensors
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -127,7 +129,9 @@ class Loop:
             classify_states(self.recorder, optimizer)
 
     def _infer(self, numbers: Iterable[int]) -> None:
-        with torch.no_grad():
+        """Steps without an optimizer that is known: a loss that trains by itself shows its phases by what it calls."""
+        number = 0
+        with ObservedPhases(self.recorder, lambda: number).observed(), torch.no_grad():
             for number in numbers:
                 self._load(number)
                 self._forward(number)
@@ -269,15 +273,3 @@ def scalar_loss(result: Any) -> Any:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
-
-
-def classify_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """Classify what the optimizer keeps for each parameter as optimizer states."""
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own, over this rank's part
-    recorder.optimizer = type(inner).__name__
-    states = getattr(inner, "state", None) or {}  # torchao's CPUOffloadOptimizer has one for each parameter inside
-    for state in states.values():
-        if isinstance(state, dict):
-            for value in state.values():
-                kept = [tensor for tensor in tensors_kept(value) if is_symbolic(tensor)]
-                recorder.classify(kept, "optimizer_states")

@@ -51,7 +51,8 @@ from vram_guard.simulate.tracing._substitution import (
     symbolic_model,
 )
 from vram_guard.simulate.tracing.job_run import PlayedRun
-from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, classify_states, traced_micro_batches
+from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, traced_micro_batches
+from vram_guard.simulate.tracing.optimizer_states import classify_states
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncompiled
 from vram_guard.state.collector import collector_paused
 from vram_guard.state.containers import leaves
