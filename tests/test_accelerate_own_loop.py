@@ -247,8 +247,13 @@ def test_what_is_not_proven_is_told_and_not_started(
     assert found == from_json(type(found), to_json(found))
     monkeypatch.setattr(_launch, "predict", lambda *_args, **_kwargs: Prediction(found, "log"))
     monkeypatch.setattr(_launch, "_launch", lambda *_args: pytest.fail("it was started"))
-    assert _launch.launch([*cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
-    assert "only told" in capsys.readouterr().err
+    for look in ([], ["--dry-run"]):  # what a check in CI looks at is what a launch would do
+        assert _launch.launch([*look, *cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
+        said = capsys.readouterr().err
+        assert "only told" in said
+        assert "as it is written it does not fit, and is not started" in said
+    assert _launch.launch(["--dry-run", "--json", *cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
+    assert "compiles its model" in json.loads(capsys.readouterr().out)["only_told"]
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,7 @@ def answers() -> dict[str, Any]:
     found["launch"] = {
         **PLAN,
         "notes": ["str"],
+        "only_told": "str",
         "script_arguments": ["str"],
         "log": "str",
         "remembered": "bool",

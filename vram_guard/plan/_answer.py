@@ -70,7 +70,9 @@ def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
 def _batch_reasons(before: Candidate) -> tuple[Reason, ...]:
     """A remark on a step whose batches do not grow with their size: most likely a mistake, which fits everywhere."""
     timeline, samples = before.timeline, before.estimate.batch_size
-    if samples == 1 or timeline.retrace is not None or not any(block.category == "batch" for block in timeline.blocks):
+    if samples == 1 or timeline.retrace is not None or len(set(timeline.traced)) < 2:  # the sizes of one batch alone
+        return ()
+    if not any(block.category == "batch" for block in timeline.blocks):
         return ()
     sizes = (
         size for block in timeline.blocks for size in (block.size, *(block.scratch.quantities if block.scratch else ()))

@@ -142,10 +142,10 @@ def _with_evaluation(
 
 def _too_large(request: Request, estimate: Estimate, phase: PhasePeak) -> Reason:
     """The phase for which the step's own plan does not suffice."""
-    missing = request.corrected(estimate) - request.usable(estimate)
-    if missing > 0:
-        peak = Amount(phase.peak_reserved)
-        return Reason(Why.PHASE_TOO_LARGE, phase=phase_words(phase), peak=peak, missing=Amount(missing))
+    peak, usable = request.corrected(estimate), request.usable(estimate)
+    if peak > usable:
+        amounts = {"peak": Amount(peak), "missing": Amount(peak - usable), "usable": Amount(usable)}
+        return Reason(Why.PHASE_TOO_LARGE, phase=phase_words(phase), **amounts)
     unknown = next((one for one in estimate.phases if one.tier == "formula"), phase)
     return Reason(Why.PHASE_NOT_KNOWN, phase=phase_words(unknown), peak=Amount(unknown.peak_reserved))
 

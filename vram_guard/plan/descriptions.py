@@ -56,8 +56,8 @@ class Why(Enum):
         "number of optimizer steps."
     )
     BATCH_NORM = marked(
-        "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of {batch}): the "
-        "result is close to the unsplit one, not equal."
+        "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of {batch}), and its "
+        "running statistics move on with each: the result is close to the unsplit one, not equal."
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     EXPANDABLE = marked("Expandable segments are set before the process starts: {setting}.")
@@ -78,7 +78,7 @@ class Why(Enum):
     # the whole job
     PHASE_TOO_LARGE = marked(
         "What makes the training step fit by itself is not enough for the whole run: {phase} then needs {peak}, "
-        "{missing} more than may be used."
+        "{missing} more than the {usable} that may be used."
     )
     PHASE_NOT_KNOWN = marked(
         "{phase} needs at least {peak}, and could not be followed to its end: the run is not known to fit."

@@ -167,6 +167,11 @@ class Plan(ShownInNotebooks):
         return self.before.fits(self.budget, self.correction)
 
     @property
+    def cuts_batch_norm(self) -> bool:
+        """True if batch normalisation takes its statistics over micro-batches."""
+        return any(reason.kind is Why.BATCH_NORM for reason in self.reason_values)
+
+    @property
     def only_pins_fail(self) -> bool:
         """True if the step fits as written, and nothing with the pinned settings does."""
         return self.fits_as_written and not self.fits
@@ -226,19 +231,21 @@ class Plan(ShownInNotebooks):
         """The rejected option that came closest to the budget."""
         return nearest(self.rejected)
 
+    @property
+    def change_words(self) -> str:
+        """The changes in a few words: "bf16-mixed, 2 micro-batches of 32"; where it is spread, those besides."""
+        words = Option(self.precision, self.splits, self.recipe).words(self.batch_size, self.precision_before)
+        if self.evaluation is None:
+            return words
+        cut = _("{name}: {words}", name=self.evaluation.name, words=self.evaluation.batch_size)
+        return _(", ").join([words, cut]) if len(self.changes()) > 1 else cut
+
     def verdict(self) -> str:
         """The verdict in a few words: "fits", the changes, or by how much the step exceeds the budget."""
         if self.fits and not self.changed:
             return _("fits")
         if self.fits:
-            if self.spread is not None:
-                return self.spread.words
-            option = Option(self.precision, self.splits, self.recipe)
-            words = option.words(self.batch_size, self.precision_before)
-            if self.evaluation is None:
-                return words
-            cut = _("{name}: {words}", name=self.evaluation.name, words=self.evaluation.batch_size)
-            return _(", ").join([words, cut]) if len(self.changes()) > 1 else cut
+            return self.change_words if self.spread is None else self.spread.words
         missing = self.peak - self.budget.usable
         if missing > 0:
             return _("{amount} over budget", amount=format_bytes(missing))

@@ -99,6 +99,11 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return func.overloadpacket.__name__.startswith("bernoulli") or not shares or any(share != 0 for share in shares)
 
 
+def but_for_statistics() -> str:
+    """The end of a sentence about a proof of micro-batches, where a model normalises over its batch."""
+    return _(", but for the statistics of batch normalisation, which stand still in the proof")
+
+
 def other_draws() -> str:
     """The words for a step that draws random numbers."""
     return _("micro-batches draw other random numbers than a whole batch, from the same distributions")

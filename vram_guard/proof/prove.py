@@ -18,7 +18,7 @@ from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cost import memory_lacking, seconds_needed
 from vram_guard.proof._reduction import not_known, reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
-from vram_guard.proof.effects import other_calls, other_draws
+from vram_guard.proof.effects import but_for_statistics, other_calls, other_draws
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.single_blocks import run_single_blocks
@@ -333,6 +333,8 @@ class _Prover:
 
     def _words(self, samples: int, weight: LossWeight) -> str:
         said = _("proven by running {count} samples: the step learns the same", count=samples)
+        if self._splits and self._plan.cuts_batch_norm:
+            said += but_for_statistics()
         if isinstance(weight, Normaliser):
             said += _("; the losses of micro-batches are weighted by {count}", count=weight.words())
         elif self._said is not None and self._splits:

@@ -89,11 +89,13 @@ class Content:
     def headline(self, budget: Budget) -> str:
         """A first line for a step that fits by a change: how far it was from fitting, and the change; "" for others."""
         plan, before = self.plan, self.before
-        if plan is None or before is None or plan.spread is not None or not plan.fits:
+        if plan is None or before is None or not plan.fits:
             return ""
         if before.peak_reserved <= budget.usable:
             return ""  # it grows
         share = f"{before.peak_reserved / budget.usable:.0%}"
+        if plan.spread is not None:
+            return _("Only spread, it does not fit ({share}); fits with: {changes}", share=share, changes=plan.change_words)
         return _("Does not fit as written ({share}); fits with: {changes}", share=share, changes=plan.verdict())
 
     def bars(self) -> list[tuple[str, int]]:

@@ -103,6 +103,8 @@ def _brief(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     yield from _verdict(content)
     yield from _bars(content, signs)
     yield _grid(content.brief_facts())
+    if content.plan is not None and content.plan.spread is not None:
+        yield from _ways(_("The same training on other numbers of GPUs"), count_rows(content.plan.spread), signs)
     yield from _bullets(_("Memory that grows"), content.leaks(), signs)
     yield from _bullets("", content.brief_reasons(), signs)
     yield from _bullets(_("Notes"), content.brief_notes(), signs)

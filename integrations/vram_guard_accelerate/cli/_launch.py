@@ -84,11 +84,11 @@ def launch(arguments: Sequence[str]) -> int:
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
-    if given.options.dry_run:
-        return EXIT_DONE
     if prediction.answer.only_told:
         say(_("vram-guard: as it is written it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
+    if given.options.dry_run:
+        return EXIT_DONE
     if given.options.ask and not _agreed():
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE
@@ -113,6 +113,7 @@ def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Seque
         found = {
             **answer.plan,
             "notes": [*answer.notes, *remarks],
+            "only_told": answer.only_told,
             "script_arguments": answer.launch_plan.script_arguments(),
             "seconds": dict(answer.seconds),
             "host_memory": dict(answer.host_memory),

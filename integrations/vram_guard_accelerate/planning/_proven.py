@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.techniques import FORMS
-from vram_guard.proof.effects import other_draws
+from vram_guard.proof.effects import but_for_statistics, other_draws
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -65,17 +65,22 @@ class Judge:
         self._small_steps = small_steps
         self._only_by_running = only_by_running
 
-    def of(self, plan: LaunchPlan) -> Verdict:
-        """Whether this plan may be used. Techniques that leave every number as it is are not looked at."""
+    def of(self, plan: LaunchPlan, *, batch_norm: bool = False) -> Verdict:
+        """Whether this plan may be used. Techniques that leave every number as it is are not looked at.
+
+        Args:
+            plan: for the script.
+            batch_norm: whether its slices have batch normalisation's statistics of their own.
+        """
         steps = self._small_steps(plan.recipe)
         if steps is None:
-            return self._of_model(plan)
+            return self._of_model(plan, batch_norm=batch_norm)
         if steps.refutation:
             return Verdict({FORMS[plan.recipe.optimizer]: steps.refutation})
-        verdict = self._of_model(plan)
+        verdict = self._of_model(plan, batch_norm=batch_norm)
         return replace(verdict, notes=(*verdict.notes, steps.words()))
 
-    def _of_model(self, plan: LaunchPlan) -> Verdict:
+    def _of_model(self, plan: LaunchPlan, *, batch_norm: bool) -> Verdict:
         said = plan.slices and self._settings.loss_weight is not None and not self._only_by_running
         notes = (_("slices of a batch: as you said (--loss-weight {kind})", kind=plan.loss_weight),) if said else ()
         ways = list(_parts(plan, with_slices=not said))
@@ -89,7 +94,7 @@ class Judge:
             return self._by_graph(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
             drawn = (other_draws(),) if proof.random and whole.slices else ()
-            return Verdict(notes=(*notes, _proven_by_running(proof), *drawn))
+            return Verdict(notes=(*notes, _proven_by_running(proof, statistics=batch_norm), *drawn))
         found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
         return Verdict(found or {ways[-1][0]: proof.refutation})
 
@@ -137,9 +142,11 @@ def only_running_shows(why_not: str) -> str:
     )
 
 
-def _proven_by_running(proof: Proof) -> str:
-    return _(
+def _proven_by_running(proof: Proof, *, statistics: bool) -> str:
+    """What was proven; ``statistics``: but for those of batch normalisation, which slices have of their own."""
+    said = _(
         "the plan: proven by running {count} samples, as written and under it, with equal losses, gradients, weights, "
         "buffers and attributes",
         count=proof.samples,
     )
+    return said + but_for_statistics() if statistics else said

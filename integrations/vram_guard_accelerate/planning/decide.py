@@ -153,7 +153,10 @@ def _decided(
             weight, unclear = weigh()
             layouts = tuple(one and one.to_json() for one in traces.layouts)
             launch_plan = replace(launch_plan, loss_weight=weight, layouts=layouts)
-        verdict = Verdict({"accumulate": unclear}) if launch_plan.slices and unclear else judge.of(launch_plan)
+        if launch_plan.slices and unclear:
+            verdict = Verdict({"accumulate": unclear})
+        else:
+            verdict = judge.of(launch_plan, batch_norm=made.cuts_batch_norm)
         if not verdict.refused:
             break
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
