@@ -95,7 +95,8 @@ class Content:
             return ""  # it grows
         share = f"{before.peak_reserved / budget.usable:.0%}"
         if plan.spread is not None:
-            return _("Only spread, it does not fit ({share}); fits with: {changes}", share=share, changes=plan.change_words)
+            more = plan.change_words
+            return _("Only spread, it does not fit ({share}); fits with: {changes}", share=share, changes=more)
         return _("Does not fit as written ({share}); fits with: {changes}", share=share, changes=plan.verdict())
 
     def bars(self) -> list[tuple[str, int]]:
