@@ -13,6 +13,7 @@ from vram_guard.cli._configuration import _with, parsed
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.plan.comparison import Configuration, compare
 from vram_guard.report.comparison import comparison_dict, render
+from vram_guard.units import format_bytes
 
 NET = """
 import torch
@@ -105,12 +106,27 @@ def test_a_plan_where_it_does_not_fit_and_its_price():
     assert answer.rows[1].seconds == pytest.approx(alone.rows[0].seconds * answer.rows[1].plan.slowdown)
 
 
+def test_the_amounts_that_rows_are_held_against_are_shown_where_they_differ():
+    base = step()
+    rows = [Configuration("full", base, 4), Configuration("half", base.with_(precision="bf16-mixed"), 4)]
+    answer = compare(rows, "1GiB")
+    kinds = {answer.budget.for_tier(row.estimate.tier, row.estimate.network).usable for row in answer.rows}
+    assert len(kinds) == len(answer.row_budgets) == 2
+    said = " ".join(render(answer).split())
+    assert "each row is held against what the margin of its kind of run leaves" in said
+    for one in answer.row_budgets:
+        assert f"{format_bytes(one.usable)} ({one.margin:.1%})" in said
+    assert "each row is held" not in render(compare(rows[:1], "1GiB"))
+    assert "each row is held" not in render(compare(rows, "1GiB", margin=0.1))
+
+
 def test_one_that_cannot_be_built_has_the_reason_in_its_row():
     def fails():
         raise RuntimeError("no such weights")
 
     answer = compare([Configuration("a", step(model=fails), 4, 0.1), Configuration("b", step(), 4)], "1GiB")
-    assert answer.rows[0].error == "RuntimeError: no such weights"
+    line = fails.__code__.co_firstlineno + 1
+    assert answer.rows[0].error == f"RuntimeError: no such weights (test_compare.py, line {line})"
     assert not answer.all_fit
     assert answer.relative_speed(answer.rows[0]) is None
     assert answer.relative_speed(answer.rows[1]) == 1

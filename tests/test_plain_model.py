@@ -205,6 +205,15 @@ def test_the_line_of_the_model_that_fails_is_named(tmp_path: Path, capsys: Any) 
     assert "(net.py, line 6)" in said
 
 
+def test_what_a_model_of_ones_own_lacks_is_its_batch_and_no_number_of_the_rule(models: str, capsys: Any) -> None:
+    for name in ("estimate", "plan"):
+        assert main([name, "--model", f"{models}:net", "--input", "3x64x64", "--budget", "1GiB"]) == 2
+        assert "net has no batch size: give --batch N" in capsys.readouterr().err
+    command = ["estimate", "--model", f"{models}:net", "--input", "3x64x64", "--batch", "4", "--budget", "1GiB"]
+    assert main([*command, "--recommend"]) == 2
+    assert "--recommend is for a model folder (--model-path)" in capsys.readouterr().err
+
+
 def test_a_step_whose_callables_take_others_is_refused_before_any_work() -> None:
     def step(**changed: Any) -> TrainingStep:
         usual = {"model": nn.Linear(3, 3), "batch": lambda size: torch.ones(size, 3), "optimizer": torch.optim.AdamW}

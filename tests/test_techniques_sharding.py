@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vram_guard import TrainingStep
+from vram_guard import TrainingStep, trace
 from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
@@ -118,6 +119,17 @@ def test_moving_the_model_afterwards_moves_no_parameter_and_reaches_its_type():
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert model.scale.dtype == torch.float64
     model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()
+
+
+def test_what_torch_warns_of_in_a_sharded_training_is_not_said_of_one_that_is_only_tried() -> None:
+    """A module that returns a view: torch's linear layer on three dimensions."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)))
+    step = TrainingStep(
+        blocks, lambda size: torch.zeros(size, 4, 16), lambda model, batch: model(batch).sum(), torch.optim.AdamW
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trace(step.with_(recipe=Recipe(parameters_on_host=("0", "1")))).at(4).peak_reserved > 0
 
 
 def test_mixed_precision_carries_bfloat16_and_keeps_float32():

@@ -8,6 +8,7 @@ import logging
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mmengine.config import Config
@@ -72,7 +73,8 @@ def compare(
             for precision in dict.fromkeys(precisions) or [found.step.precision]
         ]
         with found.symbolic_run():
-            return compare_configurations(rows, budget, gpu=gpu, margin=margin, allow=allow, lr_rule=lr_rule)
+            compared = compare_configurations(rows, budget, gpu=gpu, margin=margin, allow=allow, lr_rule=lr_rule)
+            return replace(compared, rates_by_rule=True)
 
 
 def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | None:

@@ -45,8 +45,11 @@ def differences(wanted: Form, known: Form, size: str) -> int | None:
 
 def nearest_names(name: str, names: list[str], count: int = 3) -> list[str]:
     """Up to ``count`` of ``names`` that look most like ``name``, and are by their numbers no larger cards."""
-    plain = {" ".join(sorted(form_of(known))): known for known in names if not _larger(form_of(known), form_of(name))}
-    wanted = " ".join(sorted(form_of(name)))
+    # "4O90", and "H 100"
+    typed = re.sub("(?<=[0-9])o(?=[0-9])", "0", re.sub(r"\b([a-z]{1,2}) (?=[0-9])", r"\1", name.lower()))
+    asked = form_of(typed)
+    plain = {" ".join(sorted(form_of(known))): known for known in names if not _larger(form_of(known), asked)}
+    wanted = " ".join(sorted(asked))
     return [plain[near] for near in difflib.get_close_matches(wanted, plain, n=count, cutoff=0.5)]
 
 
@@ -58,6 +61,8 @@ def _larger(known: Form, wanted: Form) -> bool:
     if asked is None or has is None:
         return False  # a typo: there is no such number
     (letters, number), (others, other) = asked, has
+    if letters == others and sorted(str(number)) == sorted(str(other)):
+        return False  # digits in another order
     if letters or others or number < 1000:
         return letters != others or other > number
     generation, kind = divmod(number, 100)  # RTX 4070: generation 40, class 70

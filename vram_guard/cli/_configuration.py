@@ -83,13 +83,18 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], giv
             _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
         )
     if "batch" not in request.numbers:
-        raise InvalidInputError(_("{name} has no batch size: give --batch N, or batch_size in the config", name=name))
+        raise no_batch(name)
     _check_used(change, config, request.model)
     step = step_from_config(request, merged)
     step = step.with_(
         precision=request.precision or step.precision, accumulate=request.numbers.get("accumulate", step.accumulate)
     )
     return Configuration(name, step, request.numbers["batch"], _rate(merged))
+
+
+def no_batch(name: str) -> InvalidInputError:
+    """The error where nothing says how large the batch of a step is."""
+    return InvalidInputError(_("{name} has no batch size: give --batch N, or batch_size in the config", name=name))
 
 
 def tell_assumed(step: TrainingStep, name: str, given: str | None) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
-from vram_guard.cli._configuration import add_set, changed, tell_assumed
+from vram_guard.cli._configuration import add_set, changed, no_batch, tell_assumed
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
@@ -73,6 +73,10 @@ def _estimate(options: argparse.Namespace) -> int:
     request, amounts = _request(options, config)
     if request.model is not None and request.missing() and not is_buildable(request.model):
         raise InvalidInputError(unknown_model(request.model))
+    if options.recommend:
+        raise InvalidInputError(_("--recommend is for a model folder (--model-path); vram-guard plan says what fits"))
+    if not options.quick and "batch" not in request.numbers and _brings_its_sizes(request):
+        raise no_batch(request.model or "")
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
     by_rule = options.quick or not _tells_its_sizes(request)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
@@ -137,10 +141,13 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
 
 def _tells_its_sizes(request: EstimateRequest) -> bool:
     """True where the model brings its sizes itself, and the rule of thumb lacks some of its numbers."""
+    return _brings_its_sizes(request) and bool(request.missing())
+
+
+def _brings_its_sizes(request: EstimateRequest) -> bool:
     from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
 
-    known = is_buildable(request.model) and (request.model or "").lower() not in EXAMPLE_NAMES
-    return known and "batch" in request.numbers and bool(request.missing())
+    return is_buildable(request.model) and (request.model or "").lower() not in EXAMPLE_NAMES
 
 
 def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> TrainingStep | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vram_guard.allocator import AllocatorSettings
@@ -17,6 +17,7 @@ from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.releases.installed import Releases
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Estimate
+from vram_guard.user_code import line_of_error
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Comparison:
 
     rows: tuple[Compared, ...]
     budget: Budget
+    rates_by_rule: bool = field(default=False, kw_only=True)
+    """The rows' learning rates are those that the rule gives for their batches, not what the configurations say."""
 
     def relative_speed(self, row: Compared) -> float | None:
         """Samples a second over those of the first row that has a time."""
@@ -110,6 +113,12 @@ class Comparison:
         """The budget with the margin of the predictions, where they are all of one tier and kind of network."""
         kinds = {(row.estimate.tier, row.estimate.network) for row in self.rows if row.estimate is not None}
         return self.budget.for_tier(*kinds.pop()) if len(kinds) == 1 else self.budget
+
+    @property
+    def row_budgets(self) -> tuple[Budget, ...]:
+        """The budgets that rows are held against, one for each margin, the smallest first."""
+        found = (self.budget.for_tier(row.estimate.tier, row.estimate.network) for row in self.rows if row.estimate)
+        return tuple({one.usable: one for one in sorted(found, key=lambda one: one.usable)}.values())
 
     @property
     def releases(self) -> Releases | None:
@@ -206,7 +215,8 @@ def compared_rows(
         try:
             found = _found(one, resolved, techniques, settings, limit, say)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            found = {"error": f"{type(error).__name__}: {error}"}
+            line = line_of_error(error)
+            found = {"error": f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")}
         made: Plan | None = found.get("plan")
         optimizer = made.timeline_before.optimizer if made is not None and made.timeline_before is not None else ""
         suggested = _suggested(given[0], one, rule_for(lr_rule, optimizer))

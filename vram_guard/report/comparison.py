@@ -157,10 +157,19 @@ def _has_rates(answer: Comparison) -> bool:
 
 
 def _notes(answer: Comparison) -> Iterator[str]:
+    if len(answer.row_budgets) > 1:
+        margins = _(", ").join(
+            _("{amount} ({margin})", amount=format_bytes(one.usable), margin=f"{one.margin:.1%}")
+            for one in answer.row_budgets
+        )
+        yield _("each row is held against what the margin of its kind of run leaves: {margins}", margins=margins)
     if isinstance(answer, Variants):
         return
     yield _("speed: samples per second relative to the first row, by the step-time model under the plan")
     if _has_rates(answer):
+        if answer.rates_by_rule:
+            yield _("learning rate: the config's, as the rule scales it with the batch")
+            return
         yield _("learning rate: as configured; in brackets where the rule of scaling it with the batch says another")
 
 

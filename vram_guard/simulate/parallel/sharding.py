@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,10 @@ def fsdp_followed(model: nn.Module, recorder: Recorder, state: FakeCudaState) ->
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     with contextlib.ExitStack() as stack:
+        # Said of a module that returns a view, for each call of each option that is tried: a training that is really
+        # sharded says it itself.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         stack.enter_context(replaced(torch.UntypedStorage, {"resize_": _resize(recorder)}))
         stack.enter_context(replaced(FakeTensorMode, _shapes_only(state)))
         # The mesh that `fully_shard` makes where it is given none.
