@@ -21,6 +21,7 @@ from vram_guard_accelerate._launch_plan import BEFORE_START, VARIABLE, LaunchPla
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate.cli import _launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
+from vram_guard_accelerate.cli.misplaced import misplaced_said
 from vram_guard_accelerate.cli.target import Target, budget_for, target_of
 from vram_guard_accelerate.planning.prediction import Prediction, predict
 from vram_guard_accelerate.planning.requests import DryRunRequest
@@ -62,7 +63,8 @@ def launch(arguments: Sequence[str]) -> int:
                 )
             )
     local = max(1, target.ranks // target.machines)
-    budget = budget_for(given.settings, local, target.gpu_ids)
+    with misplaced_said(given.arguments):
+        budget = budget_for(given.settings, local, target.gpu_ids)
     required = RequiredReleases.find(given.settings.releases, ignore=given.settings.ignore_releases)
     environment = {**target.environment, BEFORE_START: "1"}
     request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)

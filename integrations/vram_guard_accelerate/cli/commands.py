@@ -9,6 +9,7 @@ from typing import Any
 
 from vram_guard.language import _
 from vram_guard.settings import AMOUNTS, disabled, settings
+from vram_guard_accelerate.cli.misplaced import misplaced_said
 
 
 def add(commands: Any) -> None:
@@ -46,6 +47,7 @@ def _find_memory(arguments: Sequence[str]) -> None:
     """
     from vram_guard.budget import Budget
 
-    first = next((word for word in arguments if word not in _SWITCHES), "")
-    if Path(first).is_file() and not disabled() and AMOUNTS.isdisjoint(settings()):
-        Budget.resolve()
+    at = next((index for index, word in enumerate(arguments) if word not in _SWITCHES), len(arguments))
+    if at < len(arguments) and Path(arguments[at]).is_file() and not disabled() and AMOUNTS.isdisjoint(settings()):
+        with misplaced_said(arguments[at + 1 :]):
+            Budget.resolve()

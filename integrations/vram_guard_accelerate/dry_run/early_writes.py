@@ -252,7 +252,7 @@ class EarlyWrites:
                 self._note(path)
         gone = self._watched_at(_REMOVING, event, values)
         if gone is not None and os.path.lexists(gone) and not self._is_own(gone):
-            self._stopped(_("before Accelerator.prepare it removes or moves {path}, which a dry run cannot", path=gone))
+            self._stopped(_("before it trains it removes or moves {path}, which a dry run cannot", path=gone))
         target = self._watched_at(_MAKING, event, values)
         if target is not None:
             self._makes(event, gone, target)
@@ -261,7 +261,7 @@ class EarlyWrites:
         if not os.path.lexists(target):
             self._note(target)
         elif event == "os.rename" and not self._is_own(target):
-            self._stopped(_("before Accelerator.prepare it replaces {path}, which a dry run cannot", path=target))
+            self._stopped(_("before it trains it replaces {path}, which a dry run cannot", path=target))
         if event == "os.rename" and source is not None:
             for path in sorted(Path(source).rglob("*")):  # what a folder holds moves with it
                 self._note(str(target / path.relative_to(source)))

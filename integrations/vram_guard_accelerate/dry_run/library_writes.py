@@ -148,5 +148,5 @@ class LibraryWrites:
             return self._paths.thrown_away(folder)
         if not self._paths.made_whole(folder):
             path = os.fsdecode(folder)
-            self._stopped(_("before Accelerator.prepare it writes into {path}, which a dry run cannot", path=path))
+            self._stopped(_("before it trains it writes into {path}, which a dry run cannot", path=path))
         return folder

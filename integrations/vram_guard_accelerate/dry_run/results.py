@@ -94,6 +94,8 @@ class DryRunFailure:
     """The name of a class in :mod:`vram_guard.errors`."""
     message: str
     traceback: str = ""
+    ended_itself: bool = False
+    """The script called ``sys.exit``: the reason is what it printed last."""
 
     @classmethod
     def unsupported(cls, message: str) -> DryRunFailure:
@@ -106,7 +108,10 @@ class DryRunFailure:
         if isinstance(error, StoppedError):
             return cls.unsupported(str(error))
         if isinstance(error, SystemExit):
-            return cls.unsupported(_("the script ended itself with exit code {code}", code=error.code))
+            if isinstance(error.code, str):
+                return cls.unsupported(_("the script ended itself: {reason}", reason=error.code))
+            said = _("the script ended itself with exit code {code}", code=error.code)
+            return cls(UnsupportedStepError.__name__, said, ended_itself=True)
         text = "".join(tracebacks.format_exception(error))
         if isinstance(error, VramGuardError):
             return cls(type(error).__name__, str(error), text)

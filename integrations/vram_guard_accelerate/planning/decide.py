@@ -416,7 +416,7 @@ def _why_not_by_graph(by_graph: GraphProof) -> str:
 
 def _why_not_mixed(first: FirstBatch) -> str:
     if first.by_itself:
-        return _("the script trains without Accelerate, which would do it")
+        return _("the script trains without Accelerate, which would do it; what it casts by itself stays as it is")
     if first.precision != "32-true":
         return _("the precision was chosen by the user and stays")
     if first.script.precision_option:

@@ -85,9 +85,12 @@ def predict(
     if isinstance(first, DryRunFailure):
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
             out.write(first.traceback)
+        reason = first.message
+        if first.ended_itself and (last := _last_line(log)):
+            reason = f"{reason}: {last}"
         message = _(
             "no plan for this script, which is not started: {reason}. What it printed: {log}",
-            reason=first.message,
+            reason=reason.rstrip("."),
             log=log,
         )
         raise replace(first, message=message).as_error()
@@ -144,6 +147,14 @@ def read_remembered(path: Path) -> Prediction | None:
     # What the script imports may lie in folders below, or elsewhere.
     edited = any(state_of(name) != state for name, state in found.answer.files.items())
     return None if edited else replace(found, remembered=True)
+
+
+def _last_line(log: Path) -> str:
+    """The last line that a script has printed; "" where it printed nothing."""
+    with contextlib.suppress(OSError):
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+    return ""
 
 
 def _log_beside(remembered: Path | None) -> Path:

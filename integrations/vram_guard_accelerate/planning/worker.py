@@ -119,8 +119,8 @@ def _follow(
     run.phase.ended()
     stopped(
         _(
-            "the script ended without asking for a training batch of a model prepared by Accelerator.prepare; give the "
-            "options with which it trains (many need --do_train) after its name"
+            "the script ended without asking for a training batch; give the options with which it trains (many need "
+            "--do_train, and one that resumes may have nothing left to train) after its name"
         )
     )
 
