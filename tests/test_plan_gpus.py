@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,21 @@ def test_a_whole_card_leaves_room_for_nccl() -> None:
     assert taken.high > 0
     assert alone.budget.available - made.budget.available == taken.high
     assert planned(layouts=["fsdp2"]).budget.available == 2**30  # an amount is PyTorch's own
+
+
+def test_a_card_of_data_parallel_processes_leaves_room_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = a_step(data_parallel_ranks=4)
+    alone, four = (plan(step, 4, gpu="A100 80GB").budget for step in (a_step(), ranks))
+    taken = alone.available - four.available
+    assert taken > 2**29
+    assert "NCCL" in four.explain()
+    assert plan(ranks, 4, "1GiB").budget.available == 2**30
+    # What is free on a device of this machine: less once the processes talk, and what they have taken is not free.
+    free = replace(alone, free=alone.available, source="cuda:0")
+    assert plan(ranks, 4, free).budget.available == alone.available - taken
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert plan(ranks, 4, free).budget.available == alone.available
+    assert plan(ranks, 4, gpu="A100 80GB").budget.available == four.available
 
 
 @pytest.mark.torch_since(2, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
 from vram_guard.plan._asked import (
     Asked,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
+    from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.gpus_request import GpusRequest
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
@@ -173,17 +175,35 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
     from vram_guard.plan._of_source import plan_of_source
 
     if isinstance(step, Source):
-        return plan_of_source(asked, step)
-    layout = step.parallel
-    if layout is None:
-        return plan_of_source(asked, by_depth(source_of(step, asked.assumed_capability, asked.watched)))
+        layout = data_parallel(step.ranks) if step.ranks > 1 else None
+        return plan_of_source(_less_nccl(asked, layout), step)
+    links = None if step.parallel is None else _links(asked, step.parallel)
+    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, links))
+    taken = asked.budget.free is not None and _processes_talk()
+    return plan_of_source(_less_nccl(asked, None if taken else step.layout), source)
+
+
+def _links(asked: Asked, layout: Parallel) -> Topology:
     from vram_guard.parallel.links import topology
+
+    return topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
+
+
+def _less_nccl(asked: Asked, layout: Parallel | None) -> Asked:
+    """The question with a budget without what NCCL will take beside PyTorch's allocator; None: it will take nothing."""
     from vram_guard.parallel.outside import outside_allocator
     from vram_guard.plan.layout_facts import less_nccl
 
-    links = topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
-    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, links))
-    return plan_of_source(replace(asked, budget=less_nccl(asked.budget, outside_allocator(layout, links))), source)
+    if layout is None:
+        return asked
+    return replace(asked, budget=less_nccl(asked.budget, outside_allocator(layout, _links(asked, layout))))
+
+
+def _processes_talk() -> bool:
+    """True in a process of a group: frameworks talk before they train, so its communicator has its memory by now."""
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _spread_over(over: GpusRequest, step: TrainingStep, asked: Asked) -> Plan:
