@@ -60,6 +60,8 @@ def test_a_model_of_scores_is_trained_by_cross_entropy() -> None:
     )
     assert estimate(net, 16, input_shape=(3, 32, 32)).peak_reserved == estimate(step, 16).peak_reserved
     assert estimate(net, 16, input_shape="3x32x32").breakdown == estimate(step, 16).breakdown
+    wide = nn.Linear(64, 8)
+    assert estimate(wide, 16, input_shape=64) == estimate(wide, 16, input_shape=(64,))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,9 @@ def test_it_is_planned_as_a_step_is() -> None:
         lambda net: estimate(TrainingStep(net, torch.ones(1, 3), lambda net, x: net(x).sum()), 4, input_shape=(3,)),
         lambda net: estimate(net, 4, input_shape=(3, 0)),
         lambda net: estimate(net, 4, input_shape=(3.0,)),
+        lambda net: estimate(net, 4, input_shape=3.0),
+        lambda net: estimate(net, 4, input_shape=True),
+        lambda net: estimate(net, 4, input_shape={"x": 3}),
         lambda net: estimate(net, 4, input_shape=[(3,), 5]),
         lambda net: estimate(net, 4, input_shape=[]),
         lambda net: estimate(net, 4, input_shape=(1,) * 9),

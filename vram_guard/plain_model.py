@@ -73,20 +73,19 @@ class InputShape:
         return cls(tuple(numbers), DTYPES[dtype] if colon else "float32")
 
     @classmethod
-    def of(cls, given: str | Sequence[Any]) -> tuple[InputShape, ...]:
-        """Inputs as Python code gives them: text as for :meth:`parse`, ``(3, 224, 224)``, or a list of these."""
+    def of(cls, given: str | int | Sequence[Any]) -> tuple[InputShape, ...]:
+        """Inputs as Python code gives them: text as for :meth:`parse`, 64, ``(3, 224, 224)``, or a list of these."""
         if isinstance(given, str):
             return cls.parse(given)
+        if isinstance(given, int) and not isinstance(given, bool):
+            return (cls((given,)),)
+        if not isinstance(given, Sequence):
+            raise _no_shape(given)
         if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
             return (cls(tuple(map(int, given))),)
         if all(isinstance(one, str | Sequence) for one in given):
             return tuple(found for one in given for found in cls.of(one))
-        raise InvalidInputError(
-            _(
-                "input_shape must be a shape without the batch, such as (3, 224, 224), not {value}",
-                value=repr(given)[:60],
-            )
-        )
+        raise _no_shape(given)
 
     def __post_init__(self) -> None:
         if len(self.shape) > MOST_DIMENSIONS or not all(0 < one < LARGEST_DIMENSION for one in self.shape):
@@ -154,6 +153,13 @@ def is_assumed(step: TrainingStep) -> bool:
 def shapes_of(batch: Sequence[torch.Tensor]) -> str:
     """The inputs of a batch that :func:`step_of_model` makes, without its size: ``3x224x224``."""
     return ", ".join("x".join(map(str, one.shape[1:])) for one in batch[:-1])
+
+
+def _no_shape(value: object) -> InvalidInputError:
+    said = _(
+        "input_shape must be a shape without the batch, such as (3, 224, 224), not {value}", value=repr(value)[:60]
+    )
+    return InvalidInputError(said)
 
 
 def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:

@@ -204,7 +204,7 @@ class _Adviser:
     def _compile(self) -> None:
         capability = self._at.capability
         if capability is None or capability < COMPILED_SINCE:
-            named = "?" if capability is None else ".".join(map(str, capability))
+            named = _("not known") if capability is None else ".".join(map(str, capability))
             self._keep("compile", _("torch.compile needs compute capability 7.0; this is {found}", found=named))
             return
         if "compile" in self._found and not isinstance(self._one("compile").value, bool | None):

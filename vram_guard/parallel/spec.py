@@ -142,7 +142,11 @@ class Parallel:
         node = self.gpus_of_a_node
         if self.gpus % node:
             raise InvalidInputError(
-                _("{gpus} GPUs are no whole number of nodes of {node}: change gpus or node", gpus=self.gpus, node=node)
+                _(
+                    "{gpus} GPUs are no whole number of nodes of {node}: change their number, or that of a node",
+                    gpus=self.gpus,
+                    node=node,
+                )
             )
         if node % self.tensor:
             raise InvalidInputError(

@@ -135,7 +135,9 @@ def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Sour
     smaller = smaller_evaluation(whole, request, lambda run: under(asked.cudnn, run))
     why_not = None
     if "evaluation" not in _techniques(asked, whole):
-        why_not = asked.refused.get("evaluation") or Message("it is not allowed")
+        why_not = asked.refused.get("evaluation") or Message(
+            "{name} is not among the techniques that this plan may use", name="'evaluation'"
+        )
     try:
         return with_whole_job(made, request, followed, costs, smaller, why_not, asked.progress)
     finally:

@@ -86,7 +86,9 @@ def requested_gpus(
     if gpus is not None:
         return GpusRequest.of(gpus, node, link, layouts, compare)
     if layouts is not None or compare or node is not None:
-        raise InvalidInputError(_("node, layouts and compare_gpus are for plans over several GPUs: give gpus as well"))
+        raise InvalidInputError(
+            _("GPUs of a node, layouts and other numbers of GPUs are for plans over several: give gpus as well")
+        )
     if link is not None and not (isinstance(step, TrainingStep) and step.parallel is not None):
         raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     return None

@@ -312,7 +312,7 @@ def _cost_facts(plan: Plan) -> list[tuple[str, str]]:
     facts = []
     if plan.changed and plan.slowdown is not None and plan.before != plan.estimate:
         facts.append((_("modelled step time"), f"x {plan.slowdown:.2f}"))
-    if plan.estimate.host_peak:
+    if plan.estimate.host_peak and plan.spread is None:  # which says it for a node
         facts.append((_("host memory"), format_bytes(plan.estimate.host_peak)))
     return facts
 
