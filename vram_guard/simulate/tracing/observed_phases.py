@@ -56,10 +56,14 @@ class ObservedPhases:
 
         return backward
 
-    def forward_begins(self, *_args: Any) -> None:
-        """A module is called: unless a backward pass runs it again, a forward begins."""
-        if not self._in_backward and self._recorder.phases[-1].name in _BEFORE_FORWARDS:
+    def forward_begins(self) -> None:
+        """A forward begins, if it has not begun before."""
+        if self._recorder.phases[-1].name in _BEFORE_FORWARDS:
             self._recorder.phase("forward", self._number())
+
+    def _module_called(self, *_args: Any) -> None:
+        if not self._in_backward:  # a recomputation
+            self.forward_begins()
 
     def step_begins(self, *_args: Any) -> None:
         """An optimizer is about to step."""
@@ -77,7 +81,7 @@ class ObservedPhases:
             for handle in (
                 register_optimizer_step_pre_hook(self.step_begins),
                 register_optimizer_step_post_hook(self.step_ended),
-                register_module_forward_pre_hook(self.forward_begins),
+                register_module_forward_pre_hook(self._module_called),
             ):
                 stack.callback(handle.remove)
             yield
