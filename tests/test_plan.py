@@ -137,8 +137,9 @@ def test_a_shortfall_that_is_only_bounded_is_said_to_be(width: int, budget: str,
         torch.optim.AdamW,
     )
     made = plan(step, 64, budget, margin=0, allow=("precision", "accumulate"))
-    assert made.nearest_miss is not None
-    assert (made.nearest_miss.peak_reserved is not None) is known
+    written, *others = sorted(made.rejected, key=lambda one: one.option != "32-true, batch 64")
+    assert written.peak_reserved == made.before.peak_reserved  # whatever the search made of it
+    assert all((one.peak_reserved is not None) is known for one in others)
     (closest,) = (line for line in made.reasons if "Closest" in line)
     assert ("at least" not in closest) is known
 

@@ -70,7 +70,7 @@ def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
 def _batch_reasons(before: Candidate) -> tuple[Reason, ...]:
     """A remark on a step whose batches do not grow with their size: most likely a mistake, which fits everywhere."""
     timeline, samples = before.timeline, before.estimate.batch_size
-    if samples == 1 or timeline.retrace is not None or len(set(timeline.traced)) < 2:  # the sizes of one batch alone
+    if samples == 1 or timeline.retrace is not None or timeline.traced == (samples,):  # of this batch alone
         return ()
     if not any(block.category == "batch" for block in timeline.blocks):
         return ()
@@ -135,13 +135,15 @@ def _modelled_on(request: Request, after: Candidate) -> tuple[Reason, ...]:
 def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, ...]) -> Plan:
     """The step as written, which is not known to fit, and neither is anything else."""
     fits = request.fits(before.estimate)
+    rejected = as_known(request, before.estimate, rejected)
     if refusal := request.space.refusal:
         why = [] if fits else [shortage(request, before.estimate)]
         why += [Reason(Why.PINS_REFUSED, why=refusal), *request.left_out, Reason(Why.UNCHANGED)]
         return _as_written(request, before, tuple(why), rejected)
     why = [Reason(Why.PINS_DO_NOT_FIT) if fits else shortage(request, before.estimate)]
-    closest = nearest(rejected)
-    if closest is not None and len(rejected) > 1:
+    written = request.as_written.of(request.batch_size)
+    closest = nearest(one for one in rejected if one.tried != written)
+    if closest is not None:
         missing = closest.missing
         kind = Why.NEAREST_AT_LEAST if closest.peak_reserved is None else Why.NEAREST
         why.append(Reason(kind, option=closest.tried, missing=Amount(missing), count=missing))
@@ -154,6 +156,16 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
     why += (*_batch_reasons(before), *request.why_not_checkpointed, *request.left_out)
     why.append(Reason(Why.UNCHANGED))
     return _as_written(request, before, tuple(why), rejected)
+
+
+def as_known(request: Request, before: Estimate, rejected: tuple[Rejected, ...]) -> tuple[Rejected, ...]:
+    """The options with the peak of the step as written, of which a search may have known what it takes at least."""
+    written, peak = request.as_written.of(request.batch_size), request.corrected(before)
+    missing = peak - request.usable(before)
+    if missing <= 0:
+        return rejected
+    known = Rejected(written, peak, missing, Reason(Why.OVER_BUDGET, peak=Amount(peak), missing=Amount(missing)))
+    return tuple(known if one.tried == written and one.missing > 0 else one for one in rejected)
 
 
 def _as_written(request: Request, before: Candidate, why: tuple[Reason, ...], rejected: tuple[Rejected, ...]) -> Plan:

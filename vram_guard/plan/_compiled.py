@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vram_guard.language import Message, _
-from vram_guard.plan._answer import fits_reasons, make_plan, shortage, tier_reasons, unchanged
+from vram_guard.plan._answer import as_known, fits_reasons, make_plan, shortage, tier_reasons, unchanged
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, RecipeText, Why
 from vram_guard.plan.model import CompiledStep, Plan, Rejected
@@ -94,6 +94,10 @@ def _followed(
     eager, fits = made.estimate, made.fits and request.fits(chosen.estimate)
     of_eager = {Why.SIZES_ARE_BOUNDS} if chosen.estimate.tier == "symbolic" else set()
     reasons = tuple(reason for reason in made.reason_values if reason.kind not in of_eager)
+    if before is not None and not request.fits(before.estimate):  # what is short is short of the compiled step's bytes
+        short = shortage(request, before.estimate)
+        made = replace(made, rejected=as_known(request, before.estimate, made.rejected))
+        reasons = tuple(short if reason.kind is Why.SHORTAGE else reason for reason in reasons)
     if made.fits and not fits:
         over = request.corrected(chosen.estimate) - request.usable(chosen.estimate)
         reasons = (Reason(Why.COMPILED_TOO_LARGE, missing=Amount(max(0, over))), *reasons)
