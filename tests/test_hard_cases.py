@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import pickle
@@ -412,6 +413,10 @@ def test_the_phases_of_a_loss_that_trains_by_itself_are_those_that_it_runs() -> 
     phases = [(phase.name, phase.step) for phase in trace(trains_by_itself(two)).phases]
     one = ["forward", "backward", "optimizer"]
     assert phases == [("setup", 0), *((name, step) for step in (1, 2) for name in ("batch", *one, *one))]
+    hooks = importlib.import_module("torch.optim.optimizer")
+    assert not hooks._global_optimizer_pre_hooks
+    assert not hooks._global_optimizer_post_hooks
+    assert torch.autograd.backward.__module__ == "torch.autograd"
 
 
 def test_a_loss_that_trains_by_itself_has_its_blocks_checkpointed() -> None:

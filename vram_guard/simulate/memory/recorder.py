@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Literal
@@ -129,6 +129,8 @@ class Recorder:
         self._before_backward = 0
         """Blocks that were there when the backward pass began."""
         self._closed = False
+        self.module_called: Callable[[], None] | None = None
+        """Called where a module's forward begins."""
 
     # --- phases -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vram_guard.patching import replaced
@@ -61,7 +60,7 @@ class ObservedPhases:
         if self._recorder.phases[-1].name in _BEFORE_FORWARDS:
             self._recorder.phase("forward", self._number())
 
-    def _module_called(self, *_args: Any) -> None:
+    def _module_called(self) -> None:
         if not self._in_backward:  # a recomputation
             self.forward_begins()
 
@@ -78,10 +77,7 @@ class ObservedPhases:
         """Inside the block every backward pass, step of an optimizer and call of a module counts."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(torch.autograd, self.backward_entries()))
-            for handle in (
-                register_optimizer_step_pre_hook(self.step_begins),
-                register_optimizer_step_post_hook(self.step_ended),
-                register_module_forward_pre_hook(self._module_called),
-            ):
-                stack.callback(handle.remove)
+            stack.enter_context(replaced(self._recorder, {"module_called": self._module_called}))
+            stack.callback(register_optimizer_step_pre_hook(self.step_begins).remove)
+            stack.callback(register_optimizer_step_post_hook(self.step_ended).remove)
             yield

@@ -523,6 +523,8 @@ def module_paths(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         if path is None:
             path = type(self).__name__
         recorder.module_changes()
+        if recorder.module_called is not None:
+            recorder.module_called()
         stack.append(path)
         try:
             return original(self, *args, **kwargs)
