@@ -113,10 +113,13 @@ def test_the_amounts_that_rows_are_held_against_are_shown_where_they_differ():
     kinds = {answer.budget.for_tier(row.estimate.tier, row.estimate.network).usable for row in answer.rows}
     assert len(kinds) == len(answer.row_budgets) == 2
     said = " ".join(render(answer).split())
-    assert "each row is held against what the margin of its kind of run leaves" in said
+    assert "each row is held against what is usable for its kind of run" in said
     for one in answer.row_budgets:
-        assert f"{format_bytes(one.usable)} ({one.margin:.1%})" in said
+        assert f"{format_bytes(one.usable)} (margin {one.margin:.1%})" in said
     assert "each row is held" not in render(compare(rows[:1], "1GiB"))
+    spread = compare([Configuration("four", base.with_(data_parallel_ranks=4), 4)], gpu="RTX 4090")
+    assert spread.compared_budget == spread.rows[0].plan.budget
+    assert "NCCL" in render(spread)
     assert "each row is held" not in render(compare(rows, "1GiB", margin=0.1))
 
 

@@ -589,3 +589,30 @@ def test_the_pages_uncompiled_figures_are_what_is_predicted_today(row: str, samp
         lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {row}")]
         assert len(lines) == 1, page
         assert said in lines[0], page
+
+
+def test_a_compiled_loss_that_trains_by_itself_has_the_phases_that_it_runs(recwarn: pytest.WarningsRecorder) -> None:
+    """The compiler asks autograd for a backward graph while it compiles a forward: that is no backward pass."""
+    made: list[torch.optim.Optimizer] = []
+
+    def prepare(model: nn.Module) -> None:
+        made[:] = [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        with torch.enable_grad():
+            made[0].zero_grad()
+            model(batch).square().mean().backward()
+            made[0].step()
+
+    def timeline(model: Any, *, compiled: bool) -> Timeline:
+        step = TrainingStep(model, lambda size: torch.zeros(size, WIDTH), train, None, keeps="nothing", prepare=prepare)
+        return run_step(step, 64, CAPABILITY, compiled=compiled)
+
+    eager = timeline(Block, compiled=False)
+    followed = timeline(lambda: torch.compile(Block()), compiled=True)
+    for found in (eager, followed):
+        phases = [phase.name for phase in found.phases if phase.step == 2]
+        assert phases == ["batch", "forward", "backward", "optimizer"]
+        assert {work.phase for work in found.work} >= {"forward", "backward", "optimizer"}
+    assert sum(block.category == "activations" for block in followed.blocks) > 0
+    assert not [one for one in recwarn if "global hooks" in str(one.message)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from vram_guard import TrainingStep
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard.forks.fork import can_fork, line_that_failed, run_in_fork
+from vram_guard.forks.fork import can_fork, is_ours, line_that_failed, run_in_fork
 from vram_guard.guard import collectives
 from vram_guard.guard._decide import decide_alone, why_not_split
 from vram_guard.guard._ranks import Failure, Outcome, attempt, from_rank_zero, gather
@@ -170,6 +171,19 @@ def test_the_users_line_that_fails_is_named_instead_of_a_traceback() -> None:
         assert "left unchanged: train.py, line 12 fails: ValueError: odd. It ran on tensors without values" in said
         assert "\n" not in said
     assert judge_failure(here, "fit", verbose=True).endswith("ValueError: odd.\n")
+    ours = replace(here, failure=replace(failure, ours=True))  # what we raise is ours to mend
+    assert judge_failure(ours, "fit", verbose=False).endswith("ValueError: odd.\n")
+
+
+def test_an_error_that_this_package_raises_is_told_from_one_of_torch() -> None:
+    def raised(work: Any) -> bool:
+        with pytest.raises((InvalidInputError, RuntimeError, TypeError), match=r"\w") as caught:
+            work()
+        return is_ours(caught.value)
+
+    assert raised(lambda: Budget.resolve(budget="24 parsecs"))
+    assert not raised(lambda: torch.ones(2).view(3))
+    assert not raised(lambda: Path(b"x"))
 
 
 @pytest.mark.skipif(not can_fork(), reason="needs a copy of the process")

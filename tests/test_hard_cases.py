@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.plan import plan
+from vram_guard.plan.step_time import step_seconds
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.compiled import EAGER
 from vram_guard.simulate.tracing.run import run_step
@@ -417,6 +418,74 @@ def test_the_phases_of_a_loss_that_trains_by_itself_are_those_that_it_runs() -> 
     assert not hooks._global_optimizer_pre_hooks
     assert not hooks._global_optimizer_post_hooks
     assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def phases_of(step: TrainingStep) -> list[str]:
+    """The phases of the second step."""
+    return [phase.name for phase in trace(step).phases if phase.step == 2]
+
+
+def test_passes_over_several_losses_take_the_time_of_all_of_them() -> None:
+    """As a network is trained that tells real samples from made ones: two backward passes, one step."""
+
+    def training(passes: int) -> TrainingStep:
+        def train(model: nn.Module, batch: torch.Tensor) -> None:
+            optimizer = made[-1]
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    model(batch).square().mean().backward()
+                optimizer.step()
+
+        made: list[Any] = []
+        prepare = lambda model: made.append(torch.optim.SGD(model.parameters(), lr=0.1))  # noqa: E731
+        batch = lambda size: torch.zeros(size, 64)  # noqa: E731
+        return TrainingStep(deep_network, batch, train, None, keeps="nothing", prepare=prepare)
+
+    assert phases_of(training(2)) == ["batch", "forward", "backward", "forward", "backward", "optimizer"]
+    one, two, three = (step_seconds(trace(training(passes)), 4096, micro_batches=1).device for passes in (1, 2, 3))
+    assert two - one == pytest.approx(three - two, rel=0.05)
+    assert two > 1.7 * one
+
+
+def test_a_step_in_the_backward_pass_is_a_part_of_it() -> None:
+    made: dict[Any, torch.optim.Optimizer] = {}
+
+    def prepare(model: nn.Module) -> None:
+        def update(parameter: torch.Tensor) -> None:
+            made[parameter].step()
+            made[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            made[parameter] = torch.optim.AdamW([parameter])
+            parameter.register_post_accumulate_grad_hook(update)
+
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model(batch).square().mean().backward()
+
+    step = TrainingStep(deep_network, lambda size: torch.zeros(size, 64), train, None, keeps="nothing", prepare=prepare)
+    assert phases_of(step) == ["batch", "forward", "backward"]
+    assert estimate(step, 64).breakdown["optimizer_states"] > 0
+
+
+def test_what_an_optimizer_does_behind_its_closure_is_its_own() -> None:
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            made[-1].zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            made[-1].step(closure)
+
+    made: list[Any] = []
+    prepare = lambda model: made.append(torch.optim.AdamW(model.parameters()))  # noqa: E731
+    step = TrainingStep(deep_network, lambda size: torch.zeros(size, 64), train, None, keeps="nothing", prepare=prepare)
+    assert phases_of(step) == ["batch", "forward", "optimizer", "forward", "backward", "optimizer"]
+    updates = [work for work in trace(step).work if work.phase == "optimizer"]
+    assert any("addcdiv" in work.operator for work in updates)
 
 
 def test_a_loss_that_trains_by_itself_has_its_blocks_checkpointed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -235,7 +236,9 @@ def test_of_equally_fast_batches_the_smallest():
 
 def test_the_config_that_fits_nowhere_ends_with_1(folder, capsys):
     assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--budget", "1MiB"]) == 1
-    assert "not even one sample fits" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    (needs,) = re.findall(r"not even one sample fits: \S+ MiB of (.*)$", said, re.MULTILINE)
+    assert f"For {needs} usable; 1.00 MiB" in said  # the amount that the batch was held against, with its own margin
 
 
 # --- other people's styles ---

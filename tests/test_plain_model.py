@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -210,6 +211,20 @@ def test_the_line_of_the_model_that_fails_is_named(tmp_path: Path, capsys: Any) 
     assert "(net.py, line 6)" in said
 
 
+def test_beside_a_rule_of_thumb_a_step_that_fails_is_a_remark(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "net.py"
+    head = "import torch\nclass Net(torch.nn.ReLU):\n    def forward(self, x):\n"
+    file.write_text(f"{head}        raise KeyError('no folder')\n")
+    numbers = ["--hidden-dim", "64", "--num-layers", "2", "--height", "8", "--width", "8", "--num-frames", "2"]
+    command = ["estimate", "--model", f"{file}:Net", "--input", "3", "--batch", "4", *numbers, "--gpu", "4090"]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "net.py, line 4 fails: KeyError: 'no folder'" in said
+    assert "Traceback" not in said
+    assert main([*command, "--verbose"]) == 0
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_what_a_model_of_ones_own_lacks_is_its_batch_and_no_number_of_the_rule(models: str, capsys: Any) -> None:
     for name in ("estimate", "plan"):
         assert main([name, "--model", f"{models}:net", "--input", "3x64x64", "--budget", "1GiB"]) == 2
@@ -224,7 +239,12 @@ def test_a_step_whose_callables_take_others_is_refused_before_any_work() -> None
         usual = {"model": nn.Linear(3, 3), "batch": lambda size: torch.ones(size, 3), "optimizer": torch.optim.AdamW}
         return TrainingStep(**{**usual, "loss": lambda model, batch: model(batch).sum(), **changed})
 
+    def scaled(loss: Any) -> Any:
+        return functools.wraps(loss)(lambda model, batch: loss(model, batch, 2.0))
+
     assert estimate(step(), 2).peak_reserved > 0
+    handed_on = scaled(lambda model, batch, scale: model(batch).sum() * scale)  # what a decorator hands on is its own
+    assert estimate(step(loss=handed_on), 2).peak_reserved > 0
     for name, wrong in {
         "loss": lambda batch: batch.sum(),
         "optimizer": lambda model, parameters: torch.optim.SGD(parameters),

@@ -103,7 +103,7 @@ def test_a_plan_names_the_gpu_that_its_step_times_are_of() -> None:
     def said(**budget: Any) -> str:
         return plan(STEP, 64, Budget.resolve(**budget, margin=0.0), allow=CHEAP).explain()
 
-    assert "modelled on the slowest GPU of compute capability 8.0 (A30): no GPU is named" in said(budget="80MiB")
+    assert "modelled on the slowest GPU of compute capability 8.0 (A30)." in said(budget="80MiB")
     assert "modelled on" not in said(budget="80MiB", gpu="RTX 4090")
     assert "modelled on" not in said(budget="4GiB")  # nothing changes, and no time is given
 

@@ -56,7 +56,7 @@ def takes(name: str, function: Callable[..., object], *arguments: str) -> None:
         vram_guard.errors.InvalidInputError: loss is called with (model, batch), but takes (model)
     """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may hand on other arguments
     except (TypeError, ValueError):
         return
     try:

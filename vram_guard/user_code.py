@@ -99,6 +99,12 @@ def line_of_error(error: BaseException, script: str = "") -> str:
     return lines[-1] if lines else ""
 
 
+def raised_here(error: BaseException) -> bool:
+    """True if this package or an adapter raised an error, and not torch or the user's code that it runs."""
+    frames = [frame.f_code.co_filename for frame, _number in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].startswith(tuple(_own))
+
+
 def said_of_failure(line: str, problem: str, asked: str) -> str:
     """A sentence about the user's code that fails in a trace.
 

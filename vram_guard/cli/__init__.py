@@ -30,6 +30,7 @@ from vram_guard.cli.printing import JSON_SCHEMA, tell
 from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
+from vram_guard.user_code import raised_here
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -174,7 +175,7 @@ def _code_of_failure(error: Exception, *, verbose: bool) -> int:
     import traceback
 
     said = failure_of_users_code(error)
-    if verbose or said is None:
+    if verbose or said is None or raised_here(error):
         traceback.print_exception(error)
     if said is None:
         tell(_("there is no answer: the error above is one of vram_guard or of a library that it calls"))

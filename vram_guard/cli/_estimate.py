@@ -80,7 +80,7 @@ def _estimate(options: argparse.Namespace) -> int:
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
     by_rule = options.quick or not _tells_its_sizes(request)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
-    notes = Notes()
+    notes = Notes(verbose=bool(options.verbose))
     step = None if options.quick else _step(request, config, notes)
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])

@@ -117,7 +117,8 @@ def _optimize(options: argparse.Namespace) -> int:
     if not options.dry_run:
         with must_be_written():
             write_atomically(output, text)
-    _answer(options, document, text, advice, budget, measured, output)
+    held_against = budget if batch is None else batch.budget or budget
+    _answer(options, document, text, advice, held_against, measured, output)
     return EXIT_DONE if batch is None or batch.fits else EXIT_DOES_NOT_FIT
 
 

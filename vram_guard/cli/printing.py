@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
@@ -22,7 +23,15 @@ _Answer = TypeVar("_Answer")
 
 
 class Notes(list[str]):
-    """Remarks on an answer: printed on standard error at once, and kept for the JSON."""
+    """Remarks on an answer: printed on standard error at once, and kept for the JSON.
+
+    Args:
+        verbose: whether tracebacks are shown of what could not be answered.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        super().__init__()
+        self._verbose = verbose
 
     def add(self, text: str) -> None:
         """Print and keep a remark."""
@@ -40,6 +49,8 @@ class Notes(list[str]):
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - see above
             reason = failure_of_users_code(error) or f"{type(error).__name__}: {error}"
+            if self._verbose:
+                traceback.print_exception(error)
         self.add(_("no symbolic answer: {reason}", reason=reason))
         return None
 

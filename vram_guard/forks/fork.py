@@ -28,7 +28,7 @@ from vram_guard.forks.host_copies import HostCopies
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.language import _
-from vram_guard.user_code import line_of_error
+from vram_guard.user_code import line_of_error, raised_here
 
 T = TypeVar("T")
 
@@ -50,12 +50,13 @@ class ForkRefusedError(UnsupportedStepError):
 
 
 class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of the error, and never raised
-    """The traceback of an error in the copy, as text, and the line of the user's code that it passed."""
+    """The traceback of an error in the copy, as text; the line of the user's code that it passed; who raised it."""
 
-    def __init__(self, text: str, line: str = "") -> None:
+    def __init__(self, text: str, line: str = "", *, ours: bool = False) -> None:
         super().__init__(text)
         self._text = text
         self.line = line
+        self.ours = ours
 
     def __str__(self) -> str:
         return f"\n{self._text}"
@@ -65,6 +66,12 @@ def line_that_failed(error: Exception) -> str:
     """The innermost line of the user's code that an error has passed, in a copy or here; "" if there is none."""
     cause = error.__cause__
     return cause.line if isinstance(cause, _RemoteTraceback) else line_of_error(error)
+
+
+def is_ours(error: Exception) -> bool:
+    """True if this package raised an error, in a copy or here."""
+    cause = error.__cause__
+    return cause.ours if isinstance(cause, _RemoteTraceback) else raised_here(error)
 
 
 def can_fork() -> bool:
@@ -166,10 +173,10 @@ class Copy(Generic[T]):
             told = progress or (lambda _line: None)
             kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
         if kind == "error":
-            caught, text, line = value
+            caught, text, line, ours = value
             if any(part in str(caught) for part in _REFUSED_IN_FORKS):
                 raise ForkRefusedError(str(caught))
-            raise caught from _RemoteTraceback(text, line)
+            raise caught from _RemoteTraceback(text, line, ours=ours)
         return cast("T", pickle.loads(value, buffers=buffers))  # noqa: S301 - from our own copy
 
     def end(self) -> None:
@@ -213,10 +220,10 @@ def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pi
         error: Exception = UnsupportedStepError(
             _("the training's own code ended the process (exit code {code})", code=ended.code)
         )
-        return "error", (error, traceback.format_exc(), "")
+        return "error", (error, traceback.format_exc(), "", False)
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         text = "".join(traceback.format_exception(caught))
-        return "error", (as_picklable(caught), text, line_of_error(caught))
+        return "error", (as_picklable(caught), text, line_of_error(caught), raised_here(caught))
 
 
 def write_all(pipe: int, content: memoryview) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from vram_guard import errors
-from vram_guard.forks.fork import line_that_failed
+from vram_guard.forks.fork import is_ours, line_that_failed
 from vram_guard.guard.arrivals import all_arrive, begin, late, patience
 from vram_guard.language import _
 
@@ -43,6 +43,8 @@ class Failure:
     rank: int
     line: str = ""
     """The innermost line of the user's code that it passed, "train.py, line 12"; "" if there is none."""
+    ours: bool = False
+    """This package raised it: its traceback is of use to us."""
 
     @property
     def unsupported(self) -> bool:
@@ -95,7 +97,7 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
         value = work()
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         error = caught
-        failure = Failure(_kind(caught), str(caught), ranks.rank, line_that_failed(caught))
+        failure = Failure(_kind(caught), str(caught), ranks.rank, line_that_failed(caught), is_ours(caught))
     if ranks.world_size > 1 and not all_arrive(ranks.world_size, patience(time.monotonic() - began)):
         return Outcome(None, Failure(errors.LostCopyError.__name__, late(), ranks.rank), errors.LostCopyError(late()))
     failed = [found for found in gather(ranks, failure) if found is not None]

@@ -37,7 +37,7 @@ def judge(plan: Plan, mode: Mode) -> str:
 
 
 def judge_failure(outcome: Outcome[Any], mode: Mode, *, verbose: bool) -> str:
-    """The warning where there is no prediction; with a traceback where no line of the user's code is known.
+    """The warning where there is no prediction; with a traceback where no line of the user's code tells enough.
 
     Args:
         outcome: of the decision.
@@ -57,6 +57,7 @@ def judge_failure(outcome: Outcome[Any], mode: Mode, *, verbose: bool) -> str:
     if failure.foreign and failure.line:
         why = said_of_failure(failure.line, f"{failure.kind}: {why}", "verbose=True")
     said = _("no prediction for this training, which is left unchanged: {why}", why=why)
-    if failure.unsupported or outcome.error is None or (failure.line and not verbose):
+    told = failure.line and not failure.ours and not verbose
+    if failure.unsupported or outcome.error is None or told:
         return said
     return said + "\n" + "".join(traceback.format_exception(outcome.error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
@@ -37,6 +37,8 @@ class BatchChoice:
     """Samples per second over those as written, modelled or measured."""
     optimizer: str = ""
     """Name of the optimizer's class, as the step has it."""
+    budget: Budget | None = None
+    """The budget that it was held against, with the margin of this kind of step; None: it was measured."""
 
 
 def choose_batch(
@@ -64,10 +66,12 @@ def choose_batch(
     if largest == 0:
         needed = format_bytes(timeline.at(1).peak_reserved)
         said = _("not even one sample fits: {needed} of {usable}", needed=needed, usable=format_bytes(budget.usable))
-        return BatchChoice(batch_size, accumulate, said, fits=False)
+        return BatchChoice(batch_size, accumulate, said, fits=False, budget=budget)
     if batch_size > largest:
-        return _smaller(timeline, batch_size, largest, budget, accumulate, can_accumulate=can_accumulate)
-    return _larger(timeline, batch_size, budget, accumulate, target)
+        choice = _smaller(timeline, batch_size, largest, budget, accumulate, can_accumulate=can_accumulate)
+    else:
+        choice = _larger(timeline, batch_size, budget, accumulate, target)
+    return replace(choice, budget=budget)
 
 
 def _smaller(

@@ -174,7 +174,7 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
     from vram_guard.plan._depth import by_depth
     from vram_guard.plan._of_source import plan_of_source
 
-    if isinstance(step, Source):
+    if isinstance(step, Source):  # a script's: it is planned for before its processes have talked
         layout = data_parallel(step.ranks) if step.ranks > 1 else None
         return plan_of_source(_less_nccl(asked, layout), step)
     links = None if step.parallel is None else _links(asked, step.parallel)

@@ -124,7 +124,7 @@ def changed(
 
 
 def _modelled_on(request: Request, after: Candidate) -> tuple[Reason, ...]:
-    """The GPU that stands for any of its kind while none is named: others may rank the options otherwise."""
+    """The GPU that stands for a card that is not known: another one may rank the options otherwise."""
     if request.budget.gpu is not None:
         return ()
     card = card_of(None, after.timeline.compute_capability)

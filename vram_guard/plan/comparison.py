@@ -110,14 +110,13 @@ class Comparison:
 
     @property
     def compared_budget(self) -> Budget:
-        """The budget with the margin of the predictions, where they are all of one tier and kind of network."""
-        kinds = {(row.estimate.tier, row.estimate.network) for row in self.rows if row.estimate is not None}
-        return self.budget.for_tier(*kinds.pop()) if len(kinds) == 1 else self.budget
+        """The budget that all rows are held against, where it is one; else the one that was given."""
+        return self.row_budgets[0] if len(self.row_budgets) == 1 else self.budget
 
     @property
     def row_budgets(self) -> tuple[Budget, ...]:
-        """The budgets that rows are held against, one for each margin, the smallest first."""
-        found = (self.budget.for_tier(row.estimate.tier, row.estimate.network) for row in self.rows if row.estimate)
+        """The budgets that rows are held against, the smallest first: margins differ, and what NCCL takes of a card."""
+        found = (row.plan.budget for row in self.rows if row.plan is not None)
         return tuple({one.usable: one for one in sorted(found, key=lambda one: one.usable)}.values())
 
     @property

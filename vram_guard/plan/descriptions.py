@@ -66,9 +66,7 @@ class Why(Enum):
     CHANGES_LEAST = marked(
         "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {time}."
     )
-    MODELLED_ON = marked(
-        "Step times are modelled on the slowest GPU of compute capability {version} ({name}): no GPU is named."
-    )
+    MODELLED_ON = marked("Step times are modelled on the slowest GPU of compute capability {version} ({name}).")
     SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
     # a launch with other options

@@ -159,10 +159,10 @@ def _has_rates(answer: Comparison) -> bool:
 def _notes(answer: Comparison) -> Iterator[str]:
     if len(answer.row_budgets) > 1:
         margins = _(", ").join(
-            _("{amount} ({margin})", amount=format_bytes(one.usable), margin=f"{one.margin:.1%}")
+            _("{amount} (margin {margin})", amount=format_bytes(one.usable), margin=f"{one.margin:.1%}")
             for one in answer.row_budgets
         )
-        yield _("each row is held against what the margin of its kind of run leaves: {margins}", margins=margins)
+        yield _("each row is held against what is usable for its kind of run: {amounts}", amounts=margins)
     if isinstance(answer, Variants):
         return
     yield _("speed: samples per second relative to the first row, by the step-time model under the plan")

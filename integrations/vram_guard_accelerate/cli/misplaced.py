@@ -30,4 +30,4 @@ def misplaced_said(arguments: Sequence[str]) -> Iterator[None]:
             "before that name",
             option=behind.partition("=")[0],
         )
-        raise NoDeviceError(f"{error} {said}", error.problem) from None
+        raise NoDeviceError(_("{problem} {remark}", problem=error, remark=said), error.problem) from None

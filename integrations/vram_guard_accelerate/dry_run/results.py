@@ -110,7 +110,7 @@ class DryRunFailure:
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
                 return cls.unsupported(_("the script ended itself: {reason}", reason=error.code))
-            said = _("the script ended itself with exit code {code}", code=error.code)
+            said = _("the script ended itself with exit code {code}", code=error.code or 0)
             return cls(UnsupportedStepError.__name__, said, ended_itself=True)
         text = "".join(tracebacks.format_exception(error))
         if isinstance(error, VramGuardError):

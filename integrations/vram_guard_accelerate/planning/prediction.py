@@ -150,10 +150,10 @@ def read_remembered(path: Path) -> Prediction | None:
 
 
 def _last_line(log: Path) -> str:
-    """The last line that a script has printed; "" where it printed nothing."""
+    """The last line that a script has printed, but for progress bars; "" where it printed nothing."""
     with contextlib.suppress(OSError):
         lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")
+        return next((line for line in reversed(lines) if line and "%|" not in line), "")
     return ""
 
 

@@ -131,6 +131,8 @@ class Recorder:
         self._closed = False
         self.module_called: Callable[[], None] | None = None
         """Called where a module's forward begins."""
+        self.counts_micro_batches = True
+        """Whether a forward behind a backward pass of its step is of another micro-batch."""
 
     # --- phases -------------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class Recorder:
         before = self.phases[-1] if self.phases else None
         if before is None or before.step != step:
             self.micro_batch = 0
-        elif before.name == "backward" and name in ("batch", "forward"):
+        elif self.counts_micro_batches and before.name == "backward" and name in ("batch", "forward"):
             self.micro_batch += 1
 
     @contextlib.contextmanager

@@ -81,7 +81,7 @@ class ExternalLoopTracer:
         self._mode = SymbolicMode(self.recorder, self._device, self.capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
-        self._phases = ObservedPhases(self.recorder, lambda: self.steps + 1, self._classify_flat)
+        self._phases = ObservedPhases(self.recorder, self._device, lambda: self.steps + 1, self._classify_flat)
         self._by_engine = False
         self._followed: Followed | None = None
         self._flat: nn.Module | None = None

@@ -131,7 +131,7 @@ class Loop:
     def _infer(self, numbers: Iterable[int]) -> None:
         """Steps without an optimizer that is known: a loss that trains by itself shows its phases by what it calls."""
         number = 0
-        with ObservedPhases(self.recorder, lambda: number).observed(), torch.no_grad():
+        with ObservedPhases(self.recorder, self.mode.state, lambda: number).observed(), torch.no_grad():
             for number in numbers:
                 self._load(number)
                 self._forward(number)

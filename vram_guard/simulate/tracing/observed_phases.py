@@ -13,6 +13,7 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.tracing.optimizer_states import classify_states
 
 if TYPE_CHECKING:
+    from vram_guard.simulate.device.fake_cuda import FakeCudaState
     from vram_guard.simulate.memory.recorder import Recorder
 
 #: Phases that end where a forward begins.
@@ -24,25 +25,33 @@ class ObservedPhases:
 
     Args:
         recorder: of the trace.
+        device: of the trace.
         number: the number of the optimizer step that is under way.
         backward_ended: called after every backward pass.
     """
 
     def __init__(
-        self, recorder: Recorder, number: Callable[[], int], backward_ended: Callable[[], None] = lambda: None
+        self,
+        recorder: Recorder,
+        device: FakeCudaState,
+        number: Callable[[], int],
+        backward_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._recorder = recorder
+        self._device = device
         self._number = number
         self._backward_ended = backward_ended
         self._in_backward = False
+        self._stepping = False
 
     def backward_entries(self) -> dict[str, Callable[..., Any]]:
-        """Replacements for the functions of ``torch.autograd`` by which all backward passes begin, by name."""
+        """Replacements for ``torch.autograd.backward``, which ``Tensor.backward`` calls, and for its ``grad``."""
         return {name: self._around_backward(getattr(torch.autograd, name)) for name in ("backward", "grad")}
 
     def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward:  # a recomputation inside a backward pass
+            # A recomputation inside a backward pass; the compiler, which derives a backward graph.
+            if self._in_backward or self._device.in_kernel:
                 return original(*args, **kwargs)
             self._in_backward = True
             self._recorder.phase("backward", self._number())
@@ -52,6 +61,8 @@ class ObservedPhases:
                 self._in_backward = False
                 self._recorder.in_backward = False
                 self._backward_ended()
+                if self._stepping:  # the closure of an optimizer, whose own work follows
+                    self.step_begins()
 
         return backward
 
@@ -64,20 +75,33 @@ class ObservedPhases:
         if not self._in_backward:  # a recomputation
             self.forward_begins()
 
-    def step_begins(self, *_args: Any) -> None:
+    def step_begins(self) -> None:
         """An optimizer is about to step."""
         self._recorder.phase("optimizer", self._number())
 
-    def step_ended(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: what it keeps by now is its state."""
         classify_states(self._recorder, optimizer)
 
+    def _own_step_begins(self, *_args: Any) -> None:
+        if not self._in_backward:  # a hook on gradients, whose step is a part of the backward pass
+            self._stepping = True
+            self.step_begins()
+
+    def _own_step_ended(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        self._stepping = False
+        self.step_ended(optimizer)
+
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """Inside the block every backward pass, step of an optimizer and call of a module counts."""
+        """Inside the block every backward pass, step of an optimizer and call of a module counts.
+
+        Nothing tells passes over parts of a batch from passes over other losses: all are of one micro-batch.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(torch.autograd, self.backward_entries()))
-            stack.enter_context(replaced(self._recorder, {"module_called": self._module_called}))
-            stack.callback(register_optimizer_step_pre_hook(self.step_begins).remove)
-            stack.callback(register_optimizer_step_post_hook(self.step_ended).remove)
+            own = {"module_called": self._module_called, "counts_micro_batches": False}
+            stack.enter_context(replaced(self._recorder, own))
+            stack.callback(register_optimizer_step_pre_hook(self._own_step_begins).remove)
+            stack.callback(register_optimizer_step_post_hook(self._own_step_ended).remove)
             yield
