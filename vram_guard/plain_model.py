@@ -162,7 +162,7 @@ def _no_shape(value: object) -> InvalidInputError:
     return InvalidInputError(said)
 
 
-def as_step(step: Any, input_shape: str | Sequence[Any] | None) -> Any:
+def as_step(step: Any, input_shape: str | int | Sequence[Any] | None) -> Any:
     """A training step of what a public function was given: a plain model with its input's shape becomes one.
 
     Raises:

@@ -41,7 +41,7 @@ def plan(
     batch_size: int,
     budget: Budget | str | int | None = None,
     *,
-    input_shape: str | Sequence[Any] | None = None,
+    input_shape: str | int | Sequence[Any] | None = None,
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = DEFAULT_ALLOW,

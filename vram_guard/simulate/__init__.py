@@ -39,7 +39,7 @@ LAW_BROKEN = Note(Message("the sequence of allocations differs between batch siz
 def trace(
     step: TrainingStep | nn.Module | Callable[[], nn.Module],
     *,
-    input_shape: str | Sequence[Any] | None = None,
+    input_shape: str | int | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
     check_at: int | None = None,
@@ -236,7 +236,7 @@ def estimate(
     step: TrainingStep | nn.Module | Callable[[], nn.Module],
     batch_size: int,
     *,
-    input_shape: str | Sequence[Any] | None = None,
+    input_shape: str | int | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     cudnn: str | None = None,
     leaks: bool = False,
