@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from vram_guard.user_code import (
     is_installed_file,
     is_users_file,
     is_users_module,
+    level_of_user,
     line_of_error,
     line_of_frame,
 )
@@ -107,3 +109,21 @@ def test_where_a_frame_was_called_from():
     assert line_of_frame(None) == ""
     with speaking("zh"):
         assert line_of_frame(frame).startswith("test_user_code.py 第 ")
+
+
+def test_a_warning_stands_at_the_line_of_the_user() -> None:
+    def library(call):  # code of a library calls ours, which warns
+        exec(compile("call()", torch.__file__, "exec"), {"call": call})
+
+    def ours():
+        exec(compile("warn(found())", vram_guard.__file__, "exec"), {"warn": warned, "found": level_of_user})
+
+    def warned(level):
+        levels.append(level)
+
+    levels: list[int] = []
+    ours()
+    assert levels == [2]  # from the frame that stands in for ours, to this file
+    with pytest.warns(UserWarning, match="here") as told:
+        library(lambda: warnings.warn("here", stacklevel=level_of_user()))
+    assert told[0].filename == __file__

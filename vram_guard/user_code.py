@@ -66,6 +66,21 @@ def is_users_module(name: str) -> bool:
     return root not in sys.stdlib_module_names and (not isinstance(file, str) or is_users_file(file))
 
 
+def level_of_user() -> int:
+    """The ``stacklevel`` of ``warnings.warn`` for the innermost line of the user's code that leads to the caller.
+
+    Where there is none, that of the caller's own caller.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - who called is the question
+    level = 1
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            return level
+        frame = frame.f_back
+        level += 1
+    return 2
+
+
 def line_of_frame(frame: FrameType | None) -> str:
     """The innermost line of the user's code at which a frame stands, or from which it was called; "" if there is none.
 

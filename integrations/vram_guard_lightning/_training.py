@@ -12,6 +12,7 @@ from vram_guard.language import _
 from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.printable import beside_progress_bars, printable
 from vram_guard.terminal import shown_on
+from vram_guard.user_code import level_of_user
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
 from vram_guard_lightning._capture import Captured, capture
 
@@ -114,10 +115,11 @@ class LightningTraining:
             write("".join(f"{line}\n" for line in lines))
 
     def warn(self, message: str) -> None:
-        """As Python does."""
+        """As Python does, at the user's own line: ``trainer.fit(...)``."""
         if self.trainer.is_global_zero:
+            level = level_of_user()
             with beside_progress_bars():
-                warnings.warn(f"vram_guard: {printable(message)}", stacklevel=2)
+                warnings.warn(f"vram_guard: {printable(message)}", stacklevel=level)
 
     def _has(self, callback: str) -> bool:
         """True if a callback of this class (its path below the namespace) is in the Trainer."""
