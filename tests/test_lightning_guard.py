@@ -252,23 +252,6 @@ def test_no_gpu_and_no_budget(tmp_path: Any) -> None:
     assert len(module.rates) == 15
 
 
-def test_a_step_that_fails_is_named_by_its_line_and_raises_its_own_error(tmp_path: Any) -> None:
-    module = cases.make_module(INSTALLED[0])
-    kind = type(module)
-
-    class Failing(kind):  # type: ignore[misc, valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise RuntimeError("of the step")
-
-    module.__class__ = Failing
-    with (
-        pytest.warns(UserWarning, match=r"test_lightning_guard\.py, line \d+ fails: RuntimeError: of the step") as told,
-        pytest.raises(RuntimeError, match=r"^of the step$"),
-    ):
-        fit(tmp_path, VramGuard(budget="64GiB"), module=module, max_steps=1)
-    assert not any("Traceback" in str(one.message) for one in told)
-
-
 def test_another_cards_name(tmp_path: Any) -> None:
     guard = VramGuard(gpu="RTX 3090")
     fit(tmp_path, guard, max_steps=1)
@@ -398,16 +381,22 @@ def test_unsupported_trainings_go_on_unchanged(tmp_path: Any) -> None:
     assert len(module.rates) == 15
 
 
-def test_the_users_own_error_keeps_its_traceback(tmp_path: Any) -> None:
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_users_own_error_is_named_by_its_line_and_keeps_its_traceback(tmp_path: Any, verbose: bool) -> None:
     class Broken(base()):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.net(batch[0]) @ torch.zeros(99, 1, device=self.device)
 
     module = Broken()
     before = cases.weights(module).clone()
-    with pytest.warns(UserWarning, match="in training_step"), pytest.raises(RuntimeError) as caught:
-        fit(tmp_path, VramGuard(budget="1GiB"), module=module)  # the copy that looked is warned of, the training raises
+    line = f"test_lightning_guard.py, line {Broken.training_step.__code__.co_firstlineno + 1} fails: RuntimeError: "
+    # The copy that looked is warned of, the training raises.
+    with pytest.warns(UserWarning, match=line) as told, pytest.raises(RuntimeError) as caught:
+        fit(tmp_path, VramGuard(budget="1GiB", verbose=verbose), module=module)
     assert any(entry.name == "training_step" for entry in caught.traceback)
+    (warning,) = (one for one in told if line in str(one.message))
+    assert warning.filename == __file__
+    assert ("in training_step" in str(warning.message)) is verbose
     assert torch.equal(before, cases.weights(module))
 
 
