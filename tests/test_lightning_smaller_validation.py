@@ -218,7 +218,7 @@ def test_files_that_validation_writes_are_compared(tmp_path: Path) -> None:
 def test_without_a_proof_they_are_proposed(budget: int) -> None:
     for settings, why in (
         ({"proof_seconds": 0}, "proof_seconds is 0"),
-        ({"allow": ["foreach"]}, "'evaluation' is not among the techniques"),
+        ({"allow": ["foreach"]}, "'evaluation' is not among the techniques that this plan may use"),
     ):
         found = fitted(budget=budget, **cast("Any", settings))
         assert (found.plan.fits, found.plan.evaluation) == (False, None)

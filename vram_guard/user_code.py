@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -13,9 +12,13 @@ from vram_guard.language import _
 
 #: Folders into which packages are installed; Debian's Python has a name of its own for them.
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-#: Folders of Python's own files, and of installed commands. Not the folder around them all: a system's Python lies in
-#: ``/usr``, and so may a user's ``/usr/src/app``.
-_PYTHONS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts")})
+#: The folder of Python's own files. Not the one around it: a system's Python lies in ``/usr``, and so may a user's
+#: ``/usr/src/app``.
+_STANDARD = f"{Path(os.__file__).parent}{os.sep}"
+#: The folder of Python's program where commands are installed beside it; elsewhere an embedded Python may lie among the
+#: user's own files.
+_PROGRAMS = Path(sys.executable or "").parent
+_PYTHONS = (_STANDARD, f"{_PROGRAMS}{os.sep}") if _PROGRAMS.name in ("bin", "Scripts") else (_STANDARD,)
 #: Folders of this package and of its adapters that are imported.
 _own = {str(Path(__file__).parent) + os.sep}
 
