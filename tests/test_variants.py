@@ -89,7 +89,8 @@ def test_what_does_not_fit_is_planned_for_where_that_is_allowed(answer: Variants
 
 def test_a_constructor_that_raises_spoils_its_own_row_only() -> None:
     made = variants({"broken": STEP.with_(model=broken), **STEPS}, 64, "4GiB")
-    assert made["broken"].error == "RuntimeError: no such backbone"
+    line = broken.__code__.co_firstlineno + 1
+    assert made["broken"].error == f"RuntimeError: no such backbone (test_variants.py, line {line})"
     assert (made["broken"].parameters, made["broken"].peak, made["broken"].fits) == (None, None, False)
     assert made.chosen.name == "full"
     assert "broken: could not be traced: RuntimeError: no such backbone" in made.explain()
