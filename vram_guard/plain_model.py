@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, marked
 from vram_guard.step import TrainingStep
-from vram_guard.user_code import line_of_error
+from vram_guard.user_code import line_of_error, with_line
 
 if TYPE_CHECKING:
     import torch
@@ -192,8 +192,7 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
         raise
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         shapes = shapes_of(batch)
-        line = line_of_error(error)
-        problem = f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")
+        problem = with_line(f"{type(error).__name__}: {error}", line_of_error(error))
         if len(inputs) > 1 and isinstance(error, TypeError):
             # TypeError: Python's own for a wrong number of arguments.
             raise InvalidInputError(

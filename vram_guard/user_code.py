@@ -117,6 +117,16 @@ def line_of_error(error: BaseException, script: str = "") -> str:
     return lines[-1] if lines else ""
 
 
+def with_line(said: str, line: str) -> str:
+    """What is said of a line of the user's code, with that line; without one, as it is.
+
+    Example:
+        >>> with_line("ValueError: no data", "train.py, line 12"), with_line("ValueError: no data", "")
+        ('ValueError: no data (train.py, line 12)', 'ValueError: no data')
+    """
+    return f"{said} ({line})" if line else said
+
+
 def raised_here(error: BaseException) -> bool:
     """True if this package or an adapter raised an error, and not torch or the user's code that it runs."""
     frames = [frame.f_code.co_filename for frame, _number in traceback.walk_tb(error.__traceback__)]

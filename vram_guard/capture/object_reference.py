@@ -32,9 +32,6 @@ _ADVICE = marked(
 #: Longer names are pasted files.
 LONGEST_NAME = 1000
 
-#: Begins the names of modules that are files which the user names.
-NAMED_FILES = "vram_guard_named_"
-
 
 def names_object(text: str) -> bool:
     """True for ``module:attribute`` and ``file.py:attribute``, where no file is called so."""
@@ -246,7 +243,7 @@ def _module_from(path: Path) -> Any:
     """A module from a file that need not be on the path; the same object when it is asked for again."""
     if not path.is_file():
         raise _invalid(_("there is no file {path}, seen from {folder}", path=path, folder=Path.cwd()))
-    own_name = f"{NAMED_FILES}{path.stem}_{abs(hash(path.resolve()))}"
+    own_name = f"vram_guard_named_{path.stem}_{abs(hash(path.resolve()))}"
     if own_name in sys.modules:
         return sys.modules[own_name]
     spec = importlib.util.spec_from_file_location(own_name, path)

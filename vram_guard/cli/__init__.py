@@ -15,6 +15,7 @@ import io
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -172,8 +173,6 @@ def _said(error: VramGuardError) -> str:
 
 def _code_of_failure(error: Exception, *, verbose: bool) -> int:
     """The exit code for an error of the user's own code, which is said, or of ours, which is shown as it is."""
-    import traceback
-
     said = failure_of_users_code(error)
     if verbose or said is None or raised_here(error):
         traceback.print_exception(error)

@@ -173,30 +173,25 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
     """The plan on the GPUs that the step has."""
     from vram_guard.plan._depth import by_depth
     from vram_guard.plan._of_source import plan_of_source
+    from vram_guard.plan.layout_facts import less_nccl
 
     if isinstance(step, Source):  # a script's: it is planned for before its processes have talked
         layout = data_parallel(step.ranks) if step.ranks > 1 else None
-        return plan_of_source(_less_nccl(asked, layout), step)
-    links = None if step.parallel is None else _links(asked, step.parallel)
-    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, links))
+        return plan_of_source(replace(asked, budget=less_nccl(asked.budget, layout, _links(asked, layout))), step)
+    links = _links(asked, step.layout)
+    own = links if step.parallel is not None else None
+    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, own))
     taken = asked.budget.free is not None and _processes_talk()
-    return plan_of_source(_less_nccl(asked, None if taken else step.layout), source)
+    budget = asked.budget if taken else less_nccl(asked.budget, step.layout, links)
+    return plan_of_source(replace(asked, budget=budget), source)
 
 
-def _links(asked: Asked, layout: Parallel) -> Topology:
+def _links(asked: Asked, layout: Parallel | None) -> Topology | None:
     from vram_guard.parallel.links import topology
 
-    return topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
-
-
-def _less_nccl(asked: Asked, layout: Parallel | None) -> Asked:
-    """The question with a budget without what NCCL will take beside PyTorch's allocator; None: it will take nothing."""
-    from vram_guard.parallel.outside import outside_allocator
-    from vram_guard.plan.layout_facts import less_nccl
-
     if layout is None:
-        return asked
-    return replace(asked, budget=less_nccl(asked.budget, outside_allocator(layout, _links(asked, layout))))
+        return None
+    return topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
 
 
 def _processes_talk() -> bool:

@@ -17,7 +17,7 @@ from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.releases.installed import Releases
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Estimate
-from vram_guard.user_code import line_of_error
+from vram_guard.user_code import line_of_error, with_line
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,7 @@ def compared_rows(
         try:
             found = _found(one, resolved, techniques, settings, limit, say)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            line = line_of_error(error)
-            found = {"error": f"{type(error).__name__}: {error}" + (f" ({line})" if line else "")}
+            found = {"error": with_line(f"{type(error).__name__}: {error}", line_of_error(error))}
         made: Plan | None = found.get("plan")
         optimizer = made.timeline_before.optimizer if made is not None and made.timeline_before is not None else ""
         suggested = _suggested(given[0], one, rule_for(lr_rule, optimizer))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import Message, _
+from vram_guard.parallel.outside import outside_allocator
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.step_time import card_of, step_seconds
@@ -16,16 +17,24 @@ from vram_guard.units import Amount, format_bytes
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.parallel.links import Topology
-    from vram_guard.parallel.outside import OutsideAllocator
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.model import Plan
     from vram_guard.plan.source import TraceRequest
     from vram_guard.timeline import Timeline
 
 
-def less_nccl(budget: Budget, taken: OutsideAllocator) -> Budget:
-    """A card's budget without what NCCL takes of it; an amount that PyTorch may reserve stays."""
-    if budget.source == "explicit" or not taken.high:
+def less_nccl(budget: Budget, layout: Parallel | None, links: Topology | None) -> Budget:
+    """A card's budget without what NCCL takes of it; an amount that PyTorch may reserve stays.
+
+    Args:
+        budget: of one GPU.
+        layout: over several; None: there is one GPU alone.
+        links: between them.
+    """
+    if layout is None or links is None or budget.source == "explicit":
+        return budget
+    taken = outside_allocator(layout, links)
+    if not taken.high:
         return budget
     note = _("less {amount} for NCCL (estimate)", amount=format_bytes(taken.high))
     return replace(budget, available=max(0, budget.available - taken.high), notes=(*budget.notes, note))

@@ -250,7 +250,7 @@ class SpreadSearch:
         return plan, Way(gpus, layout, plan.fits, said, plan.peak, taken, why)
 
     def _budget(self, layout: Parallel | None, wires: Topology) -> Budget:
-        return self.budget if layout is None else less_nccl(self.budget, outside_allocator(layout, wires))
+        return less_nccl(self.budget, layout, wires)
 
     def _learn_states(self, timeline: Timeline, layout: Parallel | None) -> None:
         """How large optimizer states are, from a trace where they are divided as the weights are."""

@@ -13,7 +13,7 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.proof.joined_samples import Reaching
 from vram_guard.timeline import Timeline
-from vram_guard.user_code import line_of_error, line_of_frame
+from vram_guard.user_code import line_of_error, line_of_frame, with_line
 from vram_guard_accelerate.dry_run._model_calls import ModelCall
 from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
@@ -30,8 +30,7 @@ def stopped(reason: str) -> NoReturn:
 
 def at_line(reason: str, frame: Any) -> str:
     """A reason, and the line of the script that a frame stands at, or was called from."""
-    where = line_of_frame(frame)
-    return f"{reason} ({where})" if where else reason
+    return with_line(reason, line_of_frame(frame))
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,8 @@ class DryRunFailure:
         text = "".join(tracebacks.format_exception(error))
         if isinstance(error, VramGuardError):
             return cls(type(error).__name__, str(error), text)
-        where = line_of_error(error, script)
         message = _("the script fails: {error}", error=f"{type(error).__name__}: {error}")
-        return cls(UnsupportedStepError.__name__, f"{message} ({where})" if where else message, text)
+        return cls(UnsupportedStepError.__name__, with_line(message, line_of_error(error, script)), text)
 
     def as_error(self) -> VramGuardError:
         """The error, to be raised in another process."""

@@ -72,7 +72,7 @@ class ObservedPhases:
             self._recorder.phase("forward", self._number())
 
     def _module_called(self) -> None:
-        if not self._in_backward:  # a recomputation
+        if not self._in_backward:  # where a module is computed again
             self.forward_begins()
 
     def step_begins(self) -> None:
@@ -84,7 +84,7 @@ class ObservedPhases:
         classify_states(self._recorder, optimizer)
 
     def _own_step_begins(self, *_args: Any) -> None:
-        if not self._in_backward:  # a hook on gradients, whose step is a part of the backward pass
+        if not self._in_backward:  # where hooks on gradients step: that is a part of the backward pass
             self._stepping = True
             self.step_begins()
 
