@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "hard_cases::test_the_users_exception_comes_with_the_users_traceback",
             "left_behind::test_an_exception_leaves_nothing_behind_and_comes_out_unchanged",
-            "lightning_guard::test_the_users_own_error_keeps_its_traceback",
+            "lightning_guard::test_the_users_own_error_is_named_by_its_line_and_keeps_its_traceback",
         ),
     ),
     "hooks with side effects": (
