@@ -12,6 +12,7 @@ import pytest
 import torch
 from architectures import Decoder, adamw
 from torch import nn
+from torch.autograd import grad as grad_imported_by_name
 from torch.cuda import nvtx
 from torch.cuda.nvtx import range_pop, range_push
 from torch.nn import functional as F
@@ -418,6 +419,26 @@ def test_the_phases_of_a_loss_that_trains_by_itself_are_those_that_it_runs() -> 
     assert not hooks._global_optimizer_pre_hooks
     assert not hooks._global_optimizer_post_hooks
     assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_a_backward_pass_is_seen_however_its_function_was_imported() -> None:
+    def training(grad: Any) -> TrainingStep:
+        def train(model: nn.Module, batch: torch.Tensor) -> None:
+            with torch.enable_grad():
+                parameters = list(model.parameters())
+                for parameter, slope in zip(parameters, grad(model(batch).square().mean(), parameters), strict=True):
+                    parameter.grad = slope
+            made[-1].step()
+
+        made: list[torch.optim.Optimizer] = []
+        prepare = lambda model: made.append(torch.optim.SGD(model.parameters(), lr=0.1))  # noqa: E731
+        batch = lambda size: torch.zeros(size, 64)  # noqa: E731
+        return TrainingStep(deep_network, batch, train, None, keeps="nothing", prepare=prepare)
+
+    by_module = training(lambda *args: torch.autograd.grad(*args))
+    by_name = training(grad_imported_by_name)
+    assert phases_of(by_name) == phases_of(by_module) == ["batch", "forward", "backward", "optimizer"]
+    assert estimate(by_name, 4096).breakdown == estimate(by_module, 4096).breakdown
 
 
 def phases_of(step: TrainingStep) -> list[str]:

@@ -58,7 +58,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "test_a_loss_is_known_by_what_it_is_made_of",
     ),
     PrivateName("torch._C._autograd:_get_sequence_nr", "which forward made an autograd node", _NAMED),
-    PrivateName("torch.autograd.graph:_engine_run_backward", "the frame below which autograd itself calls", _LAW),
+    PrivateName(
+        "torch.autograd.graph:_engine_run_backward",
+        "the frame below which autograd itself calls; where a backward pass begins",
+        _LAW,
+    ),
     PrivateName("torch._C:_ExcludeDispatchKeyGuard", "autocast kernels run below autocast", _AUTOCAST),
     PrivateName("torch._C:_dispatch_tls_set_dispatch_key_included", "autocast for symbolic tensors", _AUTOCAST),
     PrivateName("torch._C:_dispatch_tls_is_dispatch_key_included", "autocast for symbolic tensors", _AUTOCAST),

@@ -45,8 +45,13 @@ class ObservedPhases:
         self._stepping = False
 
     def backward_entries(self) -> dict[str, Callable[..., Any]]:
-        """Replacements for ``torch.autograd.backward``, which ``Tensor.backward`` calls, and for its ``grad``."""
-        return {name: self._around_backward(getattr(torch.autograd, name)) for name in ("backward", "grad")}
+        """Replacements for what starts a backward pass, by its name in ``torch.autograd``.
+
+        ``Tensor.backward`` calls ``backward``. The third is what both others call, also where a script imported them by
+        name before.
+        """
+        names = ("backward", "grad", "_engine_run_backward")
+        return {name: self._around_backward(getattr(torch.autograd, name)) for name in names}
 
     def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
