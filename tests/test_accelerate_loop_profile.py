@@ -37,6 +37,7 @@ def in_copy(work: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
+        torch.set_num_threads(1)  # the threads of its pool were not copied
         try:
             answer = pickle.dumps(work())
         except BaseException:  # noqa: BLE001 - the copy has nobody else to tell
