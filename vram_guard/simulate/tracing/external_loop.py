@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,8 @@ class ExternalLoopTracer:
             UnsupportedStepError: this torch lacks what a trace needs.
         """
         check_torch()
+        # Shapes of symbolic tensors need it, and it takes long: every copy of this process would import it by itself.
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
         enter = self._stack.enter_context
         enter(compiler_not_imported())
         self._module_call = nn.Module.__call__
