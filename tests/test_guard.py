@@ -29,6 +29,7 @@ from vram_guard.guard.settings import GuardSettings, PlanSettings
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
+from vram_guard.proof.effects import other_draws
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.techniques import Recipe
 from vram_guard.watch.corrections import Corrections, subject
@@ -318,7 +319,7 @@ def test_notes_of_a_split_name_what_the_training_has() -> None:
     assert notes_of(plain, {"labels": labels}) == ["the", "the"]  # labels that are ignored, too
     assert notes_of(plain, [labels + 1, labels.float()]) == ["the"]
     assert notes_of(plain, {"labels": labels}, "sum") == []
-    assert notes_of(nn.Sequential(nn.Dropout(0.5)), [], "sum") == ["dropout"]
+    assert list(splitting_notes(nn.Sequential(nn.Dropout(0.5)), "sum", lambda _size: [], 4)) == [other_draws()]
     assert notes_of(nn.Sequential(nn.Dropout(0.0)), [], "sum") == []
     assert notes_of(nn.Sequential(nn.Dropout(0.5)).eval(), [], "sum") == []
     assert notes_of(DropoutOfItsOwn(), [], "sum") == []

@@ -164,7 +164,7 @@ def decide_alone(
         weight, unproven = prove_cut(captured, plan, graph, settings.proof_seconds)
     return Decision(
         plan,
-        tuple(notes),
+        tuple(dict.fromkeys(notes)),
         splitter,
         spare,
         about,

@@ -12,6 +12,7 @@ from vram_guard.apply.loss_weight import IGNORED, LossWeight
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, marked
 from vram_guard.plan.techniques import FORMS, TECHNIQUES
+from vram_guard.proof.effects import other_draws
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,7 +141,7 @@ def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[i
                 ignored=IGNORED,
             )
     if any("Dropout" in type(part).__name__ and part.training and getattr(part, "p", 0) for part in model.modules()):
-        yield _("dropout draws other random numbers for micro-batches, from the same distribution")
+        yield other_draws()
 
 
 def _has_ignored_labels(batch: Any) -> bool:

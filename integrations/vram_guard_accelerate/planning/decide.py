@@ -171,14 +171,14 @@ def _decided(
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
     if current is None:
-        return ScriptPlan(made, launch_plan, tuple(notes), relaunches, told)
+        return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunches, told)
     if current.change.sharding.introduced:
         notes += divided_notes(first, made)
     if current.change.sharding.by_engine:
         notes += engine_notes(first, made, current.change.sharding)
     notes = [*current.notes(made), *notes]
     combined = current.combined(made, first)
-    return ScriptPlan(combined, current.change.applied_to(launch_plan), tuple(notes), relaunches, told)
+    return ScriptPlan(combined, current.change.applied_to(launch_plan), tuple(dict.fromkeys(notes)), relaunches, told)
 
 
 @dataclass(frozen=True)
