@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,6 +47,19 @@ def test_what_fits_passes_and_is_returned(step):
     vram_guard.assert_fits(step, 8, exactly, margin=0)
     with pytest.raises(DoesNotFitError):
         vram_guard.assert_fits(step, 8, exactly - 1, margin=0)
+
+
+def test_several_processes_leave_room_for_nccl_on_a_card(step):
+    alone, spread = step.with_(), step.with_(data_parallel_ranks=2)
+    with pytest.raises(DoesNotFitError) as one:
+        vram_guard.assert_fits(alone, 100_000, gpu="RTX 4090")
+    with pytest.raises(DoesNotFitError) as two:
+        vram_guard.assert_fits(spread, 100_000, gpu="RTX 4090")
+    assert "NCCL" not in str(one.value)
+    assert re.search(r"less \d+\.\d\d MiB for NCCL \(estimate\)", str(two.value))
+    with pytest.raises(DoesNotFitError) as stated:  # an amount that PyTorch may reserve stays
+        vram_guard.assert_fits(spread, 100_000, "24GiB")
+    assert "NCCL" not in str(stated.value)
 
 
 def test_what_does_not_fit_says_why_and_what_would(step):

@@ -102,8 +102,10 @@ def checked(
         raise InvalidInputError(
             _("step must be a TrainingStep or the name of one, not {type}", type=type(step).__name__)
         )
+    from vram_guard.plan.layout_facts import budget_of_rank
     from vram_guard.simulate import trace
 
+    resolved = budget_of_rank(resolved, step.layout)
     capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
     timeline = trace(step, compute_capability=capability, multiprocessors=resolved.multiprocessors)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())

@@ -173,9 +173,11 @@ def _batch(
 ) -> tuple[BatchChoice, list[Measured]]:
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
+    from vram_guard.plan.layout_facts import budget_of_rank
     from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, mixed_precision
     from vram_guard.simulate import trace
 
+    budget = budget_of_rank(budget, step.layout)
     batch_size: int = found["batch_size"][0].value
     accumulate: int = found["accumulate"][0].value if "accumulate" in found else 1
     target, _why = (None, "") if "precision" in keep else mixed_precision(precision, budget.compute_capability)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
-    from vram_guard.parallel.spec import Parallel
     from vram_guard.plan.gpus_request import GpusRequest
 
 __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
@@ -173,32 +172,15 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
     """The plan on the GPUs that the step has."""
     from vram_guard.plan._depth import by_depth
     from vram_guard.plan._of_source import plan_of_source
-    from vram_guard.plan.layout_facts import less_nccl
+    from vram_guard.plan.layout_facts import budget_of_rank, less_nccl, links_of
 
     if isinstance(step, Source):  # a script's: it is planned for before its processes have talked
         layout = data_parallel(step.ranks) if step.ranks > 1 else None
-        return plan_of_source(replace(asked, budget=less_nccl(asked.budget, layout, _links(asked, layout))), step)
-    links = _links(asked, step.layout)
-    own = links if step.parallel is not None else None
-    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, own))
-    taken = asked.budget.free is not None and _processes_talk()
-    budget = asked.budget if taken else less_nccl(asked.budget, step.layout, links)
-    return plan_of_source(replace(asked, budget=budget), source)
-
-
-def _links(asked: Asked, layout: Parallel | None) -> Topology | None:
-    from vram_guard.parallel.links import topology
-
-    if layout is None:
-        return None
-    return topology(asked.link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=asked.budget.gpu)
-
-
-def _processes_talk() -> bool:
-    """True in a process of a group: frameworks talk before they train, so its communicator has its memory by now."""
-    import torch
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+        budget = less_nccl(asked.budget, layout, links_of(layout, asked.budget, asked.link))
+        return plan_of_source(replace(asked, budget=budget), step)
+    links = links_of(step.layout, asked.budget, asked.link) if step.parallel is not None else None
+    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, links))
+    return plan_of_source(replace(asked, budget=budget_of_rank(asked.budget, step.layout, asked.link)), source)
 
 
 def _spread_over(over: GpusRequest, step: TrainingStep, asked: Asked) -> Plan:

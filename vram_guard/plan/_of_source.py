@@ -11,7 +11,6 @@ from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget.host import host_share
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import Message, _
-from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan._asked import Asked
 from vram_guard.plan._compiled import with_compiled
@@ -23,6 +22,7 @@ from vram_guard.plan._space import parts_of, space_of
 from vram_guard.plan._whole_job import smaller_evaluation, whole_job, with_whole_job
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.descriptions import refused as refused_reason
+from vram_guard.plan.layout_facts import links_of
 from vram_guard.plan.model import Plan
 from vram_guard.plan.search_space import Candidates, Request
 from vram_guard.plan.source import Source, TraceRequest
@@ -154,7 +154,8 @@ def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, 
     if source.shardings is not None:
         shardings = tuple(way for way in source.shardings() if way.techniques <= asked.techniques)
     if known is None:
-        links = _links(asked, source) if shardings and source.topology is None else None
+        undivided = shardings and source.topology is None
+        links = links_of(data_parallel(source.ranks), asked.budget, asked.link) if undivided else None
         known = _Explored(traces, CostModel(source, traces, asked.batch_size, asked.budget.gpu, links), {})
         if source.explored is not None:
             source.explored[asked.batch_size] = known
@@ -240,12 +241,6 @@ def _host_usable(asked: Asked, source: Source) -> int | None:
         return host_share(asked.host_budget, 1)
     # The memory of this machine says nothing of the nodes that are planned for.
     return None if asked.host_budget is None else host_share(asked.host_budget, source.topology.node)
-
-
-def _links(asked: Asked, source: Source) -> Topology:
-    """What connects the GPUs of a training that is not divided as written."""
-    node = data_parallel(source.ranks).gpus_of_a_node
-    return topology(asked.link, gpus=source.ranks, node=node, gpu=asked.budget.gpu)
 
 
 def _may_compile(source: Source) -> bool:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import Message, _
+from vram_guard.parallel.links import topology
 from vram_guard.parallel.outside import outside_allocator
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, Why
@@ -38,6 +41,30 @@ def less_nccl(budget: Budget, layout: Parallel | None, links: Topology | None) -
         return budget
     note = _("less {amount} for NCCL (estimate)", amount=format_bytes(taken.high))
     return replace(budget, available=max(0, budget.available - taken.high), notes=(*budget.notes, note))
+
+
+def budget_of_rank(budget: Budget, layout: Parallel | None, link: str | Topology | None = None) -> Budget:
+    """What one process of a layout may use of its card: without what NCCL takes, unless it has taken that already.
+
+    Args:
+        budget: of one GPU.
+        layout: over several; None: there is one GPU alone.
+        link: between them, as a user names it; None: assumed from the card.
+    """
+    taken = budget.free is not None and _processes_talk()
+    return budget if taken else less_nccl(budget, layout, links_of(layout, budget, link))
+
+
+def links_of(layout: Parallel | None, budget: Budget, link: str | Topology | None = None) -> Topology | None:
+    """The links between a layout's GPUs; None where there is one GPU alone. The arguments as above."""
+    if layout is None:
+        return None
+    return topology(link, gpus=layout.gpus, node=layout.gpus_of_a_node, gpu=budget.gpu)
+
+
+def _processes_talk() -> bool:
+    """True in a process of a group: frameworks talk before they train, so its communicator has its memory by now."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def shares(gpus: int, layout: Parallel | None, total: int) -> int:
