@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
@@ -428,6 +429,27 @@ def test_a_block_that_is_called_several_times_and_one_whose_part_is_shared() -> 
     step = TrainingStep(Recurrent(), lambda size: torch.randn(size, WIDTH), square, sgd)
     changes = run_step(step, 2, (8, 0), ["blocks.0", "blocks.1", "blocks.2"]).changes
     assert changes == (Change("blocks.2", "object", "queue"),)
+
+
+def test_a_model_is_copied_while_its_blocks_are_watched() -> None:
+    """As averages of weights are begun: what is copied takes memory, whether blocks may be checkpointed or not."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not copies:
+            copies.append(copy.deepcopy(model))
+        return model(batch).square().mean()
+
+    def before(*allow: str) -> Any:
+        copies.clear()
+        return plan(step, 4, "1GiB", allow=allow).before
+
+    copies: list[nn.Module] = []
+    blocks = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)))  # noqa: E731
+    step = TrainingStep(blocks, lambda size: torch.zeros(size, 256), loss, torch.optim.SGD)
+    without, watched = before(), before("checkpoint")
+    assert watched == without
+    assert copies
+    assert without.peak_allocated > 3 * 3 * 4 * 256 * 256  # weights, gradients and the copy
 
 
 def test_a_forward_without_gradients_does_not_run_twice_and_may_write() -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -74,6 +74,10 @@ class PurityWatch:
     def __init__(self, operations: Operations) -> None:
         self.operations = operations
         self._found: dict[Change, None] = {}
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """A copy of a watched model, such as an average of its weights, is watched by the same."""
+        return self
 
     def install(self, model: nn.Module, names: Iterable[str]) -> None:
         """Watch the forwards of these modules ("" is the model itself) from now on; other names mean nothing."""
