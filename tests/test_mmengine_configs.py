@@ -21,6 +21,7 @@ from mmengine.runner import Runner
 from vram_guard import cli
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard_mmengine import _optim
+from vram_guard_mmengine._settings import of_config_and_hook
 
 # MMEngine loads checkpoints so; torch 2.4 and 2.5 warn of it, later ones load weights only.
 pytestmark = pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:FutureWarning")
@@ -341,6 +342,14 @@ def test_a_runner_with_a_guard_refuses_configs_from_before_mmengine(tmp_path: Pa
     (tmp_path / "net.py").write_text(BEFORE_MMENGINE)
     with pytest.raises(InvalidInputError, match=r"mmcv 1\.x"):
         GuardRunner.from_cfg(Config.fromfile(tmp_path / "net.py"))
+
+
+def test_a_setting_that_a_config_has_twice_is_refused_before_anything_is_built() -> None:
+    hook = {"type": "VramGuardHook", "budget": "200MiB", "allow": "accumulate"}
+    config = {"vram_guard": {"budget": "20MiB", "allow": "accumulate"}, "custom_hooks": [hook]}
+    with pytest.raises(InvalidInputError, match="budget twice: '20MiB' in vram_guard, '200MiB' in its VramGuardHook"):
+        GuardRunner.from_cfg(config)
+    assert of_config_and_hook({"budget": "1GiB"}, {"budget": "1GiB", "margin": 0}) == {"budget": "1GiB", "margin": 0}
 
 
 # --- two processes ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import FlexibleRunner, Runner
 
 from vram_guard_mmengine._configs import refuse_before_mmengine
-from vram_guard_mmengine._settings import Settings
+from vram_guard_mmengine._settings import Settings, of_config_and_hook
 from vram_guard_mmengine.hook import VramGuardHook, first_hook
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def check_config(cfg: Any) -> None:
     hooks = [*(cfg.get("default_hooks") or {}).values(), *(cfg.get("custom_hooks") or [])]
     for hook in hooks:
         if isinstance(hook, dict) and "VramGuardHook" in str(hook.get("type")):
-            Settings.of({**shared, **{key: value for key, value in hook.items() if key != "type"}})
+            own = {key: value for key, value in hook.items() if key != "type"}
+            Settings.of(of_config_and_hook(shared, own))
 
 
 class _Guarded:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import GuardSettings, suggestion
@@ -25,6 +27,26 @@ class Settings(GuardSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_priority(self.priority)
+
+
+def of_config_and_hook(config: Mapping[str, Any], hook: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config's ``vram_guard`` and those of a hook in it, which may each have some.
+
+    Raises:
+        InvalidInputError: both have the same setting, with different values.
+    """
+    for name in hook:
+        if name in config and config[name] != hook[name]:
+            raise InvalidInputError(
+                _(
+                    "the config sets the guard's {name} twice: {first} in vram_guard, {second} in its VramGuardHook; "
+                    "keep one of them",
+                    name=name,
+                    first=repr(config[name]),
+                    second=repr(hook[name]),
+                )
+            )
+    return {**config, **hook}
 
 
 def checked_priority(priority: object) -> str | int:

@@ -21,7 +21,7 @@ from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import _dividing, _recovery, _split_step
 from vram_guard_mmengine._capture import evaluation
 from vram_guard_mmengine._checkpoints import resumable
-from vram_guard_mmengine._settings import Settings, checked_priority
+from vram_guard_mmengine._settings import Settings, checked_priority, of_config_and_hook
 from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
 from vram_guard_mmengine._training import RunnerTraining, auto_scaled, install_techniques, save_as_written
 
@@ -126,7 +126,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             training.tell([found.words(what), *found.notes] if found.fits else found.notes)
 
     def _read_settings(self, runner: Any) -> None:
-        given = {**(runner.cfg.get("vram_guard") or {}), **self._given}
+        given = of_config_and_hook(runner.cfg.get("vram_guard") or {}, self._given)
         self.settings = Settings.of(filled(given, Settings.names()))
 
     # --- MMEngine's hooks -----------------------------------------------------------------------------------
