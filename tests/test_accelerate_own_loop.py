@@ -281,3 +281,67 @@ def test_what_cannot_be_followed_says_where_and_what_to_do(answers: Any, name: s
 def test_nothing_was_written(answers: Any) -> None:
     assert dict(answers)  # all of them
     assert not os.path.lexists("never.pt")
+
+
+LIGHTNING_ON_CPU = """
+import lightning
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+    def training_step(self, batch, index):
+        return self.net(batch[0]).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+loader = DataLoader(TensorDataset(torch.zeros(32, 8)), batch_size=4)
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(Module(), loader)
+"""
+
+MMENGINE_ON_CPU = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+
+class Model(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+    def forward(self, inputs, mode="tensor"):
+        return {"loss": self.net(torch.stack(inputs)).mean()}
+
+samples = [{"inputs": torch.zeros(8)}] * 32
+loader = dict(dataset=samples, sampler=dict(type="DefaultSampler", shuffle=True), batch_size=4)
+Runner(
+    Model(), "work", train_dataloader=loader, train_cfg=dict(by_epoch=True, max_epochs=1),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+).train()
+"""
+
+
+def test_a_loop_that_a_framework_runs_is_sent_to_its_own_guard(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("mmengine")
+    loops = {
+        "lightning": (LIGHTNING_ON_CPU, "Trainer(callbacks=[VramGuard()])"),
+        "mmengine": (MMENGINE_ON_CPU, "runner_type=vram_guard_mmengine.GuardRunner vram_guard.budget=10GiB"),
+    }
+    for name, (source, advice) in loops.items():
+        script = tmp_path / f"{name}_loop.py"
+        script.write_text(source)
+        done = subprocess.run(
+            [sys.executable, "-m", "vram_guard", "launch", "--dry-run", "--fresh", "--budget", "1GiB", str(script)],
+            cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "VRAM_GUARD_CACHE": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 3, done.stderr
+        assert advice in done.stderr
+        assert "Accelerator()" not in done.stderr

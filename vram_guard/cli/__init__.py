@@ -168,7 +168,9 @@ def _said(error: VramGuardError) -> str:
         value = found[2]
         return f"--{found[1].replace('_', '-')} {value if ' ' in value else value.strip(chr(34) + chr(39))}"
 
-    return re.sub(r"""\b(budget|gpu|gpu_memory|host_budget|margin)=("[^"]*"|'[^']*'|[0-9]+)""", option, str(error))
+    return re.sub(
+        r"""(?<![\w.])(budget|gpu|gpu_memory|host_budget|margin)=("[^"]*"|'[^']*'|[0-9]+)""", option, str(error)
+    )
 
 
 def _code_of_failure(error: Exception, *, verbose: bool) -> int:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from vram_guard.state.reached import parts_of
 from vram_guard.techniques._patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import tensors_in, version_of
 from vram_guard.timeline import Change, ChangeKind
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Objects are followed so far from a module's attributes: ``module.helper.table`` is two steps away.
 DEPTH = 2

@@ -5,13 +5,15 @@ A script without Accelerate is followed from where its loop asks for the first b
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from vram_guard.language import _
+from vram_guard.language import _, marked
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
@@ -30,6 +32,17 @@ THREE_LINES = """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.backward(loss)  # in place of loss.backward()"""
+
+#: Packages that run a training loop themselves, and what brings the guard into it.
+_FRAMEWORKS = dict.fromkeys(
+    ("lightning", "pytorch_lightning"),
+    marked("it trains under Lightning: there the guard is a callback, Trainer(callbacks=[VramGuard()])"),
+) | {
+    "mmengine": marked(
+        "it trains under MMEngine: there the guard is set in the config; start the script without vram-guard launch, "
+        "with --cfg-options runner_type=vram_guard_mmengine.GuardRunner vram_guard.budget=10GiB"
+    )
+}
 
 #: Bytes of weights and buffers. A model that is larger takes too long on a CPU, and its weights would stay in memory.
 LARGEST_PROVEN = 4 * 2**30
@@ -61,6 +74,9 @@ class PreparingPhase(Phase):
                 )
             )
         own_ranks.refuse_divided_models()
+        framework = _framework_that_trains()
+        if framework:
+            stopped(_(framework))
         stopped(
             _(
                 "it trains without Accelerate, on the CPU: the loops that are followed train a model that was moved to "
@@ -135,3 +151,14 @@ class PreparingPhase(Phase):
         models = [thing for thing in prepared if isinstance(thing, nn.Module)]
         weights = sum(one.nbytes for model in models for one in (*model.parameters(), *model.buffers()))
         return self.run.may_prove and self.run.sharding.may_be_proven and weights <= LARGEST_PROVEN
+
+
+def _framework_that_trains() -> str:
+    """What is said of a training loop that a framework runs, which called this; "" where none does."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _FRAMEWORKS:
+            return _FRAMEWORKS[package]
+        frame = frame.f_back
+    return ""
