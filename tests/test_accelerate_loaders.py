@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from torch.utils.data import DataLoader  # noqa: E402 - what is tested has to be there
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset  # noqa: E402 - what is tested has to be there
 
+from vram_guard.capture.loader import read_loader  # noqa: E402
+from vram_guard.errors import UnsupportedStepError  # noqa: E402
 from vram_guard_accelerate._launch_plan import LoaderPlace  # noqa: E402
 from vram_guard_accelerate.apply.loaders import LoaderMatcher, LoadersMade  # noqa: E402
 
@@ -56,3 +58,15 @@ def test_a_loader_of_another_batch_size_is_not_the_trainings() -> None:
     sample: Any = SimpleNamespace(loader=loader, batch_size=2)
     assert seen.place_of_training(sample) is None
     assert not LoaderMatcher(LoaderPlace()).matches(sys._getframe())
+
+
+def test_a_batch_sampler_that_drops_the_only_batch_leaves_nothing_to_train_on() -> None:
+    """A loader around it, as ``Accelerator.prepare`` makes one, has a drop_last of its own: False."""
+    data = TensorDataset(torch.zeros(3, 2))
+
+    def loader(*, drops: bool) -> DataLoader[Any]:
+        return DataLoader(data, batch_sampler=BatchSampler(range(3), 8, drop_last=drops))
+
+    with pytest.raises(UnsupportedStepError, match="3 samples, no whole batch of 8"):
+        read_loader(loader(drops=True))
+    assert read_loader(loader(drops=False)).batch_size == 3

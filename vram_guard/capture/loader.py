@@ -117,7 +117,9 @@ def _read_map(loader: Any, endless: bool) -> Sample:
     """A dataset with an index: its first samples, collated."""
     size, growable = _batch_size(loader)
     length = len(loader.dataset)
-    if length == 0 or (loader.drop_last and length < size and not endless):
+    # A loader around a batch sampler of its own, such as Accelerate's, says nothing of that one's drop_last.
+    drops = bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
+    if length == 0 or (drops and length < size and not endless):
         raise UnsupportedStepError(
             _(
                 "the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on",
