@@ -120,6 +120,14 @@ def test_a_plan_explains_what_its_bounds_are() -> None:
     assert "Notes:" not in plan(STEP, 16, "4GiB", allow=CHEAP).explain()
 
 
+def test_a_precision_of_the_steps_own_is_said_to_stay_whatever_is_allowed() -> None:
+    for allow in (("accumulate",), ("accumulate", "precision")):
+        said = plan(STEP.with_(precision="bf16-mixed"), 64, "8MiB", allow=allow).reasons
+        assert "The precision bf16-mixed was chosen by the user and stays." in said
+        assert not any("Mixed precision was not tried" in reason for reason in said)
+    assert any("Mixed precision was not tried" in one for one in plan(STEP, 64, "8MiB", allow=["accumulate"]).reasons)
+
+
 def test_the_closest_option_is_one_whose_peak_is_known() -> None:
     why = Reason(Why.NEEDS_STATES, amount=Amount(5))
     bounded, far, near = (Rejected(name, peak, missing, why) for name, peak, missing in NAMED_MISSES)

@@ -278,7 +278,7 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
 def _precisions(asked: Asked, precision: str) -> tuple[tuple[str, ...], Reason]:
     """The precisions to choose from, the step's own first, and why they are those."""
     mixed, why = None, Reason(Why.NOT_ALLOWED)
-    if "precision" in asked.techniques:
+    if "precision" in asked.techniques or precision != "32-true":
         mixed, why = mixed_precision(precision, asked.capability)
     half = half_precision(precision, asked.capability) if "half" in asked.techniques else None
     if asked.pins.precision is not None:

@@ -16,6 +16,7 @@ from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
+from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.small_steps import SmallSteps, small_steps
@@ -222,7 +223,7 @@ class _Planner:
             job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda job: cast("_OwnJob", job.play).trace,
         )
-        return plan(
+        made = plan(
             source,
             first.sample.batch_size,
             self.budget,
@@ -234,6 +235,11 @@ class _Planner:
             lr_rule=settings.lr_rule,
             dataset_size=first.sample.dataset_size,
         )
+        if "precision" not in self.without:
+            return made
+        # It is tried by launching the script in another way, which the notes tell of.
+        reasons = tuple(reason for reason in made.reason_values if reason.kind is not Why.NOT_ALLOWED)
+        return replace(made, reason_values=reasons)
 
 
 def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
