@@ -48,6 +48,9 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "ranks", TRAINING, "plain", ranks=2)
     cases.request(asked / "blocks", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="112MiB",
                   allow=("checkpoint",))  # fmt: skip
+    for name in ("checkpoint", "offload_activations"):
+        cases.request(asked / f"fetching_{name}", TRAINING, "fetching", "--batch_size", 64, "--samples", 256,
+                      budget="112MiB", allow=(name,))  # fmt: skip
     cases.request(asked / "remembers", TRAINING, "remembers", budget="40MiB", allow=("accumulate",))
     cases.request(asked / "remembering_blocks", TRAINING, "remembers", "--batch_size", 64, "--samples", 128,
                   budget="112MiB", allow=("checkpoint",))  # fmt: skip
@@ -174,6 +177,14 @@ def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
     assert answer["fits"]
     assert answer["launch_plan"]["recipe"]["checkpoint"]
     assert set(answer["launch_plan"]["recipe"]["checkpoint"]) <= {f"blocks.{number}" for number in range(4)}
+
+
+@pytest.mark.parametrize("technique", ["checkpoint", "offload_activations"])
+def test_blocks_are_treated_where_several_batches_are_loaded_before_a_forward(answers: Any, technique: str) -> None:
+    answer = answers[f"fetching_{technique}"]
+    assert answer["fits"], answer
+    assert answer["plan"]["accumulate"]["before"] == 2
+    assert answer["launch_plan"]["recipe"][technique]
 
 
 def test_forwards_that_must_not_run_twice_do_not(answers: Any) -> None:

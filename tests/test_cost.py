@@ -381,3 +381,14 @@ def test_activations_alive_when_the_forward_ends_only():
     phases = (Phase("forward", 2, 0), Phase("backward", 2, 3))
     timeline = Timeline(blocks=(kept, gone, late), events=(0, 1, ~1, 2), phases=phases, traced=(2, 3))
     assert activation_bytes(timeline, 5) == {"a": 40}
+
+
+def test_activations_of_a_micro_batch_whose_forward_comes_after_more_than_one_batch():
+    kept, other = (Block(Affine(0, 8), "activations", name, "", "") for name in "ab")
+    data = Block(Affine(0, 8), "batch", "", "", "")
+    names = ("batch", "forward", "batch", "forward", "backward", "forward", "backward")
+    starts = (0, 1, 1, 2, 3, 4, 5)  # the first forward is empty: two batches are loaded before anything is computed
+    phases = tuple(Phase(name, 2, start) for name, start in zip(names, starts, strict=True))
+    events = (0, 1, 2, ~2, 3, ~3)
+    timeline = Timeline(blocks=(data, data, kept, other), events=events, phases=phases, traced=(2, 3))
+    assert activation_bytes(timeline, 5) == {"a": 40}

@@ -120,6 +120,23 @@ def evaluate(accelerator, model):
     return seen
 
 
+def fetching(options):
+    """The batches of an optimizer step are all loaded before the first is computed, as in Transformers' Trainer."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    set_seed(0)
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(dataset(options.samples), batch_size=options.batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = iter(loader)
+    for _ in range(len(loader) // 2):
+        for x, y in [next(batches), next(batches)]:
+            accelerator.backward(model(x, labels=y)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    write(accelerator, options.out, weights=weights(accelerator, model), rates=[])
+
+
 def modulo(options):
     """Accumulation by hand: the loop counts its own batches, and divides by its own number."""
     accelerator = Accelerator()

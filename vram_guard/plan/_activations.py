@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from vram_guard.timeline import Timeline
+from vram_guard.timeline import Phase, Timeline
 
 
 def activation_bytes(timeline: Timeline, batch_size: int) -> dict[str, int]:
@@ -16,18 +16,27 @@ def activation_bytes(timeline: Timeline, batch_size: int) -> dict[str, int]:
     """
     timeline = timeline.exact(batch_size)
     by_module: dict[str, int] = {}
-    for block in timeline.alive_at(_end_of_forward(timeline)):
+    forwards = first_forwards(timeline)
+    for block in timeline.alive_at(forwards[-1][1] if forwards else 0):
         if block.category == "activations":
             by_module[block.module] = by_module.get(block.module, 0) + block.bytes_at(batch_size)
     return dict(sorted(by_module.items(), key=lambda item: -item[1]))
 
 
-def _end_of_forward(timeline: Timeline) -> int:
-    forwards = [(phase, end) for phase, end in timeline.spans() if phase.name == "forward"]
-    second = [end for phase, end in forwards if phase.step == 2]
-    if second:
-        return second[0]
-    return forwards[-1][1] if forwards else 0
+def first_forwards(timeline: Timeline) -> list[tuple[Phase, int]]:
+    """The forward phases of the second step's first micro-batch, each with its end.
+
+    They are several where a loop loads a batch between two of them: a group of batches that are all loaded before the
+    first is computed, batches of two loaders. What they keep is wanted by the first backward pass, so that one ends
+    them. A timeline without a second step gives its last forward pass.
+    """
+    forwards: list[tuple[Phase, int]] = []
+    for phase, end in timeline.spans():
+        if phase.step == 2 and phase.name == "backward" and forwards:
+            return forwards
+        if phase.step == 2 and phase.name == "forward":
+            forwards.append((phase, end))
+    return forwards or [(phase, end) for phase, end in timeline.spans() if phase.name == "forward"][-1:]
 
 
 def peak_outside(timeline: Timeline, phase: str, batch_size: int) -> int:

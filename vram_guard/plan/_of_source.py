@@ -170,6 +170,9 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
     parts = parts_of(source.model, explored.costs, asked.blocks, frozenset(change.module for change in changes))
     explored.traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(asked.pins, parts.blocks, changes)
+    may_choose = "checkpoint" in techniques and asked.pins.checkpoint is None
+    # A step that could not be followed does not say what its blocks keep.
+    no_blocks = may_choose and bool(written.work) and not parts.saving
     if source.forward_again and (again := why_not_again(changes)) is not None:
         techniques -= {"accumulate"}
         reasons["accumulate"] = refused_reason("accumulate", again)
@@ -195,6 +198,7 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
         why_precision=reasons.get("precision", why_precision),
         why_not_split=reasons.get("accumulate", _why_not_split(asked, trains=source.trains)),
         why_not_checkpointed=why_not_checkpointed(changes) if asked.may_checkpoint else (),
+        why_no_blocks=(Reason(Why.NO_BLOCKS),) if no_blocks else (),
         left_out=_left_out(asked, source),
         accumulate=source.accumulate,
         ranks=source.ranks,

@@ -107,6 +107,9 @@ class Why(Enum):
     NOT_CHECKPOINTED = marked(
         "{blocks} cannot be checkpointed: the forward {does}, and would do so again in the backward pass."
     )
+    NO_BLOCKS = marked(
+        "Checkpointing was not tried: the model has no block that keeps something for the backward pass."
+    )
 
     # nothing fits
     NEAREST = marked("Nothing that is allowed makes it fit. Closest: {option}, {missing} over budget ({count} bytes).")

@@ -191,6 +191,8 @@ class Request:
     """The reason why there are no smaller micro-batches in the space, where there are none."""
     why_not_checkpointed: tuple[Reason, ...] = ()
     """The reasons why blocks are left out of those that may be checkpointed."""
+    why_no_blocks: tuple[Reason, ...] = ()
+    """The reason why no block is among those that may be checkpointed, where none is and they were asked for."""
     left_out: tuple[Reason, ...] = ()
     """The reasons why techniques that were asked for by name are not planned."""
     accumulate: int = 1

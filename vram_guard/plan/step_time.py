@@ -33,7 +33,7 @@ from vram_guard.budget import GPU
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.plan._activations import activation_bytes
+from vram_guard.plan._activations import activation_bytes, first_forwards
 from vram_guard.plan.model import Plan
 from vram_guard.plan.roofline import (
     HOST_PER_CHECKPOINTED_CALL,
@@ -239,11 +239,10 @@ def worth_keeping(
 
 
 def _made_in_forward(timeline: Timeline) -> Iterator[Block]:
-    """What the second step's first forward allocates."""
-    for phase, end in timeline.spans():
-        if phase.name == "forward" and phase.step == 2:
-            return (timeline.blocks[event] for event in timeline.events[phase.start : end] if event >= 0)
-    return iter(())
+    """What the second step's first micro-batch allocates in its forward."""
+    for phase, end in first_forwards(timeline):
+        if phase.step == 2:
+            yield from (timeline.blocks[event] for event in timeline.events[phase.start : end] if event >= 0)
 
 
 def checkpointed_calls(work: Iterable[Work], chosen: frozenset[str]) -> list[list[Work]]:

@@ -9,7 +9,7 @@ from typing import Literal
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
 from vram_guard.module_names import in_a_sentence, with_class
-from vram_guard.plan.descriptions import EXPLANATIONS
+from vram_guard.plan.descriptions import EXPLANATIONS, Why
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._modules import module_rows
@@ -186,9 +186,11 @@ class Content:
 
     def brief_reasons(self) -> list[str]:
         """What the figures do not say: why nothing fits, what is not possible, which results change."""
-        return (
-            [] if self.plan is None else [str(one) for one in self.plan.reason_values if one.kind not in EXPLANATIONS]
-        )
+        if self.plan is None:
+            return []
+        # Where something fits, a block that is left out is a detail of the plan; else it may be why nothing does.
+        told = EXPLANATIONS if self.plan.fits else EXPLANATIONS - {Why.NOT_CHECKPOINTED}
+        return [str(one) for one in self.plan.reason_values if one.kind not in told]
 
     def brief_notes(self) -> list[str]:
         """The first notes of an answer that is not exact: its reasons point to them."""
