@@ -22,7 +22,7 @@ from vram_guard_accelerate.dry_run._cuda_shim import CudaShim  # noqa: E402
 
 def places() -> dict[str, Any]:
     """In a copy of this process, which the simulated GPU does not leave again."""
-    shim = CudaShim((8, 0))
+    shim = CudaShim((8, 0), 80 * 2**30)
     shim.begin()
     on_gpu, on_host = torch.ones(4).to("cuda"), torch.zeros(4)
     on_host.copy_(on_gpu)

@@ -19,6 +19,7 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 
 from vram_guard import TrainingStep, trace  # noqa: E402
+from vram_guard.budget import find_gpu  # noqa: E402
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE  # noqa: E402
 from vram_guard_accelerate.cli import _launch  # noqa: E402
@@ -44,6 +45,10 @@ def answers(folder: Path) -> dict[str, Any]:
     cases.request(folder / "functions", SCRIPT, "functions", "never.pt", "--batch-size", "32")
     for name in ("spread", "casts", "divides"):
         cases.request(folder / f"{name}_over_4", SCRIPT, name, "never.pt", ranks=4, whole_job=False)
+    sizes_itself = (SCRIPT, "sizes_itself", "never.pt")
+    for name, gpu in (("on_t4", "T4"), ("on_4090", "RTX 4090")):
+        cases.request(folder / name, *sizes_itself, gpu=gpu, whole_job=False)
+    cases.request(folder / "on_budget", *sizes_itself, budget="20GiB", whole_job=False)
     cut = {**tight, "allow": ("accumulate",)}
     cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, **cut)
     for name in ("random", "time_first", "default", "named"):
@@ -85,6 +90,17 @@ def test_the_prediction_is_that_of_the_same_step(answers: Any) -> None:
     # autocast and GradScaler of the script's own.
     casts = answers["casts"]["plan"]["estimate"]
     assert (casts["peak_reserved"], casts["peak_allocated"]) == traced("16-mixed")
+
+
+@pytest.mark.torch_since(2, 6)
+def test_a_script_that_asks_for_its_gpus_memory_finds_that_of_the_gpu_that_is_planned_for(answers: Any) -> None:
+    """A T4 was said to have 80 GiB, and a script that chooses its batch by that was planned with the wrong one."""
+    t4, rtx_4090 = (find_gpu(name).cuda_memory_bytes for name in ("T4", "RTX 4090"))
+    for name, memory, batch_size in (("on_t4", t4, 32), ("on_4090", rtx_4090, 64), ("on_budget", 20 * 2**30, 64)):
+        answer = answers[name]
+        assert "error" not in answer, answer
+        assert f"memory: {memory} {memory} {memory}" in answer["printed"]
+        assert answer["plan"]["micro_batch_size"]["before"] == batch_size
 
 
 @pytest.mark.torch_since(2, 6)

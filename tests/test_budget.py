@@ -79,6 +79,15 @@ def test_a_whole_gpu_is_its_memory_less_the_context():
             Budget.resolve(gpu_memory=wrong)
 
 
+def test_the_memory_of_the_whole_card_is_known_beside_the_part_of_it():
+    t4 = find_gpu("T4")
+    assert Budget.of("T4").device_memory == t4.cuda_memory_bytes
+    assert Budget.resolve("3GiB", gpu="T4").device_memory == t4.cuda_memory_bytes
+    assert Budget.resolve(gpu_memory="8GiB").device_memory == 8 * GIB
+    assert Budget.resolve(gpu="T4", gpu_memory="8GiB").device_memory == 8 * GIB
+    assert Budget.of("3GiB").device_memory is None
+
+
 def test_the_whole_nominal_size_of_a_card_is_capped_and_says_so():
     budget = Budget.resolve("24GiB", gpu="RTX 4090", margin=0)
     assert budget.usable == Budget.resolve(gpu="RTX 4090", margin=0).usable

@@ -326,6 +326,7 @@ def test_a_mig_slice_counts_with_its_own_size_never_the_parents(machine):
     assert budget.multiprocessors == 14, "the slice's, not the card's"
     assert budget.gpu is None, "the catalogue's entry is the whole card"
     assert budget.compute_capability == (8, 0), "which the slice shares"
+    assert budget.device_memory == 4864 * MIB
     assert "MIG 0" in budget.source
 
 

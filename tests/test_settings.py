@@ -224,6 +224,7 @@ def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):
 
 def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, monkeypatch):
     pytest.importorskip("accelerate")
+    from vram_guard.budget import Budget
     from vram_guard_accelerate._settings import Settings
     from vram_guard_accelerate.cli.target import budget_for
 
@@ -233,3 +234,9 @@ def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, 
     found = Settings.of_options(options)
     assert (found.budget, found.gpu, found.margin, found.grow, found.lr_rule) == ("8GiB", None, 0, True, "sqrt")
     assert budget_for(Settings.of_options({"gpu_memory": "16", "margin": 0}), 2, "all").total == 16 * 10**9
+
+    # A budget is a part of the GPU that is here, and a script that asks finds the whole one.
+    here = Budget.resolve(gpu="RTX 4090")
+    monkeypatch.setattr(Budget, "resolve", lambda budget=None, *_given: here if budget is None else Budget.of(budget))
+    assert budget_for(found, 1, "all").device_memory == here.device_memory == 25254407700
+    assert budget_for(found, 1, "all").total == 8 * 2**30

@@ -223,7 +223,7 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
         budget = budget_for(settings, ranks, "all")
     except VramGuardError as error:
         parent.send(DryRunFailure.of(error))
-    shape = LaunchShape(budget.compute_capability or (8, 0), ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    shape = LaunchShape.of(budget, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     run = DryRun(shape, lambda first: _decided(first, settings, budget, parent), may_prove=settings.may_prove)
     run.phase = PreparingPhase(run)
 

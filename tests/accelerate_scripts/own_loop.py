@@ -31,6 +31,11 @@ if habit == "parallel":
 else:
     device = torch.device("cuda" if torch.cuda.is_available() and habit != "cpu" else "cpu")
 say("device:", device.type)
+memory = None
+if habit == "sizes_itself":  # by the GPU that it finds
+    memory = torch.cuda.get_device_properties(0).total_memory
+    say("memory:", memory, *torch.cuda.mem_get_info())
+    args.batch_size = 32 if memory < 2**34 else 64
 if habit == "spread":  # as torchrun starts it
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -180,6 +185,7 @@ def batches():
         yield from Prefetched(loader)
         return
     for x, y in loader:
+        assert memory is None or torch.cuda.mem_get_info()[1] == memory  # in the loop as before it
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 

@@ -43,6 +43,7 @@ class Budget(ShownInNotebooks):
         margin_source: where the margin comes from; "" for one that the user gave.
         multiprocessors: of the card, None where no card is known: then the most that a card of this compute capability
             has is assumed of kernels that fill it.
+        device_memory: bytes of the whole card as CUDA reports them, None where no card is known.
 
     Example:
         >>> Budget.resolve("10GiB", gpu="RTX 4090", margin=0.1).explain()
@@ -62,6 +63,7 @@ class Budget(ShownInNotebooks):
     notes: tuple[str, ...] = ()
     margin_source: str = ""
     multiprocessors: int | None = None
+    device_memory: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "margin", checked_margin(self.margin))
@@ -228,7 +230,8 @@ class Budget(ShownInNotebooks):
                     size=gpu.nominal_gb,
                 )
             )
-        known = replace(self, gpu=gpu, compute_capability=gpu.compute_capability)
+        memory = self.device_memory or gpu.memory_bytes - gpu.driver_reserved
+        known = replace(self, gpu=gpu, compute_capability=gpu.compute_capability, device_memory=memory)
         most = _of_card(gpu, self.margin).available
         if self.available <= most:
             return known
@@ -251,7 +254,7 @@ def _of_memory(memory: str | float, card: GPU | None, margin: float | None) -> B
             )
         )
     kept, source = _margin(margin)
-    whole = Budget(size, size - context, kept, "given", context=context, margin_source=source)
+    whole = Budget(size, size - context, kept, "given", context=context, margin_source=source, device_memory=size)
     return whole if card is None else whole.on_card(card)
 
 
@@ -333,6 +336,7 @@ def _of_card(gpu: GPU, margin: float) -> Budget:
         gpu=gpu,
         compute_capability=gpu.compute_capability,
         multiprocessors=gpu.multiprocessors,
+        device_memory=gpu.memory_bytes - gpu.driver_reserved,
     )
 
 
@@ -360,6 +364,7 @@ def _at_hand(device: object, margin: float) -> Budget:
         compute_capability=memory.compute_capability,
         multiprocessors=memory.multiprocessors or (None if gpu is None else gpu.multiprocessors),
         notes=(*memory.notes, *notes, *torch_cuda.notes()),
+        device_memory=memory.total if gpu is None else min(memory.total, gpu.memory_bytes - gpu.driver_reserved),
     )
 
 

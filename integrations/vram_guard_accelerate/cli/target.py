@@ -145,5 +145,8 @@ def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
     budget = settings.resolved_budget()
     if budget.compute_capability is None:
         with contextlib.suppress(NoDeviceError, DeviceQueryError):
-            return replace(budget, compute_capability=Budget.resolve().compute_capability)
+            here = Budget.resolve()
+            # A script that asks for its GPU's memory finds the card, of which the budget is a part.
+            memory = budget.device_memory or here.device_memory
+            return replace(budget, compute_capability=here.compute_capability, device_memory=memory)
     return budget

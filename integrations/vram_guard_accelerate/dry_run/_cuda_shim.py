@@ -42,10 +42,11 @@ class CudaShim(TorchFunctionMode):
 
     Args:
         capability: of the simulated GPU.
+        memory: its bytes.
         imported: called whenever a library has been imported.
     """
 
-    def __init__(self, capability: tuple[int, int], imported: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, capability: tuple[int, int], memory: int, imported: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._imported = imported
         self._stack = contextlib.ExitStack()
@@ -53,7 +54,7 @@ class CudaShim(TorchFunctionMode):
         """Off while a module is imported: what it finds out then, it keeps."""
         self._answers = {
             name: while_active(self, answer, getattr(torch.cuda, name))
-            for name, answer in cuda_answers(Capability(capability)).items()
+            for name, answer in cuda_answers(Capability(capability), memory).items()
         }
         self._on_accelerator = {
             name: while_active(self, answer, getattr(torch.accelerator, name))

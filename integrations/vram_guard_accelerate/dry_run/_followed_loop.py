@@ -50,6 +50,7 @@ class FollowedLoop:
             run.shape.capability,
             lambda optimizer: run.phase.stepped(optimizer),  # noqa: PLW0108 - of the phase that it is then
             on_cpu=parse_flag_from_env(ON_CPU),
+            memory=run.shape.memory,
         )
         self.tracer.begin()
         if run.early_writes is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.parallel.spec import Parallel
 from vram_guard.simulate.compiled import compiles
@@ -29,6 +30,16 @@ class LaunchShape:
     """Processes of the real launch."""
     local_ranks: int
     """Of them, those that share a machine, and its memory."""
+    memory: int
+    """Bytes of the simulated GPU: of the whole card, or of the budget where no card is known."""
+
+    @classmethod
+    def of(cls, budget: Budget, ranks: int, local_ranks: int) -> LaunchShape:
+        """A launch on GPUs of this budget.
+
+        As in :mod:`vram_guard.plan`, of an unnamed GPU the oldest generation with bfloat16 is assumed.
+        """
+        return cls(budget.compute_capability or (8, 0), ranks, local_ranks, budget.device_memory or budget.total)
 
 
 @dataclass

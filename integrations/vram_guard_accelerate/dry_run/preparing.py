@@ -54,7 +54,8 @@ class PreparingPhase(Phase):
     def __init__(self, run: DryRun) -> None:
         super().__init__(run)
         writes = run.early_writes
-        self._shim = CudaShim(run.shape.capability, *([] if writes is None else [writes.watch_libraries]))
+        watched = [] if writes is None else [writes.watch_libraries]
+        self._shim = CudaShim(run.shape.capability, run.shape.memory, *watched)
         self._calls = ModelCalls(self._shim.holds, self._too_early, self._follow)
 
     def begins(self) -> None:

@@ -113,7 +113,9 @@ def key_of(request: DryRunRequest) -> str:
     # Releases are compared with the answer afterwards, and how much of it is shown is no part of it.
     settings = replace(request.settings, releases=None, ignore_releases=False, verbose=False)
     launch = (request.command, request.module, settings, kept, str(Path.cwd()), language())
-    budget = (request.budget.usable, request.budget.compute_capability)
+    # A script may ask for the GPU's memory, and act on it.
+    memory = request.budget.device_memory or request.budget.total
+    budget = (request.budget.usable, request.budget.compute_capability, memory)
     digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):

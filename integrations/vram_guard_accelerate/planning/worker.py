@@ -89,8 +89,7 @@ def _follow(
             )
         )
 
-    # As in vram_guard.plan: of an unnamed GPU, the oldest generation with bfloat16 is assumed.
-    shape = LaunchShape(request.budget.compute_capability or (8, 0), request.ranks, request.local_ranks)
+    shape = LaunchShape.of(request.budget, request.ranks, request.local_ranks)
     shards = "offload_parameters" in settings.techniques
     change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
     run = DryRun(

@@ -49,6 +49,8 @@ TOOLS = _Tools()
 #: What ``torch.cuda.get_device_name`` answers.
 _NAME = "vram_guard simulated GPU"
 
+#: Bytes of the simulated GPU where it is not known which one is meant.
+ASSUMED_MEMORY = 80 * 2**30
 
 #: Answers about the device's generator, of ``torch.cuda`` and of ``torch.cuda.random``, where they come from.
 GENERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
@@ -59,8 +61,13 @@ GENERATOR_ANSWERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def cuda_answers(capability: Capability, total_memory: int = 80 * 2**30) -> dict[str, Any]:
-    """The replaced functions and classes of ``torch.cuda`` by name."""
+def cuda_answers(capability: Capability, total_memory: int = ASSUMED_MEMORY) -> dict[str, Any]:
+    """The replaced functions and classes of ``torch.cuda`` by name.
+
+    Args:
+        capability: of the GPU that is simulated.
+        total_memory: its bytes. All of them are free: what a trace holds is known when it is over.
+    """
 
     def properties(*_args: Any, **_kwargs: Any) -> SimpleNamespace:
         major, minor = capability.version
@@ -106,6 +113,7 @@ _OF_ACCELERATOR: dict[str, str] = {
     **{name: name for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats")},
     "current_device_index": "current_device",
     "set_device_index": "set_device",
+    "get_memory_info": "mem_get_info",
 }
 
 

@@ -22,7 +22,14 @@ from torch.utils._device import DeviceContext
 from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.compiled_kernels import CompiledKernels
-from vram_guard.simulate.device.cuda_module import CUDA, GENERATOR_ANSWERS, TOOLS, cuda_answers, while_active
+from vram_guard.simulate.device.cuda_module import (
+    ASSUMED_MEMORY,
+    CUDA,
+    GENERATOR_ANSWERS,
+    TOOLS,
+    cuda_answers,
+    while_active,
+)
 from vram_guard.simulate.device.cuda_streams import current_stream, number_of, streams_noted
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
@@ -41,7 +48,9 @@ _real_is_cpu: Callable[[torch.Tensor], bool] = _base.is_cpu.__get__  # type: ign
 class FakeCudaState:
     """The simulated device of one trace: whether it is on right now, and who answers for its tensors."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, total_memory: int = ASSUMED_MEMORY) -> None:
+        self.total_memory = total_memory
+        """Bytes of the device, for code that asks for them."""
         self.active = False
         """A module imported during a trace may keep what it found in ``torch.cuda``: that must end with the trace."""
         self.in_kernel = False
@@ -479,7 +488,7 @@ def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[Non
     """Symbolic tensors and ``torch.cuda`` answer as one CUDA device of this compute capability inside the block."""
     group = "_group_tensors_by_device_and_dtype"
     torch.utils._device._device_constructors()  # cached for good: let it see torch's own factories, not these
-    answers = cuda_answers(capability)
+    answers = cuda_answers(capability, state.total_memory)
     replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.Tensor, _tensor_attributes(state)),
         (torch.cuda, _answers_of(torch.cuda, answers, state)),

@@ -24,7 +24,7 @@ from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.patching import replaced
 from vram_guard.simulate.compiled import check_compiler, refuse_engine
 from vram_guard.simulate.device.capability import Capability
-from vram_guard.simulate.device.cuda_module import accelerator_answers
+from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY, accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import address_of, is_symbolic, symbolic_like
 from vram_guard.simulate.memory.recorder import Recorder
@@ -69,16 +69,22 @@ class ExternalLoopTracer:
         capability: compute capability of the GPU that is simulated.
         on_step: called after every step of every optimizer, with that optimizer.
         on_cpu: the loop will really run on the CPU: its own CPU tensors lie with everything else.
+        memory: bytes of the GPU that is simulated, for a loop that asks for them.
     """
 
     def __init__(
-        self, capability: tuple[int, int], on_step: Callable[[torch.optim.Optimizer], None], *, on_cpu: bool = False
+        self,
+        capability: tuple[int, int],
+        on_step: Callable[[torch.optim.Optimizer], None],
+        *,
+        on_cpu: bool = False,
+        memory: int = ASSUMED_MEMORY,
     ) -> None:
         self.capability = Capability(capability)
         self.recorder = Recorder()
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
-        self._device = FakeCudaState(self.recorder)
+        self._device = FakeCudaState(self.recorder, memory)
         self._mode = SymbolicMode(self.recorder, self._device, self.capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
