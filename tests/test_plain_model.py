@@ -332,6 +332,27 @@ def test_a_kind_of_transformers_has_its_usual_size(
     assert 4 * parameters <= held < 4 * parameters * 1.01
 
 
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        ("gpt2", (), "gpt2 with texts of 512 tokens (--seq-length): AdamW; as loss the model's own"),
+        ("gpt2", ("--seq-length", "64"), "gpt2 with texts of 64 tokens"),
+        ("resnet", ("--height", "64", "--width", "96"), "resnet with inputs of 3x64x96: AdamW"),
+    ],
+)
+def test_a_plan_names_the_size_of_a_sample_of_a_kind_of_transformers(
+    model: str, more: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 tokens were assumed in silence, and --seq-length was an option of estimate alone."""
+    pytest.importorskip("transformers")
+    assert main(["plan", model, "--batch", "1", "--budget", "40GiB", "--json", *more]) == 0
+    captured = capsys.readouterr()
+    assert f"assumed for {said}" in captured.err
+    length = 64 if "64" in more else 512
+    if model == "gpt2":  # tokens and labels
+        assert json.loads(captured.out)["report"]["before"]["breakdown"]["batch"] == 2 * length * 8
+
+
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--model", "resnett", "--batch", "2", "--gpu", "H100 SXM"]) == 2
     said = capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,24 @@ def step_of(config: Mapping[str, Any], sizes: InputSizes, precision: Precision, 
         precision=precision,
         accumulate=accumulate,
     )
+
+
+class Assumed(NamedTuple):
+    """What :func:`step_of` took for a model of transformers, for want of anything that says it."""
+
+    sample: tuple[int, ...]
+    """Shape of one sample: (tokens,), or (channels, height, width)."""
+    has_own_loss: bool
+    """The model is given labels, and makes its loss of them."""
+
+
+def assumed_of(step: TrainingStep) -> Assumed | None:
+    """What was assumed of a step; None where :func:`step_of` did not make it of a model of transformers."""
+    if step.loss is not _loss:
+        return None
+    batch = step.batch(1)
+    samples = [batch[name] for name in ("input_ids", "pixel_values") if name in batch]
+    return Assumed(tuple(samples[0].shape[1:]), "labels" in batch) if samples else None
 
 
 def inputs_of(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.printing import tell
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _
+from vram_guard.language import _, marked
 
 if TYPE_CHECKING:
     import argparse
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
 
 _RATES = ("lr", "learning_rate")
+
+#: Of models of transformers, by whether they make their loss themselves.
+_ASSUMED_OF_TRANSFORMERS = {
+    True: marked(
+        "assumed for {model}: AdamW; as loss the model's own. A TrainingStep says what your training really does"
+    ),
+    False: marked(
+        "assumed for {model}: AdamW; as loss the mean square of its first output. A TrainingStep says what your "
+        "training really does"
+    ),
+}
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -98,15 +109,23 @@ def no_batch(name: str) -> InvalidInputError:
 
 
 def tell_assumed(step: TrainingStep, name: str, given: str | None) -> None:
-    """Say, beside the answer, what was assumed of a plain model's training.
+    """Say, beside the answer, what was assumed of the training of a plain model, or of one of a library.
 
     Args:
         step: that was traced.
         name: of the model.
         given: the inputs that ``--input`` names; None: they are assumed as well.
     """
+    from vram_guard.capture.hugging_face import assumed_of
     from vram_guard.plain_model import ASSUMED, is_assumed, shapes_of
 
+    if assumed := assumed_of(step):
+        if len(assumed.sample) == 1:
+            name = _("{model} with texts of {count} tokens (--seq-length)", model=name, count=assumed.sample[0])
+        else:
+            shape = "x".join(map(str, assumed.sample))
+            name = _("{model} with inputs of {shapes}", model=name, shapes=shape)
+        tell(_(_ASSUMED_OF_TRANSFORMERS[assumed.has_own_loss], model=name))
     if is_assumed(step):
         if given is None:
             name = _("{model} with inputs of {shapes}", model=name, shapes=shapes_of(step.batch(1)))

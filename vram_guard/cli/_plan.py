@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, unknown_model, whole_number
+from vram_guard.cli._arguments import count, counts, unknown_model, whole_number
 from vram_guard.cli._compare import listed
 from vram_guard.cli._configuration import add_set, configuration, parsed, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.plan.comparison import Configuration
 
+#: How large a sample is.
+_SIZES = ("height", "width", "seq-length")
+
 
 def add(commands: Any) -> None:
     """The parser of ``plan``."""
@@ -38,7 +41,7 @@ def add(commands: Any) -> None:
     )
     add_config(parser, _("the training config, YAML; or a step or a model: file.py:name, resnet50"))
     add_set(parser)
-    add_options(parser, "model", "batch", "input", *DEVICE, "allow", "cudnn", "json")
+    add_options(parser, "model", "batch", *_SIZES, "input", *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
@@ -170,7 +173,8 @@ def _plan(options: argparse.Namespace) -> int:
         Budget.of(card)  # an unknown one is an error before any work
     name = options.title or (Path(options.config).name if options.config else options.model)
     config = load_config(options.config) if options.config else {}
-    given = {"model": options.model, "batch": count("batch", options.batch), "input": options.input}
+    sizes = counts(options, "batch", "height", "width", "seq_length")
+    given = {"model": options.model, "input": options.input, **sizes}
     one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, given)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     with progress_shown() as progress:

@@ -52,7 +52,9 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "num-layers": _Option("N", marked("number of layers")),
     "quick": _Option("", marked("the closed form alone: no model is built")),
     "releases": _Option("FILE", marked("lock file or requirements of the training (default: those in this folder)")),
-    "seq-length": _Option("N", marked("time steps or tokens (default: 1)")),
+    "seq-length": _Option(
+        "N", marked("time steps or tokens (default: 1; of a text model by name its context, 512 at most)")
+    ),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
     "train": _Option("NAMES", marked('components to train ("none": inference)')),
     "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
