@@ -353,6 +353,34 @@ def test_a_plan_names_the_size_of_a_sample_of_a_kind_of_transformers(
         assert json.loads(captured.out)["report"]["before"]["breakdown"]["batch"] == 2 * length * 8
 
 
+def test_the_tokens_of_a_text_are_its_labels_however_its_length_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """--input had a language model trained by the mean squared error of its scores."""
+    pytest.importorskip("transformers")
+    found = []
+    for more in (("--seq-length", "64"), ("--input", "64:int64")):
+        assert main(["plan", "gpt2", "--batch", "2", "--budget", "40GiB", "--json", *more]) == 0
+        captured = capsys.readouterr()
+        assert "gpt2 with texts of 64 tokens (--seq-length): AdamW; as loss the model's own." in captured.err
+        found.append(json.loads(captured.out)["report"]["before"])
+    assert found[0] == found[1]
+
+
+def test_a_language_model_of_ones_own_learns_the_words_of_its_vocabulary() -> None:
+    class Net(nn.Module):
+        def __init__(self, words: int) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, words)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens))
+
+    tokens = InputShape.parse("7:int64")
+    for words, expected in ((50, "NllLossBackward0"), (49, "MseLossBackward0")):
+        step = step_of_model(Net(words), tokens)
+        loss = step.loss(step.model, step.batch(4))
+        assert type(loss.grad_fn).__name__ == expected, "scores of other things than words are numbers"
+
+
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--model", "resnett", "--batch", "2", "--gpu", "H100 SXM"]) == 2
     said = capsys.readouterr().err

@@ -30,8 +30,9 @@ DTYPES: Final = {
 MOST_DIMENSIONS, LARGEST_DIMENSION = 8, 2**31
 
 ASSUMED = marked(
-    "assumed for {model}: AdamW; as loss the model's own, else cross-entropy of scores (samples x classes), else the "
-    "mean squared error, auxiliary outputs included. A TrainingStep says what your training really does"
+    "assumed for {model}: AdamW; as loss the model's own, else cross-entropy of scores (samples x classes, or samples "
+    "x tokens x vocabulary), else the mean squared error, auxiliary outputs included. A TrainingStep says what your "
+    "training really does"
 )
 
 
@@ -112,10 +113,10 @@ def step_of_model(
 ) -> TrainingStep:
     """A training step of a model of which only the input is known.
 
-    The loss is the model's own where it returns one, else the cross-entropy of scores of shape (samples, classes), else
-    the mean squared error of its first output. Outputs beside the first and of its shape, such as the scores of
-    GoogLeNet's auxiliary classifiers, are learned as the first is, and the losses summed: the weights that trainings
-    give them change no memory.
+    The loss is the model's own where it returns one, else the cross-entropy of scores of shape (samples, classes), or
+    of a language model's scores of its vocabulary for every token, else the mean squared error of its first output.
+    Outputs beside the first and of its shape, such as the scores of GoogLeNet's auxiliary classifiers, are learned as
+    the first is, and the losses summed: the weights that trainings give them change no memory.
 
     Args:
         model: a module, or a callable that builds one, symbolically.
@@ -210,8 +211,21 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     own = own_loss(output)
     if own is not None:
         return own
-    losses = [_assumed_loss(one, labels) for one in _learned(output)]
+    learned = _learned(output)
+    if _scores_tokens(model, inputs[0], learned[0]):
+        learned, labels = [one.flatten(0, 1) for one in learned], inputs[0].flatten()
+    losses = [_assumed_loss(one, labels) for one in learned]
     return sum(losses[1:], losses[0])
+
+
+def _scores_tokens(model: Any, given: torch.Tensor, output: torch.Tensor) -> bool:
+    """True if the output scores the words of the model's own vocabulary for every token that it was given."""
+    import torch
+
+    if given.dtype != torch.int64 or given.dim() != 2 or output.shape[:-1] != given.shape:
+        return False
+    tables = (one for one in model.modules() if isinstance(one, torch.nn.Embedding))
+    return any(one.num_embeddings == output.shape[-1] for one in tables)
 
 
 def _assumed_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

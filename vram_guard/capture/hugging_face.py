@@ -198,6 +198,15 @@ def _loss(model: Any, data: dict[str, Any]) -> Tensor:
     return first.float().square().mean()
 
 
+def takes_tokens(config: Mapping[str, Any]) -> bool:
+    """True if the model of a config.json of transformers is called with the tokens of a text."""
+    return bool(_main_input(_class("transformers", str((config.get("architectures") or [""])[0]))) == "input_ids")
+
+
+def _main_input(model: Any) -> Any:
+    return getattr(model, "main_input_name", "input_ids")
+
+
 def _class(library: str, name: str) -> Any:
     try:
         with quiet_imports():
@@ -341,7 +350,7 @@ def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -
 def _transformers_inputs(config: Mapping[str, Any], sizes: InputSizes) -> Callable[[int], dict[str, Any]]:
     name = str((config.get("architectures") or [""])[0])
     model = _class("transformers", name)
-    main = getattr(model, "main_input_name", "input_ids")
+    main = _main_input(model)
     length = sequence_length(config, sizes)
     whole_text = any(part in name for part in ("ForCausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "Token"))
     if main == "pixel_values":

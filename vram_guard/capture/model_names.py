@@ -82,12 +82,14 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
     build: Callable[[], torch.nn.Module]
     shape: tuple[int, ...]
     if library == "transformers":
-        from vram_guard.capture.hugging_face import constructor, step_of
+        from vram_guard.capture.hugging_face import constructor, step_of, takes_tokens
         from vram_guard.closed_form.inputs import InputSizes
 
         config = transformers_config(name)
-        if request.inputs is None:
-            sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, numbers.get("seq_length"))
+        length = numbers.get("seq_length") if request.inputs is None else _tokens(request.inputs)
+        # The tokens of a text are its labels as well, of which the model makes its loss.
+        if request.inputs is None or (length is not None and takes_tokens(config)):
+            sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, length)
             return step_of(config, sizes, **settings)
         build, shape = constructor(config), _PICTURE
     elif library == "timm":
@@ -137,6 +139,13 @@ def transformers_config(kind: str) -> Mapping[str, Any]:
         made: dict[str, Any] = import_module("transformers").CONFIG_MAPPING[kind]().to_dict()
     found = next(table[kind] for table in (getattr(auto, head) for head in _HEADS) if kind in table)
     return {**made, "architectures": [found if isinstance(found, str) else found[0]]}
+
+
+def _tokens(inputs: str) -> int | None:
+    """The length of the one text that a model is called with; None where the inputs are others."""
+    shapes = InputShape.parse(inputs)
+    is_text = len(shapes) == 1 and shapes[0].dtype == "int64" and len(shapes[0].shape) == 1
+    return shapes[0].shape[0] if is_text else None
 
 
 def _inputs(request: EstimateRequest, shape: tuple[int, ...]) -> tuple[InputShape, ...]:
