@@ -142,7 +142,7 @@ def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits
     assert not made.fits
     assert not made.changed
     said = "\n".join(made.reasons)
-    assert "is not enough for the whole run: validation (all) then needs 408.00 MiB, 208.00 MiB more" in said
+    assert "would not be enough for the whole run: validation (all) would need 408.00 MiB, 208.00 MiB more" in said
     assert "No change of the training step makes the whole run fit." in said
     largest = int(said.partition("With batches of ")[2].partition(" ")[0])
     budget = Budget.of("200MiB", margin=0)
@@ -218,7 +218,7 @@ def test_an_evaluation_that_fails_with_smaller_batches_is_no_error():
     made = plan(step_of(Evaluation(ROWS, best, batch_size=40_000)), 1000, "200MiB", margin=0, allow=["accumulate"])
     assert not made.fits
     said = "\n".join(made.reasons)
-    assert "is not enough for the whole run: validation then needs" in said
+    assert "would not be enough for the whole run: validation would need" in said
     assert "in place of" not in said
 
 
@@ -239,7 +239,7 @@ def test_where_the_job_does_not_fit_it_counts_in_the_search():
     assert made.fits
     assert made.precision == "bf16-mixed"
     assert made.estimate.peak_reserved <= 0.8 * needed < made.before.peak_reserved
-    assert "is not enough for the whole run: validation then needs" in made.reasons[0]
+    assert "would not be enough for the whole run: validation would need" in made.reasons[0]
 
 
 def test_batches_of_an_evaluation_are_not_cut_with_those_of_the_training():

@@ -75,7 +75,7 @@ class Why(Enum):
 
     # the whole job
     PHASE_TOO_LARGE = marked(
-        "What makes the training step fit by itself is not enough for the whole run: {phase} then needs {peak}, "
+        "A plan for the training step alone would not be enough for the whole run: {phase} would need {peak}, "
         "{missing} more than the {usable} that may be used."
     )
     PHASE_NOT_KNOWN = marked(
