@@ -337,7 +337,7 @@ def test_a_sharded_model_is_saved_whole_where_all_processes_save_it(monkeypatch:
     [
         ({}, ""),
         ({"by_itself": True}, "trains without Accelerate"),
-        ({"precision": "bf16-mixed"}, "chosen by the user"),
+        ({"precision": "bf16-mixed"}, "is in bf16-mixed already"),
         ({"precision_given": True}, "passes its own mixed_precision"),
         ({"precision_given": True, "precision_option": "--precision"}, ""),
         ({"reads_precision": True}, "asks accelerator.mixed_precision"),

@@ -321,7 +321,7 @@ def facts(kind: Any = OptimWrapper, precision: str = "32-true", *, built: bool =
     [
         (facts(), False, "", ""),
         (facts(built=True), False, "built before the runner", ""),
-        (facts(AmpOptimWrapper, "16-mixed"), False, "chosen by the user and stays", "looks at all gradients"),
+        (facts(AmpOptimWrapper, "16-mixed"), False, "is in 16-mixed already, and stays so", "looks at all gradients"),
         (facts(AmpOptimWrapper, "16-mixed"), True, "", "looks at all gradients"),
         (facts(OwnStep), False, "OwnStep was chosen by the user", "OwnStep looks at all gradients"),
     ],

@@ -87,5 +87,5 @@ def _why_not_mixed(facts: OptimFacts, *, pinned: bool) -> str:
     if facts.kind not in (OptimWrapper, AmpOptimWrapper):
         return _("the optimizer wrapper {kind} was chosen by the user and stays", kind=facts.kind.__name__)
     if facts.precision != "32-true" and not pinned:
-        return _("the precision was chosen by the user and stays")
+        return _("the training is in {precision} already, and stays so", precision=facts.precision)
     return ""

@@ -424,7 +424,7 @@ def _why_not_mixed(first: FirstBatch) -> str:
     if first.by_itself:
         return _("the script trains without Accelerate, which would do it; what it casts by itself stays as it is")
     if first.precision != "32-true":
-        return _("the precision was chosen by the user and stays")
+        return _("the training is in {precision} already, and stays so", precision=first.precision)
     if first.script.precision_option:
         return ""
     if first.script.precision_given:
