@@ -14,7 +14,7 @@ import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, METRICS, MODELS
+from mmengine.registry import DATASETS, FUNCTIONS, METRICS, MODELS
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import nn
 from torch.nn import functional as F
@@ -22,14 +22,14 @@ from torch.nn import functional as F
 
 @DATASETS.register_module(force=True)
 class Mixed(cases.Blobs):
-    """Small pictures and one large one, which the annotations tell."""
+    """Small pictures and one large one (None: all are large), which the annotations tell."""
 
     def __init__(self, large, **kwargs):
         self.large = large
         super().__init__(**kwargs)
 
     def load_data_list(self):
-        sizes = [64 if number == self.large else 16 for number in range(self.samples)]
+        sizes = [64 if self.large in (None, number) else 16 for number in range(self.samples)]
         return [
             {"number": number, "label": number % 2, "height": size, "width": size} for number, size in enumerate(sizes)
         ]
@@ -37,6 +37,24 @@ class Mixed(cases.Blobs):
     def prepare_data(self, index):
         self.size = self.get_data_info(index)["height"]
         return super().prepare_data(index)
+
+
+@MODELS.register_module(force=True)
+class Brightness(cases.SmallClassifier):
+    """Its loss is a plain mean over the samples."""
+
+    def forward(self, inputs, data_samples, mode="tensor"):
+        if mode != "loss":
+            return super().forward(inputs, data_samples, mode)
+        return {"loss": self.scores(inputs).square().mean()}
+
+
+@FUNCTIONS.register_module(force=True)
+def padded_collate(samples):
+    """Pictures padded to the largest of the batch, by the loader."""
+    size = max(one["inputs"].shape[-1] for one in samples)
+    pictures = [F.pad(one["inputs"], (0, size - one["inputs"].shape[-1]) * 2) for one in samples]
+    return {"inputs": torch.stack(pictures), "data_samples": [one["data_samples"] for one in samples]}
 
 
 def test_a_runner_is_planned_for_its_longest_batch(tmp_path):
@@ -61,6 +79,43 @@ def test_a_runner_is_planned_for_its_longest_batch(tmp_path):
     one_batch = peak("one", 8, 3)
     assert peak("some", 20, 15) == one_batch
     assert peak("first", 20, 15, longest="first") < one_batch
+
+
+@pytest.mark.parametrize(
+    ("large", "collate", "model", "seconds"),
+    [
+        (13, "pseudo_collate", "SmallClassifier", 60),
+        (13, "pseudo_collate", "Brightness", 0),  # by the graph of the loss, which shows nothing of padding
+        (None, "pseudo_collate", "SmallClassifier", 60),
+        (None, "pseudo_collate", "Brightness", 0),
+        (13, "padded_collate", "SmallClassifier", 60),
+    ],
+)
+def test_micro_batches_that_are_padded_otherwise_than_the_whole_batch_are_refused(
+    large, collate, model, seconds, tmp_path, capsys
+):
+    """One picture is larger: `train_step` pads its batch to it, and the classifier looks at the padding, too."""
+    root = cases.write_configs(tmp_path / "configs", cases.MMPRETRAIN)
+
+    def trained(name, **settings):
+        guard = {"runner_type": "vram_guard_mmengine.GuardRunner", "vram_guard": settings} if settings else {}
+        data = {"dataset": {"type": "Mixed", "samples": 20, "large": large}, "collate_fn": {"type": collate}}
+        changes = {"model": {"type": model}, "train_cfg": {"max_epochs": 1}, "train_dataloader": data, **guard}
+        return cases.train(cases.load(root, "small.py", tmp_path / name, **changes))
+
+    plain, whole = trained("plain"), trained("whole", budget="1GiB", mode="report", allow=["accumulate"])
+    budget = cases.guard(whole).plan.before.peak_reserved - 1
+    capsys.readouterr()
+    split = trained("split", budget=budget, margin=0, allow=["accumulate"], proof_seconds=seconds)
+    said = " ".join("".join(capsys.readouterr()).split())
+    if large is None or collate == "padded_collate":
+        assert cases.guard(split).plan.splits > 1
+        assert f"proven by {'running' if seconds else 'the loss graph'}" in said
+    else:
+        assert cases.guard(split).plan.splits == 1
+        assert "samples of different sizes come to the step unpadded" in said
+    assert cases.diary(split).losses == pytest.approx(cases.diary(plain).losses, abs=1e-5)
+    assert torch.allclose(cases.weights(split), cases.weights(plain), rtol=0, atol=1e-6)
 
 
 # --- boxes and masks ----------------------------------------------------------------------------------------------

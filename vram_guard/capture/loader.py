@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.apply import microbatch
+from vram_guard.capture.apart import SampleSizes, arranged, elements, leaf_shapes
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.state.random_generators import random_state_kept
@@ -39,7 +40,11 @@ class Sample:
     loader: Any
     """The loader that was read."""
     distinct: Callable[[int], Any]
-    """size -> a batch of so many different samples, from all over the data set; call it in a copy of the process."""
+    """size -> a batch of so many samples, from all over the data set; call it in a copy of the process.
+
+    All different where the data set has so many; where it has samples of different sizes, the first half of the batch
+    has the largest, and the second half small ones, see :mod:`vram_guard.capture.apart`.
+    """
     growable: str = ""
     """The reason for which the loader's batch size cannot be changed; "" where it can."""
     notes: tuple[str, ...] = ()
@@ -64,6 +69,10 @@ class Reading:
         self.samples = samples
         self.numbers: tuple[int, ...] = ()
         """Of the samples, where they were chosen."""
+        self.sizes: SampleSizes | None = None
+        """Of samples of the data set, where they were looked at and differ."""
+        self.extremes: tuple[Any, ...] = ()
+        """The largest and the smallest of the first samples, where these differ in size."""
         self._whole: tuple[microbatch.Layout, Any, int] | None = None
 
     def take(self, samples: list[Any], size: int = 0, numbers: tuple[int, ...] = ()) -> None:
@@ -85,6 +94,24 @@ class Reading:
         except Exception:  # noqa: BLE001 - the user's own code makes the batches; who cuts them says what is wrong
             return
         self._whole = layout, whole, size
+
+    def apart(self, count: int, spread: list[int], read: Callable[[list[int]], list[Any]]) -> Any:
+        """A batch of so many samples that differ in size, see :attr:`Sample.distinct`.
+
+        Args:
+            count: of samples.
+            spread: numbers of as many, from all over the data set.
+            read: gives samples by their numbers.
+        """
+        numbers = spread if self.sizes is None else self.sizes.apart(count, spread)
+        try:
+            samples = read(numbers)
+        except Exception:
+            if numbers == spread:
+                raise
+            samples = read(spread)  # the smallest file may be a broken one
+        # As they came out: a transform may have made them all alike, or other than what is known of them.
+        return self.loader.collate_fn(arranged([*samples, *(() if self.sizes else self.extremes)], count))
 
     def make(self, size: int) -> Any:
         """A batch of so many samples, repeated where there are fewer."""
@@ -127,13 +154,15 @@ def _read_map(loader: Any, endless: bool) -> Sample:
                 size=size,
             )
         )
-    samples, note = _representative(lambda index: loader.dataset[index], length, size)
+    samples, extremes, note = _representative(lambda index: loader.dataset[index], length, size)
 
     def distinct(count: int) -> Any:
-        return loader.collate_fn([loader.dataset[number * length // count] for number in range(count)])
+        spread = [number * length // count for number in range(count)]
+        return part.apart(count, spread, lambda numbers: [loader.dataset[number] for number in numbers])
 
     size = size if endless else min(size, length)
     part = Reading(loader, samples, note, endless=endless)
+    part.extremes = extremes
     return Sample(part.make, size, length, loader, distinct, growable, note, (part,))
 
 
@@ -167,12 +196,17 @@ def _read_stream(loader: Any) -> Sample:
     few = list(islice(stream, FEW))
     if not few:
         raise UnsupportedStepError(_("the train dataset is a stream that delivers no sample"))
-    samples, note = _representative(_Appending(few, stream), sys.maxsize, size)
+    samples, extremes, note = _representative(_Appending(few, stream), sys.maxsize, size)
 
     def distinct(count: int) -> Any:
-        return loader.collate_fn(list(islice(iter(copied(loader.dataset)), count)))
+        def read(numbers: list[int]) -> list[Any]:
+            first = list(islice(iter(copied(loader.dataset)), max(numbers) + 1))
+            return [first[number] for number in numbers if number < len(first)]
+
+        return part.apart(count, list(range(count)), read)
 
     part = Reading(loader, samples, note)
+    part.extremes = extremes
     return Sample(part.make, size, None, loader, distinct, "", note, (part,))
 
 
@@ -208,32 +242,21 @@ def copied(dataset: Any) -> Any:
         ) from error
 
 
-def _representative(get: Callable[[int], Any], length: int, batch_size: int) -> tuple[list[Any], tuple[str, ...]]:
-    """A few samples; where they differ in size, the largest of a batch's worth instead."""
+def _representative(
+    get: Callable[[int], Any], length: int, batch_size: int
+) -> tuple[list[Any], tuple[Any, ...], tuple[str, ...]]:
+    """A few samples; where they differ in size, the largest of a batch's worth instead, and the smallest beside it."""
     samples = [get(index) for index in range(min(FEW, batch_size, length))]
-    if len({_shapes(sample) for sample in samples}) == 1:
-        return samples, ()
+    if len({leaf_shapes(sample) for sample in samples}) == 1:
+        return samples, (), ()
     looked_at = min(MORE, batch_size, length)
     samples += [get(index) for index in range(len(samples), looked_at)]
-    largest = max(samples, key=_elements)
+    largest, smallest = max(samples, key=elements), min(samples, key=elements)
     note = _(
         "samples differ in size: the prediction takes the largest of the first {count} for every sample",
         count=looked_at,
     )
-    return [largest], (note,)
-
-
-def _shapes(sample: Any) -> tuple[Any, ...]:
-    from vram_guard.simulate.tracing.batches import leaves_of
-
-    return tuple(tuple(leaf.shape) for leaf in leaves_of(sample) if hasattr(leaf, "shape"))
-
-
-def _elements(sample: Any) -> int:
-    from vram_guard.simulate.tracing.batches import leaves_of
-
-    leaves = leaves_of(sample)
-    return sum(int(torch.Size(leaf.shape).numel()) if hasattr(leaf, "shape") else 1 for leaf in leaves)
+    return [largest], (largest, smallest), (note,)
 
 
 def _read_ready_batches(loader: Any, source: Any) -> Sample:

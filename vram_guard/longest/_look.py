@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from vram_guard.capture.apart import SampleSizes, kept_sizes
 from vram_guard.capture.loader import copied
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -50,6 +51,7 @@ class Found:
         differ: samples differ in more than the lengths of texts.
         remarks: further lines.
         learned: worth keeping for the next run.
+        sizes: of samples, for proofs.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -58,6 +60,7 @@ class Found:
     differ: bool
     remarks: tuple[str, ...] = ()
     learned: FileSizes | None = None
+    sizes: SampleSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class _Look:
             differ=len({one.without_texts for one in self._read.values()}) > 1,
             remarks=tuple(self._remarks),
             learned=None if source.learned is None else source.learned(),
+            sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
         )
 
     def _at_most(self, share: float) -> at_most:
@@ -315,6 +319,7 @@ def _look_at_stream(question: Question) -> Found | None:
         tuple(question.size for _batch in chosen),
         tuple(_words(question, batch, orders, sizes, source, looked_at, stream=True) for batch in chosen),
         differ=len({one.without_texts for one in read}) > 1,
+        sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
     )
 
 

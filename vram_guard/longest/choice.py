@@ -71,6 +71,7 @@ def choose(
         question = Question(part.loader, sample.batch_size, ranks, by_batches, wish.share, wish.seconds, part.endless)
         found, remarks = _looked(question, progress, in_copy=in_copy)
         if found is not None:
+            part.sizes = found.sizes
             alone = len(sample.parts) == 1
             which = _take(part, found, size, peak, alone=alone, progress=progress)
             if found.learned is not None:

@@ -9,6 +9,7 @@ import torch
 
 from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import Layout, Splitter
+from vram_guard.capture.apart import leaf_shapes
 
 
 def of_whole_batch(make: Callable[[int], Any], batch_size: int, micro_batch_size: int, layout: Layout) -> str:
@@ -30,6 +31,21 @@ def of_whole_batch(make: Callable[[int], Any], batch_size: int, micro_batch_size
         if pairs or _number(part) != _number(own) == _number(again.get(path)):
             return "batch" + "".join(f"[{key!r}]" for key in path)
     return ""
+
+
+def differ_in_size(distinct: Callable[[int], Any], batch_size: int, layout: Layout) -> bool:
+    """True where samples of different sizes come to the step as they are, which may pad each micro-batch by itself.
+
+    Args:
+        distinct: size -> a batch of different samples, large ones in its first half and small ones in the second.
+        batch_size: samples of a batch that is cut.
+        layout: how it is cut.
+    """
+    half = min(2, batch_size // 2)
+    if not half:
+        return False
+    first, second = Splitter(2 * half, half, layout=layout).split(distinct(2 * half))
+    return leaf_shapes(first.data) != leaf_shapes(second.data)
 
 
 def _of_pairs(cut: Any, own: Any, batch_size: int, samples: int) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vram_guard.apply.microbatch import Layout, MicroBatch, Splitter
 from vram_guard.language import _
-from vram_guard.proof._cut_batches import of_whole_batch
+from vram_guard.proof._cut_batches import differ_in_size, of_whole_batch
 
 if TYPE_CHECKING:
     from vram_guard.apply.normalisers import Normaliser
@@ -40,6 +40,11 @@ def reduction(
             micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
             part = of_whole_batch(captured.sample.make, size, micro, layout)
             why = part and _("{part} is of the whole batch, and every micro-batch is given it", part=part)
+            if not why and differ_in_size(captured.sample.distinct, size, layout):
+                why = _(
+                    "samples of different sizes come to the step unpadded: whether it pads each micro-batch by itself, "
+                    "its graph does not show"
+                )
     except Exception as error:  # noqa: BLE001 - the user's own code runs in it
         why = f"{type(error).__name__}: {error}"
     return (None, why) if why else (kind, "")

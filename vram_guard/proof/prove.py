@@ -16,6 +16,7 @@ from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cost import memory_lacking, seconds_needed
+from vram_guard.proof._cut_batches import differ_in_size
 from vram_guard.proof._reduction import not_known, reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
 from vram_guard.proof.effects import but_for_statistics, other_calls, other_draws
@@ -308,7 +309,20 @@ class _Prover:
         words = _in_words(found, way.samples)
         if technique == "accumulate" and self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight); {difference}", difference=words))
+        if technique == "accumulate" and self._differ_in_size(way):
+            words = _(
+                "{difference}; samples of different sizes come to the step unpadded: where it pads them, a "
+                "micro-batch is padded to its own largest sample, not to that of the whole batch",
+                difference=words,
+            )
         return Disproof(technique, words)
+
+    def _differ_in_size(self, way: Rehearsal) -> bool:
+        sample, layout = self._captured.sample, way.layout
+        try:
+            return layout is not None and run_in_fork(lambda _p: differ_in_size(sample.distinct, way.samples, layout))
+        except Exception:  # noqa: BLE001 - the user's own data set is read; what differs has been found
+            return False
 
     def _parts(self) -> tuple[tuple[str, Recipe], ...]:
         """The techniques of the recipe, each by itself."""

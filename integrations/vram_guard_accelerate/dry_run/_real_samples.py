@@ -1,4 +1,7 @@
-"""A few real samples of a loader's next batch: those that differ most, so that nothing is equal by chance."""
+"""A few real samples of a loader's next batch: those that differ most, so that nothing is equal by chance.
+
+Where they differ in size, a model that pads them itself shows in halves of which one is smaller than the other.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.apply.microbatch import batch_size, split
+from vram_guard.capture.apart import arranged
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves
@@ -43,7 +47,9 @@ def few_samples(loader: Any, count: int, part: slice = slice(None)) -> Any:
         found = [loader.dataset[index] for index in islice(next(iter(loader.batch_sampler)), LOOKED_AT)]
     if len(found) < count:
         raise UnsupportedStepError(_("its batch has {count} samples", count=len(found)))
-    return loader.collate_fn(most_different(found, count)[part])
+    different = most_different(found, count)
+    others = [sample for sample in found if not any(sample is one for one in different)]
+    return loader.collate_fn(arranged([*different, *others], count)[part])
 
 
 def most_different(samples: Sequence[Any], count: int) -> list[Any]:
