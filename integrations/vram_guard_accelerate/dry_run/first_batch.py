@@ -11,6 +11,7 @@ from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.parallel.spec import Parallel
 from vram_guard.simulate.compiled import compiles
+from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
 from vram_guard_accelerate._launch_plan import LoaderPlace
 from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
@@ -31,15 +32,16 @@ class LaunchShape:
     local_ranks: int
     """Of them, those that share a machine, and its memory."""
     memory: int
-    """Bytes of the simulated GPU: of the whole card, or of the budget where no card is known."""
+    """Bytes of the simulated GPU: of the whole card; where none is known, an amount that leaves the script as it is."""
 
     @classmethod
     def of(cls, budget: Budget, ranks: int, local_ranks: int) -> LaunchShape:
         """A launch on GPUs of this budget.
 
-        As in :mod:`vram_guard.plan`, of an unnamed GPU the oldest generation with bfloat16 is assumed.
+        As in :mod:`vram_guard.plan`, of an unnamed GPU the oldest generation with bfloat16 is assumed. A budget alone
+        is no card: libraries take memory of the whole one, and place models by it.
         """
-        return cls(budget.compute_capability or (8, 0), ranks, local_ranks, budget.device_memory or budget.total)
+        return cls(budget.compute_capability or (8, 0), ranks, local_ranks, budget.device_memory or ASSUMED_MEMORY)
 
 
 @dataclass

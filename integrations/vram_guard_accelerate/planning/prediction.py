@@ -114,8 +114,7 @@ def key_of(request: DryRunRequest) -> str:
     settings = replace(request.settings, releases=None, ignore_releases=False, verbose=False)
     launch = (request.command, request.module, settings, kept, str(Path.cwd()), language())
     # A script may ask for the GPU's memory, and act on it.
-    memory = request.budget.device_memory or request.budget.total
-    budget = (request.budget.usable, request.budget.compute_capability, memory)
+    budget = (request.budget.usable, request.budget.compute_capability, request.budget.device_memory)
     digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
