@@ -153,7 +153,8 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
         why.append(request.why_not_split)
     if request.batch_size == 1:
         why.append(Reason(Why.ONE_SAMPLE))
-    why += (*_batch_reasons(before), *request.why_not_checkpointed, *request.why_no_blocks, *request.left_out)
+    no_blocks = () if fits else request.why_no_blocks
+    why += (*_batch_reasons(before), *request.why_not_checkpointed, *no_blocks, *request.left_out)
     why.append(Reason(Why.UNCHANGED))
     return _as_written(request, before, tuple(why), rejected)
 
