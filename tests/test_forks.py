@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
 import queue
@@ -14,13 +16,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from vram_guard.budget import HostMemory
-from vram_guard.errors import InvalidInputError, LostCopyError, UnsupportedStepError
+from vram_guard.errors import EndedCopyError, InvalidInputError, LostCopyError, UnsupportedStepError
 from vram_guard.forks import fork, hanging, host_copies
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
@@ -220,12 +223,137 @@ def test_connections_of_the_original_are_dead_in_the_copy() -> None:
 
 
 def test_a_copy_that_dies_is_reported() -> None:
-    with pytest.raises(UnsupportedStepError, match="killed by signal 9"):
-        run_in_fork(lambda _say: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UnsupportedStepError, match="exit code 7"):
         run_in_fork(lambda _say: os._exit(7))
     with pytest.raises(UnsupportedStepError, match="exit code 3"):
         run_in_fork(lambda _say: sys.exit(3))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_copy_that_is_ended_from_outside_is_tried_once_more(tmp_path: Path, number: int, times: int) -> None:
+    """Whatever caught the error in between: an outer copy, too, has no answer without it."""
+    counted = tmp_path / "counted"
+    counted.touch()
+
+    def killed(_say: object) -> str:
+        killer = f"import os, sys; open(sys.argv[1], 'a').write('.'); os.kill(int(sys.argv[2]), {int(number)})"
+        if counted.stat().st_size < times:
+            subprocess.run([sys.executable, "-c", killer, str(counted), str(os.getpid())], check=True)
+            time.sleep(60)
+        return "done"
+
+    def outer(_say: object) -> str:
+        with contextlib.suppress(Exception):
+            return run_in_fork(killed)
+        return "a property of the script"
+
+    if times == 1:
+        assert run_in_fork(outer) == "done"
+    else:
+        with pytest.raises(EndedCopyError, match=f"signal {int(number)}.*not known"):
+            run_in_fork(outer)
+        counted.write_text("")
+        with pytest.raises(EndedCopyError):
+            run_in_fork(killed)
+    assert run_in_fork(outer) == "done"  # nothing is left of it
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), EOFError("the log has ended"), ZeroDivisionError("0")])
+def test_an_error_of_who_listens_to_progress_comes_through(error: Exception) -> None:
+    def told(_line: str) -> None:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run_in_fork(lambda say: say("one"), told)
+
+
+def test_a_copy_whose_code_closes_files_answers_all_the_same() -> None:
+    def closes_all(_say: object) -> str:
+        os.closerange(3, 4096)
+        for number in range(3, 4096):
+            with contextlib.suppress(OSError):
+                os.close(number)
+        return "done"
+
+    assert run_in_fork(closes_all) == "done"
+
+
+def test_a_connection_that_is_closed_in_another_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork, "_END_SECONDS", 0.5)
+
+    def closes_all(_say: object) -> None:
+        libc = ctypes.CDLL(None)
+        for number in range(3, 4096):
+            libc.close(number)
+        time.sleep(60)
+
+    with pytest.raises(LostCopyError, match="closed the connection"):
+        run_in_fork(closes_all)
+
+
+def test_a_copy_outlives_the_thread_that_began_it() -> None:
+    begun: list[fork.Copy[str]] = []
+    thread = threading.Thread(target=lambda: begun.append(fork.begin_in_fork(lambda _say: time.sleep(1) or "done")))
+    thread.start()
+    thread.join()
+    assert begun[0].answer() == "done"
+
+
+def _reap_all(*_signal: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, _reap_all])
+def test_who_else_waits_for_children_disturbs_no_copy(handler: Any) -> None:
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        assert run_in_fork(lambda _say: "done") == "done"
+        waiting = WaitingCopy(lambda number: number + 1)
+        assert waiting(1, 60.0) == 2
+        with pytest.raises(EndedCopyError):
+            run_in_fork(lambda _say: os.kill(os.getpid(), signal.SIGKILL))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+MANY = """
+import os, subprocess, sys, threading, time
+from vram_guard.forks.fork import begin_in_fork, run_in_fork
+from vram_guard.forks.waiting import WaitingCopy
+
+def program(**how):
+    return subprocess.Popen(["sleep", "1000"], **how).pid
+
+def work(say):
+    say(f"{os.getpid()} {program()} {program(start_new_session=True)} {program(preexec_fn=os.setsid)}")
+    run_in_fork(lambda inner: [inner(f"{os.getpid()} {program()}"), time.sleep(1000)], say)
+
+waiting = WaitingCopy(work)
+side = begin_in_fork(lambda say: time.sleep(1000))
+print(side._process.process, flush=True)
+other = threading.Thread(target=lambda: begin_in_fork(lambda say: time.sleep(1000)))
+other.start(); other.join()
+run_in_fork(work, lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM])
+def test_no_copy_and_no_program_of_one_outlives_the_original(number: int) -> None:
+    original = subprocess.Popen([sys.executable, "-c", MANY], stdout=subprocess.PIPE, text=True)
+    assert original.stdout is not None
+    with original.stdout:
+        lines = [original.stdout.readline() for _line in range(3)]
+    below = [one for one in hanging.made_by(original.pid) if one != original.pid]
+    assert len(below) >= 9, lines  # five copies and four programs
+    original.send_signal(number)
+    original.wait()
+    until = time.monotonic() + 20
+    while left := [one for one in below if (hanging._fields(one) or ["Z"])[0] != "Z"]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
 
 
 def test_a_fatal_error_says_where_it_was(request: pytest.FixtureRequest) -> None:

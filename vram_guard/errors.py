@@ -51,6 +51,10 @@ class LostCopyError(UnsupportedStepError):
     """The copy of the process that looked at the training died or hung; says where, as far as that is known."""
 
 
+class EndedCopyError(LostCopyError):
+    """A copy was ended from outside, as where host memory is full, and so was a second one: its answer is not known."""
+
+
 class LostRankError(VramGuardError, RuntimeError):
     """A process of the training ended while the ranks planned: none of them goes on."""
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
-from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.cli.exits import EXIT_DONE, exit_code
 from vram_guard.codec import from_json
-from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.errors import VramGuardError
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
@@ -26,7 +26,7 @@ def main() -> None:
         plan = _plan(given)
     except VramGuardError as error:
         say(f"vram-guard: {error}")
-        sys.exit(_exit_code(error))
+        sys.exit(exit_code(error))
     if given.options.dry_run:
         sys.exit(EXIT_DONE)
     _run_script.end_process_groups_at_exit()
@@ -56,12 +56,6 @@ def _install(plan: LaunchPlan) -> None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = plan.precision
     plan.sharding.announce()
     PlanInstaller(plan).install()
-
-
-def _exit_code(error: VramGuardError) -> int:
-    if isinstance(error, DoesNotFitError):
-        return EXIT_DOES_NOT_FIT
-    return EXIT_USAGE if isinstance(error, InvalidInputError) else EXIT_ENVIRONMENT
 
 
 if __name__ == "__main__":

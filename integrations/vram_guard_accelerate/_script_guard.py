@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
+from vram_guard.forks import ended
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.hanging import IDLE_SECONDS
@@ -36,7 +37,7 @@ from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
-from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -188,11 +189,15 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         """The answer of a copy of this process."""
         forks.check_forks()
         stack = FatalStack()
-        with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
-            copy = forks.fork(stack)
+
+        def ask() -> Fork:
+            with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
+                return forks.fork(stack)
+
         with contextlib.closing(stack):
             try:
-                answer = copy.answer(self.settings.start_seconds, watched=True)
+                what = _("the copy of the process that looked at the training")
+                answer = forks.asked_twice(ask, what, self.settings.start_seconds, watched=True)
             except LostCopyError as error:
                 answer = DryRunFailure.of(error)
             if isinstance(answer, DryRunFailure) and answer.error == LostCopyError.__name__:
@@ -260,6 +265,8 @@ def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: Pare
     from vram_guard_accelerate.planning.decide import decide
 
     made = decide(first, settings, budget)
+    if missing := ended.not_known():
+        parent.send(DryRunFailure.of(missing))
     forks.end_all()
     notes = [f"  - {note}" for note in made.notes]
     text = "\n".join([made.plan.explain(), *notes])

@@ -4,7 +4,7 @@ What a command needs is imported when it runs, so that ``--help`` and ``--versio
 commands come from the entry points ``vram_guard.commands`` of installed distributions, each the ``add`` of its own.
 
 Exit codes: 0 done (and, where something is checked, it fits), 1 it does not fit, 2 bad usage, 3 no
-answer. Answers go to standard output, messages to standard error.
+answer, 4 no answer because something was ended from outside. Answers go to standard output, messages to standard error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from vram_guard import __version__
 from vram_guard.cli import _compare, _doctor, _estimate, _gpus, _monitor, _optimize, _plan
 from vram_guard.cli._arguments import fill_from_settings, with_dashes
 from vram_guard.cli._failures import failure_of_users_code
-from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_USAGE
+from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_NOT_KNOWN, EXIT_USAGE, exit_code
 from vram_guard.cli.parsing import Parser, argparse_locale
 from vram_guard.cli.printing import JSON_SCHEMA, tell
-from vram_guard.errors import DoesNotFitError, InvalidInputError, VramGuardError
+from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
 from vram_guard.user_code import raised_here
@@ -36,7 +36,15 @@ from vram_guard.user_code import raised_here
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["EXIT_DOES_NOT_FIT", "EXIT_DONE", "EXIT_ENVIRONMENT", "EXIT_USAGE", "JSON_SCHEMA", "main"]
+__all__ = [
+    "EXIT_DOES_NOT_FIT",
+    "EXIT_DONE",
+    "EXIT_ENVIRONMENT",
+    "EXIT_NOT_KNOWN",
+    "EXIT_USAGE",
+    "JSON_SCHEMA",
+    "main",
+]
 
 #: The core's own commands, in the order of ``--help``.
 _COMMANDS = {
@@ -86,7 +94,7 @@ def _run_elsewhere(python: str, given: list[str]) -> int:
         return run_in(python, given)
     except VramGuardError as error:
         tell(str(error))
-        return _exit_code(error)
+        return exit_code(error)
 
 
 def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
@@ -102,14 +110,14 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
     run: Callable[[argparse.Namespace], int] = options.run
     if problem is not None and given[0] != "doctor":  # which says what is wrong with them
         tell(_said(problem))
-        return _exit_code(problem)
+        return exit_code(problem)
     try:
         fill_from_settings(options, found)
         code = run(options)
         sys.stdout.flush()
     except VramGuardError as error:
         tell(_said(error))
-        return _exit_code(error)
+        return exit_code(error)
     except BrokenPipeError:
         # The reader has seen enough (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -183,14 +191,6 @@ def _code_of_failure(error: Exception, *, verbose: bool) -> int:
         return EXIT_ENVIRONMENT
     tell(said)
     return EXIT_USAGE
-
-
-def _exit_code(error: VramGuardError) -> int:
-    if isinstance(error, DoesNotFitError):
-        return EXIT_DOES_NOT_FIT
-    if isinstance(error, InvalidInputError):
-        return EXIT_USAGE
-    return EXIT_ENVIRONMENT
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar, cast
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
-from vram_guard.forks import autograd_threads, hanging, queues
+from vram_guard.forks import autograd_threads, ended, hanging, queues, tied
+from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
 from vram_guard.forks.hanging import HangsError, Patience, abort
@@ -36,6 +37,9 @@ Progress = Callable[[str], None]
 
 #: Seconds that a copy may take at all.
 MOST_SECONDS = 1800.0
+
+#: Seconds for which a copy may live on after its connection has closed.
+_END_SECONDS = 5.0
 
 #: Parts of messages with which CUDA and torch's autograd refuse to work in a copy of a process that has used a GPU.
 _REFUSED_IN_FORKS = (
@@ -80,15 +84,18 @@ def can_fork() -> bool:
 
 
 def fork_with_generators() -> int:
-    """``os.fork``, but Python's generator is not seeded anew, autograd of the copy uses no GPU, and no queue waits.
+    """``os.fork``, but the copy ends with its original and draws as it does, autograd uses no GPU, and no queue waits.
 
     Example:
         >>> fork_with_generators()  # doctest: +SKIP
         4711
     """
     generators = random.getstate()
+    tied.prepare()
     process = os.fork()
     if process == 0:
+        tied.tie()
+        ended.forget()
         random.setstate(generators)
         autograd_threads.start_without_gpus()
         queues.wait_for_nobody()
@@ -112,6 +119,7 @@ def run_in_fork(
     Raises:
         ForkRefusedError: there is no fork on this system, or the work cannot be done in one.
         LostCopyError: the copy died or hung.
+        EndedCopyError: the copy was ended from outside, and so was a second one.
         Exception: what ``work`` raised; its traceback in the copy is the error's cause.
 
     Example:
@@ -119,7 +127,12 @@ def run_in_fork(
         >>> run_in_fork(lambda _progress: seen.append(1) or len(seen)), seen
         (1, [])
     """
-    return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
+    with contextlib.suppress(EndedOnceError):
+        return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
+    try:
+        return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
+    except EndedOnceError as error:
+        raise ended.twice(_("the copy of the process that looked at the training"), error.code) from error
 
 
 def begin_in_fork(work: Callable[[Progress], T]) -> Copy[T]:
@@ -150,25 +163,29 @@ def begin_in_fork(work: Callable[[Progress], T]) -> Copy[T]:
         _work_in_copy(work, there, stack, values)
     del values
     there.close()
-    return Copy(process, here, stack)
+    return Copy(tied.Child(process), here, stack)
 
 
 class Copy(Generic[T]):
     """A copy of the process that works.
 
     Args:
-        process: its number.
+        process: the copy.
         pipe: where its messages arrive.
         stack: where it writes its stack when it is killed.
     """
 
-    def __init__(self, process: int, pipe: Connection, stack: FatalStack) -> None:
+    def __init__(self, process: tied.Child, pipe: Connection, stack: FatalStack) -> None:
         self._process = process
         self._pipe = pipe
         self._stack = stack
 
     def answer(self, progress: Progress | None = None, *, most_seconds: float = MOST_SECONDS) -> T:
-        """Wait for the result; the copy is gone afterwards. Arguments, result and errors are :func:`run_in_fork`'s."""
+        """Wait for the result; the copy is gone afterwards. Arguments, result and errors are :func:`run_in_fork`'s.
+
+        Raises:
+            EndedOnceError: the copy was ended from outside.
+        """
         with self._pipe, contextlib.closing(self._stack):
             told = progress or (lambda _line: None)
             kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
@@ -182,7 +199,7 @@ class Copy(Generic[T]):
     def end(self) -> None:
         """End the copy, whose answer nobody needs."""
         with self._pipe, contextlib.closing(self._stack):
-            _end(self._process)
+            self._process.end()
 
 
 # --- in the copy ---------------------------------------------------------------------------------------------------
@@ -214,11 +231,13 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: Fata
 def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pickle.PickleBuffer]) -> tuple[str, Any]:
     try:
         value = work(lambda line: home.send(("progress", line, [])))
+        if missing := ended.not_known():
+            return "error", (missing, "", "", True)
         # Arrays may be as large as a model: they are not copied into the pickle.
         return "value", pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    except SystemExit as ended:
+    except SystemExit as left:
         error: Exception = UnsupportedStepError(
-            _("the training's own code ended the process (exit code {code})", code=ended.code)
+            _("the training's own code ended the process (exit code {code})", code=left.code)
         )
         return "error", (error, traceback.format_exc(), "", False)
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
@@ -249,33 +268,32 @@ def as_picklable(error: Exception) -> Exception:
 
 
 def _answer(
-    pipe: Connection, process: int, stack: FatalStack, progress: Progress, most_seconds: float
+    pipe: Connection, process: tied.Child, stack: FatalStack, progress: Progress, most_seconds: float
 ) -> tuple[str, Any, list[bytearray]]:
     """The copy's last message, and the arrays that follow it; the copy is gone afterwards."""
-    problem: str | None = None
+    hangs, closed = "", False
     try:
-        for kind, value, sizes in _messages(pipe, process, most_seconds):
+        for kind, value, buffers in _messages(pipe, process.process, most_seconds):
             if kind != "progress":
-                return kind, value, [_array(pipe, size) for size in sizes]
+                return kind, value, buffers
             progress(value)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        pass  # it died
+        closed = not process.ends_within(_END_SECONDS)
     except HangsError as error:
-        problem = str(error)
-        abort(process)
+        hangs = str(error)
+        abort(process.process)
     finally:
         # One that has answered ends by itself at once: nothing is lost by not waiting for it.
-        code = _end(process)
-    raise LostCopyError(stack.located(problem or _death(code))) from (
-        _RemoteTraceback(stack.text()) if stack.place() else None
-    )
-
-
-def _end(process: int) -> int:
-    """Kill a process of ours; its exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        code = process.end()
+    place = _RemoteTraceback(stack.text()) if stack.place() else None
+    if hangs:
+        raise LostCopyError(stack.located(hangs)) from place
+    if closed and code == -signal.SIGKILL:  # ours
+        raise LostCopyError(
+            _("the training's own code closed the connection over which the copy of the process answers")
+        )
+    if ended.from_outside(code):
+        raise EndedOnceError(code)
+    raise LostCopyError(stack.located(_death(code or 0))) from place
 
 
 def _death(code: int) -> str:
@@ -295,16 +313,22 @@ def _array(pipe: Connection, size: int) -> bytearray:
     return content
 
 
-def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[tuple[str, Any, list[int]]]:
-    """Messages as they arrive.
+def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[tuple[str, Any, list[bytearray]]]:
+    """Messages as they arrive, until there is none any more.
 
     Raises:
-        HangsError: none arrives any more.
+        HangsError: none arrives, though the copy is there.
     """
     patience = Patience(process, most_seconds)
     while True:
-        if pipe.poll(hanging.LOOK_SECONDS):
-            yield pipe.recv()
-            patience.heard()
-        else:
+        try:
+            arrived = pipe.poll(hanging.LOOK_SECONDS)
+            message = pipe.recv() if arrived else None
+            buffers = [_array(pipe, size) for size in message[2]] if message else []
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return
+        if message is None:
             patience.check()
+            continue
+        yield message[0], message[1], buffers
+        patience.heard()

@@ -64,7 +64,7 @@ class Patience:
 
 def abort(process: int) -> None:
     """Let a copy that hangs, and those that it has made, write their stacks, the innermost first; then end them."""
-    copies = [*_made_by(process)][::-1]
+    copies = [*made_by(process)][::-1]
     for copy in copies:
         _signal(copy, signal.SIGSTOP)  # none goes on because another one ended
     for copy in copies:
@@ -86,21 +86,21 @@ def _wait(copy: int) -> None:
         time.sleep(0.02)
 
 
-def _made_by(process: int) -> Iterator[int]:
-    """A copy and those that it has made, the outer ones first."""
+def made_by(process: int) -> Iterator[int]:
+    """A copy and what it has started, in any of its threads, the outer ones first."""
     yield process
-    try:
-        children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()
-    except OSError:
-        return
+    children: list[str] = []
+    for thread in Path(f"/proc/{process}/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            children += (thread / "children").read_text(encoding="ascii").split()
     for child in children:
-        yield from _made_by(int(child))
+        yield from made_by(int(child))
 
 
 def _processor_seconds(process: int) -> float | None:
     """Seconds of processor time of a copy and all that it has made; None where the system does not say."""
     total = 0
-    for copy in _made_by(process):
+    for copy in made_by(process):
         fields = _fields(copy)
         if fields is not None:
             total += sum(int(field) for field in fields[11:15])

@@ -7,8 +7,6 @@ shared memory becomes memory of the copy's own. What is opened for writing after
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import logging
 import os
 import shutil
@@ -18,13 +16,12 @@ import stat
 import sys
 from pathlib import Path
 
+from vram_guard.forks import tied
 from vram_guard.forks._shared_memory import make_private
+from vram_guard.patching import replace_attributes
 
 #: A file that is read and written is copied up to this size; a larger one is read by the copy as it is.
 _MOST_COPIED = 64 * 2**20
-
-#: prctl(2): the copy is killed when the thread that waits for it ends.
-_PR_SET_PDEATHSIG = 1
 
 
 def isolate(kept: set[int]) -> None:
@@ -35,18 +32,19 @@ def isolate(kept: set[int]) -> None:
     """
     import torch
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):  # the framework's handlers are the original's
         signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)  # the threads of its pool were not copied
     sys.dont_write_bytecode = True
-    _cut_off_files(kept)
+    _cut_off_files(kept | tied.tying)
+    _keep_open(kept | tied.tying)
     _renew_output()
     make_private()
 
 
 def _cut_off_files(kept: set[int]) -> None:
+    import fcntl
+
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in _open_files() - {*kept, nowhere}:
         try:
@@ -60,6 +58,23 @@ def _cut_off_files(kept: set[int]) -> None:
             _disconnect(number)
         elif stat.S_ISREG(kind) and flags & os.O_ACCMODE != os.O_RDONLY:
             _throw_away(number, nowhere, flags)
+
+
+def _keep_open(kept: set[int]) -> None:
+    """User code that closes all files, as daemons do, leaves these open."""
+    close, close_range = os.close, os.closerange
+
+    def closed(number: int) -> None:
+        if number not in kept:
+            close(number)
+
+    def range_closed(low: int, high: int) -> None:
+        for number in sorted(one for one in kept if low <= one < high):
+            close_range(low, number)
+            low = number + 1
+        close_range(low, high)
+
+    replace_attributes(os, {"close": closed, "closerange": range_closed})
 
 
 def _renew_output() -> None:

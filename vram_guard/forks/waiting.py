@@ -6,18 +6,17 @@ afterwards: what will need a copy then has one made before.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar
 
-from vram_guard.errors import LostCopyError
+from vram_guard.forks.ended import missing
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fork import ForkRefusedError, as_picklable, can_fork, fork_with_generators, run_in_fork
 from vram_guard.forks.isolation import isolate
+from vram_guard.forks.tied import Child
 from vram_guard.language import _
 
 A = TypeVar("A")
@@ -40,27 +39,28 @@ class WaitingCopy(Generic[A, R]):
         (asked, self._asking), (self._answers, answering) = Pipe(duplex=False), Pipe(duplex=False)
         with alone_in_process():
             try:
-                self._process = fork_with_generators()
+                process = fork_with_generators()
             except OSError as error:
                 raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
-        if self._process == 0:
+        if process == 0:
             _wait_for_work(work, asked, answering)
         asked.close()
         answering.close()
-        weakref.finalize(self, _end, self._process, self._asking, self._answers)
+        weakref.finalize(self, _end, Child(process), self._asking, self._answers)
 
     def __call__(self, argument: A, most_seconds: float) -> R:
         """The result of the work on this argument.
 
         Raises:
-            LostCopyError: the copy died or took longer.
+            LostCopyError: the copy that did the work died or took longer.
+            EndedCopyError: it was ended from outside, as was a second one; or this one was.
             Exception: what the work raised.
         """
         try:
             self._asking.send((argument, most_seconds))
             kind, value = self._answers.recv()
         except (EOFError, OSError) as error:
-            raise LostCopyError(_("the copy of the process that looked at the training was lost")) from error
+            raise missing(_("the copy of the process that waited to look at the training was ended")) from error
         if kind == "error":
             raise value
         return value  # type: ignore[no-any-return]
@@ -82,9 +82,7 @@ def _wait_for_work(work: Callable[[Any], Any], asked: Connection, answering: Con
         os._exit(0)
 
 
-def _end(process: int, *pipes: Connection) -> None:
+def _end(process: Child, *pipes: Connection) -> None:
     for pipe in pipes:
         pipe.close()
-    with contextlib.suppress(OSError):
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+    process.end()

@@ -8,7 +8,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Final, Generic, NoReturn, TypeVar
 
-from vram_guard.errors import InvalidInputError, LostCopyError, VramGuardError
+from vram_guard.errors import EndedCopyError, InvalidInputError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import in_copy
 from vram_guard.forks.fork import ForkRefusedError
 from vram_guard.forks.waiting import WaitingCopy
@@ -88,6 +88,7 @@ class Compiler(Generic[A]):
 
         Raises:
             NotCompiledError: it could not be followed.
+            EndedCopyError: that is not known.
         """
         if not self.seconds:
             raise NotCompiledError(_("compile_seconds is 0"))
@@ -100,7 +101,7 @@ class Compiler(Generic[A]):
             if in_copy():  # nothing of this process goes on
                 with _limited(self.seconds):
                     return _checked(lambda: self._trace(asked))
-        except NotCompiledError:
+        except (NotCompiledError, EndedCopyError):
             raise
         except (_TimeIsUp, LostCopyError) as error:
             late = isinstance(error, _TimeIsUp) or time.monotonic() - begun >= self.seconds

@@ -17,8 +17,9 @@ import socket
 import struct
 from typing import Any, NoReturn
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.forks import ended
 from vram_guard.forks.fork import fork_with_generators
+from vram_guard.forks.tied import Child
 from vram_guard.language import _
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
@@ -32,18 +33,19 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._asking, asked = socket.socketpair()
-        self._process = forks.flushed_fork()
-        if self._process == 0:
+        process = forks.flushed_fork()
+        if process == 0:
             self._asking.close()
             _serve(asked)
         asked.close()
+        self._process = Child(process)
         forks.running[self._process] = self
 
     def fork(self, task: Any) -> Fork:
         """A copy that does this task (which must be picklable), beginning where the server waits.
 
         Raises:
-            UnsupportedStepError: the server is gone.
+            EndedCopyError: the server is gone.
         """
         message = pickle.dumps(task)
         reading, writing = os.pipe()
@@ -53,17 +55,15 @@ class ForkServer:
             process = _SIZE.unpack(_received(self._asking, _SIZE.size))[0]
         except (OSError, EOFError) as error:
             os.close(reading)
-            raise UnsupportedStepError(_("the copy of the script that waited at prepare was lost")) from error
+            raise ended.missing(_("the copy of the script that waited at prepare was lost")) from error
         finally:
             os.close(writing)
-        return Fork(process, reading, is_child=False)
+        return Fork(process, reading)
 
     def end(self) -> None:
         """End the server: no more tasks will come."""
         self._asking.close()
-        with contextlib.suppress(OSError):
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
+        self._process.end()
         forks.running.pop(self._process, None)
 
 
@@ -71,21 +71,42 @@ def _serve(asked: socket.socket) -> NoReturn:
     """Copy this process for every task; raises :class:`ForkEntered` in the copies."""
     gc.freeze()  # a copy that looks through all objects would write to their memory, and so have all of it for itself
     faulthandler.disable()  # where the server stands tells nobody anything
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the copies are not waited for: they are reaped automatically
+    copies: dict[int, int] = {}
+    signal.signal(signal.SIGCHLD, lambda *_signal: _ended(copies))
     while True:
         try:
             head, pipes, *_rest = socket.recv_fds(asked, _SIZE.size, 1)
             message = _received(asked, _SIZE.unpack(head)[0])
         except (OSError, EOFError, struct.error):
             os._exit(0)  # the original is gone
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         process = fork_with_generators()
         if process == 0:
             asked.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            for pipe in copies.values():
+                os.close(pipe)
             raise ForkEntered(pickle.loads(message), ParentPipe(pipes[0]))  # noqa: S301 - from our own original
-        for pipe in pipes:
-            os.close(pipe)
+        copies[process] = pipes[0]
         asked.sendall(_SIZE.pack(process))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _ended(copies: dict[int, int]) -> None:
+    """Say how copies ended that have not answered: nobody else can wait for them.
+
+    Args:
+        copies: their numbers, with the pipes over which they answer.
+    """
+    for process in list(copies):
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            pipe, code = copies.pop(process), os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):  # the original asks no more
+                if code:
+                    os.write(pipe, pickle.dumps(forks.EndedBy(code)))
+            os.close(pipe)
 
 
 def _received(connection: socket.socket, size: int) -> bytes:

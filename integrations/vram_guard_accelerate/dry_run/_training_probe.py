@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 
+from vram_guard.language import _
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.time_limit import no_limit
 
 
@@ -53,12 +54,12 @@ class TrainingProbe:
         if not self._tried:
             self._tried = True
             try:
-                copy = forks.fork(None)
+                self._training = forks.asked_twice(
+                    _copy, _("the copy that looked for a loop that trains"), patience, may_be_silent=True
+                )
             except ForkEntered as entered:
                 self._parent = entered.parent
                 return False
-            no_limit()  # it may plan, and has a limit of its own
-            self._training = copy.answer(patience, may_be_silent=True)
             if self._training is None:
                 os._exit(0)  # it has answered for this process
         return self._asked == self._training
@@ -67,3 +68,9 @@ class TrainingProbe:
         """A backward pass, before anything was planned; a copy has seen enough then."""
         if self._parent is not None:
             self._parent.send(self._latest)
+
+
+def _copy() -> Fork:
+    made = forks.fork(None)
+    no_limit()  # it may plan, and has a limit of its own
+    return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from vram_guard.apply.microbatch import Layout
@@ -59,7 +61,11 @@ class ForkedTraces:
         request = TraceRequest(self._first.sample.batch_size, self._first.precision)
         found = self._answers.get((request, False, None))
         if not isinstance(found, FirstLook):
-            found = _answer_of(forks.fork(ForkTask(request, first_look=True)), FirstLook)
+            found = _answer_of(
+                lambda: forks.fork(ForkTask(request, first_look=True)),
+                _("the copy that would have followed the script as it is written"),
+                FirstLook,
+            )
             self._answers[request, False, None] = found
             self._compares_samples = found.facts.compares_samples
         return found
@@ -78,7 +84,8 @@ class ForkedTraces:
         other = size // 2 if size > 3 else 2 * size
         if self._again is None:
             request = TraceRequest(other, self._first.precision)
-            self._again = _answer_of(self._fork(request, False, None, looks_again=True), TraceResult)
+            ask = partial(self._fork, request, False, None, looks_again=True)
+            self._again = _answer_of(ask, _what(request), TraceResult)
         return other, self._again
 
     def read_layouts(self, only: LoopFacts | None = None) -> str:
@@ -126,9 +133,10 @@ class ForkedTraces:
             if wanted not in self._answers and wanted not in self._running:
                 self._running[wanted] = self._fork(*wanted)
         try:
-            copy = self._running.pop((request, whole_job, most))
-            more = allowed_seconds() if request.compiled else 0.0
-            answer = self._answers[request, whole_job, most] = _answer_of(copy, TraceResult, PATIENCE + more)
+            ask, begun = partial(self._fork, request, whole_job, most), self._running.pop((request, whole_job, most))
+            seconds = PATIENCE + (allowed_seconds() if request.compiled else 0.0)
+            answer = _answer_of(ask, _what(request), TraceResult, seconds, begun)
+            self._answers[request, whole_job, most] = answer
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
                 self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
@@ -181,8 +189,16 @@ def longest_again(sample: Sample, task: ForkTask) -> Sample:
     return replace(sample, batch_size=task.batch_size)
 
 
-def _answer_of(copy: Fork, kind: type[T], seconds: float = PATIENCE) -> T:
-    answer = copy.answer(seconds)
+def _what(request: TraceRequest) -> str:
+    """A copy, in words."""
+    count = request.batch_size * request.slices_of_model
+    return _("the copy that would have tried batches of {count} samples", count=count)
+
+
+def _answer_of(
+    ask: Callable[[], Fork], what: str, kind: type[T], seconds: float = PATIENCE, begun: Fork | None = None
+) -> T:
+    answer = forks.asked_twice(ask, what, seconds, begun=begun)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, kind):

@@ -11,17 +11,22 @@ import contextlib
 import os
 import pickle
 import select
-import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
-from vram_guard.forks import hanging
+from vram_guard.forks import ended, hanging
+from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.fork import fork_with_generators, write_all
 from vram_guard.forks.hanging import HangsError, Patience, abort
+from vram_guard.forks.tied import Child
 from vram_guard.language import _
+
+#: Seconds that a copy has for its end once it has answered.
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,15 @@ class ForkEntered(BaseException):
         self.parent = parent
 
 
-running: dict[int, object] = {}
-"""Copies that have not answered yet, and those that wait to be asked, by process number."""
+running: dict[Child, object] = {}
+"""Copies that have not answered yet, and those that wait to be asked."""
+
+
+@dataclass(frozen=True)
+class EndedBy:
+    """In place of the answer of a copy that is no child of the process that asked for it."""
+
+    code: int
 
 
 class Fork:
@@ -57,14 +69,12 @@ class Fork:
     Args:
         process: its number.
         pipe: where its answer comes from.
-        is_child: False for a child of the fork server, which waits for it.
     """
 
-    def __init__(self, process: int, pipe: int, *, is_child: bool = True) -> None:
-        self._process = process
+    def __init__(self, process: int, pipe: int) -> None:
+        self._process = Child(process)
         self._pipe = pipe
-        self._is_child = is_child
-        running[process] = self
+        running[self._process] = self
 
     def answer(self, seconds: float, *, may_be_silent: bool = False, watched: bool = False) -> Any:
         """The answer that the copy sends, once.
@@ -75,37 +85,69 @@ class Fork:
             watched: it is given up as well where neither it nor any of the copies that it has made works.
 
         Raises:
+            EndedOnceError: the copy was ended from outside.
             LostCopyError: the copy died, or did not answer in time.
         """
-        data, problem = (
-            None,
-            _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}"),
-        )
-        patience = Patience(self._process, seconds) if watched else None
+        data, hangs = None, ""
+        patience = Patience(self._process.process, seconds) if watched else None
         try:
             data = _read_to_end(self._pipe, time.monotonic() + seconds, patience)
+            if data is not None:
+                self._process.ends_within(_END_SECONDS)
         except HangsError as error:
-            problem = str(error)
-            abort(self._process)
+            hangs = str(error)
+            abort(self._process.process)
         finally:
-            if data is None:
-                with contextlib.suppress(OSError):
-                    os.kill(self._process, signal.SIGKILL)
             os.close(self._pipe)
             running.pop(self._process, None)
-            code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) if self._is_child else None
-        if data:
-            return pickle.loads(data)  # noqa: S301 - from our own copy
-        if code == 0 and may_be_silent and data is not None:
-            return None
-        if data is not None:
-            problem = _death(code)
-        raise LostCopyError(problem)
+            code = self._process.end()
+        if hangs:
+            raise LostCopyError(hangs)
+        if data is None:
+            raise LostCopyError(
+                _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}")
+            )
+        answer = _read(data)
+        if isinstance(answer, EndedBy):
+            code, answer = answer.code, None
+        if answer is not None or (code in (0, None) and may_be_silent):
+            return answer
+        if ended.from_outside(code):
+            raise EndedOnceError(code)
+        raise LostCopyError(_death(code or 0))
 
 
-def _death(code: int | None) -> str:
-    if code is None:
-        return _("the script died while it was followed")
+def asked_twice(ask: Callable[[], Fork], what: str, seconds: float, *, begun: Fork | None = None, **how: bool) -> Any:
+    """The answer of a copy; where it is ended from outside, that of a second one.
+
+    Args:
+        ask: makes a copy.
+        what: the copy and what it is to do, in words.
+        seconds: as of :meth:`Fork.answer`.
+        begun: the first copy, where it is there already.
+        **how: as of :meth:`Fork.answer`.
+
+    Raises:
+        EndedCopyError: both were ended so.
+        LostCopyError: the copy died, or did not answer in time.
+    """
+    with contextlib.suppress(EndedOnceError):
+        return (begun or ask()).answer(seconds, **how)
+    try:
+        return ask().answer(seconds, **how)
+    except EndedOnceError as error:
+        raise ended.twice(what, error.code) from error
+
+
+def _read(data: bytes) -> Any:
+    """What a copy has sent; None where it ended before that was all."""
+    try:
+        return pickle.loads(data)  # noqa: S301 - from our own copy
+    except (EOFError, pickle.UnpicklingError):
+        return None
+
+
+def _death(code: int) -> str:
     if code < 0:
         return _("the script was killed by signal {number} while it was followed", number=-code)
     return _("the script ended with exit code {code} while it was followed", code=code)
@@ -146,8 +188,7 @@ def check_forks() -> None:
 def end_all() -> None:
     """End all copies: none outlives its original."""
     for process in list(running):
-        with contextlib.suppress(OSError):
-            os.kill(process, signal.SIGKILL)
+        process.kill()
 
 
 def _read_to_end(pipe: int, deadline: float, patience: Patience | None) -> bytes | None:

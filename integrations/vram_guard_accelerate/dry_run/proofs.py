@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard.tensors import without_modes
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
+from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProofStep, ProofTask
@@ -226,9 +228,12 @@ class _Steps:
         return [step for step in steps if isinstance(step, ProofStep)]
 
     def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | WeightFound | DryRunFailure]:
-        copies = [self._server.fork(task) for task in tasks]
+        what = _("the copy that would have run a few samples")
+        copies = [(self._server.fork(task), partial(self._server.fork, task)) for task in tasks]
         with without_modes():
-            return [copy.answer(max(0.0, deadline - time.monotonic())) for copy in copies]
+            return [
+                forks.asked_twice(ask, what, max(0.0, deadline - time.monotonic()), begun=copy) for copy, ask in copies
+            ]
 
 
 def _added(steps: Sequence[ProofStep], weights: Sequence[float]) -> Observed:

@@ -6,18 +6,21 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
+from vram_guard.errors import EndedCopyError
+from vram_guard.forks import ended
 from vram_guard.language import _, language
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
@@ -27,6 +30,9 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning._best_relaunch import best_of
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Libraries whose version decides what a step allocates, or how a script is launched.
 LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
@@ -68,6 +74,7 @@ def predict(
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
+        EndedCopyError: something was ended from outside, twice: there is no plan, and nothing is remembered.
         KeyboardInterrupt: Ctrl-C; the dry run is ended.
     """
     from vram_guard.report.files import write_atomically
@@ -94,12 +101,23 @@ def predict(
             log=log,
         )
         raise replace(first, message=message).as_error()
-    best = best_of(first, lambda relaunch: _run(request.relaunched(relaunch), log), progress)
+    best = best_of(first, lambda relaunch: _known(_run(request.relaunched(relaunch), log)), progress)
     prediction = Prediction(best, str(log))
     if remembered is not None and remembered.parent.is_dir():
         with contextlib.suppress(OSError):
             write_atomically(remembered, to_json(prediction))
     return prediction
+
+
+def _known(answer: DryRunAnswer | DryRunFailure) -> DryRunAnswer | DryRunFailure:
+    """The answer of a relaunch.
+
+    Raises:
+        EndedCopyError: it is not known: neither is which launch is the best.
+    """
+    if isinstance(answer, DryRunFailure) and answer.error == EndedCopyError.__name__:
+        raise answer.as_error()
+    return answer
 
 
 # --- answers that are remembered --------------------------------------------------------------------------------
@@ -175,36 +193,89 @@ def _log_beside(remembered: Path | None) -> Path:
 
 
 def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
-    """Start the process of the dry run and wait for its answer."""
-    with tempfile.TemporaryDirectory(prefix="vram-guard-") as name:
-        folder = Path(name)
-        (folder / REQUEST).write_text(to_json(request), encoding="utf-8")
-        with log.open("ab") as out:
-            process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", "vram_guard_accelerate.planning.worker", str(folder)],
-                env=_environment(request.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through us
-            )
+    """The answer of a dry run; where it is ended from outside, that of a second one."""
+    for _attempt in range(2):
+        answer, code = _run_once(request, log)
+        if answer is not None:
+            return answer
+        if not ended.from_outside(code):
+            return DryRunFailure.unsupported(_how_it_ended(code))
+    return DryRunFailure.of(ended.twice(_("the dry run of the script"), code))
+
+
+def _run_once(request: DryRunRequest, log: Path) -> tuple[DryRunAnswer | DryRunFailure | None, int]:
+    """Start the process of a dry run; its answer, and its exit code."""
+    with _Watched() as watched, log.open("ab") as out:
+        (watched.folder / REQUEST).write_text(to_json(request), encoding="utf-8")
+        command = [sys.executable, "-m", "vram_guard_accelerate.planning.worker", str(watched.folder)]
+        with _signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
+            code = watched.run(command, _environment(request.environment), out)
+        return read_answer(watched.folder), code
+
+
+class _Watched:
+    """A folder and a process that works in it; both are gone after the block, and where this process is killed in it.
+
+    What is left then is removed by a process that does nothing but wait for that.
+
+    Attributes:
+        folder: for what goes to and fro.
+    """
+
+    def __enter__(self) -> Self:
+        self.folder = Path(tempfile.mkdtemp(prefix="vram-guard-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        waiting, self._held = os.pipe()
+        self._watcher = os.fork()
+        if self._watcher == 0:
             try:
-                with _signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
-                    code = process.wait()
+                os.setsid()  # what ends us from a terminal does not reach it
+                os.close(self._held)
+                self._clean_up(waiting)
             finally:
-                with contextlib.suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)  # all of its copies too, and what the script had started
-                process.wait()
-                undo(folder)
-        return read_answer(folder) or DryRunFailure.unsupported(_how_it_ended(code))
+                os._exit(0)
+        os.close(waiting)
+        return self
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], out: IO[bytes]) -> int:
+        """Run a program; its exit code, the negative number of a signal that ended it."""
+        self._process = subprocess.Popen(  # noqa: S603 - ourselves
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches it through us
+        )
+        os.write(self._held, b"%d" % self._process.pid)
+        return self._process.wait()
+
+    def __exit__(self, *_error: object) -> None:
+        os.close(self._held)
+        with contextlib.suppress(ChildProcessError):  # its end is ignored, or somebody else has waited for it
+            os.waitpid(self._watcher, 0)
+        if self._process is not None:
+            self._process.wait()
+
+    def _clean_up(self, waiting: int) -> None:
+        """In the process that waits: once the other one has left the block, or is gone."""
+        with open(waiting, "rb") as held:
+            process = held.read()
+        if process:
+            with contextlib.suppress(OSError):
+                os.killpg(int(process), signal.SIGKILL)  # and what the script had started
+        undo(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def read_answer(folder: Path) -> DryRunAnswer | DryRunFailure | None:
     """The answer of a dry run to the request in a folder; None where it gave none."""
     answer = folder / ANSWER
     kinds: Any = DryRunAnswer | DryRunFailure
-    found: DryRunAnswer | DryRunFailure | None = from_json(kinds, answer.read_bytes()) if answer.is_file() else None
-    return found
+    with contextlib.suppress(OSError, ValueError):  # it was killed before it had written all of it
+        found: DryRunAnswer | DryRunFailure = from_json(kinds, answer.read_bytes())
+        return found
+    return None
 
 
 def _how_it_ended(code: int) -> str:

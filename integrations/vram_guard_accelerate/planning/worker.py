@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vram_guard.codec import from_json, to_json
+from vram_guard.forks import ended, tied
 from vram_guard.language import _
 from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
@@ -48,7 +48,7 @@ def main() -> NoReturn:
         early_writes = EarlyWrites(folder, stopped, below_caches())
         _follow(request, lambda answer: _answer(folder, answer), early_writes, early)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
-        failure = DryRunFailure.of(error, request.command[0])
+        failure = DryRunFailure.of(ended.instead_of(error), request.command[0])
         said = (failure.message, *(one.note for one in early))
         _answer(folder, replace(failure, message="; ".join(filter(None, said))))
 
@@ -70,6 +70,8 @@ def _follow(
         no_limit()
         stood, memory = time.monotonic(), _memory()
         found = decide(first, settings, request.budget, current=request.relaunch, may_relaunch=True)
+        if missing := ended.not_known():
+            answer(DryRunFailure.of(missing))
         answer(
             DryRunAnswer(
                 plan=as_dict(found.plan),
@@ -92,6 +94,7 @@ def _follow(
     shape = LaunchShape.of(request.budget, request.ranks, request.local_ranks)
     shards = "offload_parameters" in settings.techniques
     change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
+    tied.keep_programs()
     run = DryRun(
         shape,
         decided,
@@ -134,6 +137,8 @@ def _too_long(settings: Settings) -> str:
 
 def _memory() -> int:
     """Bytes of host memory that this process, or the largest of its copies, took at most."""
+    import resource
+
     kibibytes = 1 if sys.platform == "darwin" else 1024
     own = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return max(own) * kibibytes
