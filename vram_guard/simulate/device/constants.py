@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from vram_guard.patching import replaced
+from vram_guard.simulate.device import ranges
+from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.tensors import map_tensors_in, tensors_in, version_of
 
@@ -67,6 +69,7 @@ def forget(tensor: torch.Tensor) -> None:
     for attribute in (_ATTRIBUTE, _ORIGIN):
         if attribute in tensor.__dict__:
             delattr(tensor, attribute)
+    ranges.forget(tensor)
 
 
 def of_same_origin(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -248,13 +251,20 @@ def _answer(out: torch.Tensor, value: bool) -> None:
 def scalar(tensor: torch.Tensor) -> Any:
     """The Python number that ``.item()`` answers: the real one where it is known, else a placeholder."""
     value = compute(tensor)
-    return placeholder(tensor.dtype) if value is None else value.item()
+    return placeholder(tensor) if value is None else value.item()
 
 
-def placeholder(dtype: torch.dtype) -> Any:
-    """The stand-in for an unknown value: 1 (a loss, a norm or a count to divide by), False for truth values."""
+def placeholder(tensor: torch.Tensor) -> Any:
+    """The stand-in for an unknown value: 1 (a loss, a norm or a count to divide by), False for truth values.
+
+    Where the tensor has bounds, it lies between them.
+    """
+    dtype = tensor.dtype
     if dtype == torch.bool:
         return False
+    bounds = bounds_of(tensor)
+    if bounds is not None:
+        return bounds.low + (_STAND_INS.whole - bounds.low) % bounds.number
     if dtype.is_floating_point:
         return _STAND_INS.fraction
     return complex(_STAND_INS.fraction) if dtype.is_complex else _STAND_INS.whole

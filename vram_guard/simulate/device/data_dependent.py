@@ -17,6 +17,8 @@ import torch
 
 from vram_guard.language import Message
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.branches import chosen
+from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class ScalarQueries:
         """The tensor's real values where they are known, else placeholders."""
         value = constants.compute(tensor)
         if value is None:
-            value = torch.full((), constants.placeholder(tensor.dtype), dtype=tensor.dtype).expand(tensor.shape)
+            value = torch.full((), constants.placeholder(tensor), dtype=tensor.dtype).expand(tensor.shape)
         return torch._C.TensorBase.tolist(value)
 
     def item(self, tensor: torch.Tensor) -> Any:
@@ -54,28 +56,24 @@ class ScalarQueries:
         number = torch._C.TensorBase.item(tensor)
         if not is_symbolic(tensor) or constants.compute(tensor) is not None:
             return number
-        if isinstance(number, bool):
-            self.guessed(number)  # there is no other use for one, and no class can be made of it
-            return number
-        kind = _GUESSES.get(type(number))
-        return number if kind is None else _guess(kind, number, self.guessed)
+        bounds = bounds_of(tensor)
+        if bounds is not None and bounds.at_most:
+            self._recorder.note(
+                Message(
+                    "the largest or smallest of values that are not known before training is read: taken at its bound, "
+                    "{answer}",
+                    answer=number,
+                ),
+                tier="partly symbolic",
+            )
+        kind = _GUESSES.get(type(number))  # no class can be made of bool: the operator beneath has decided it
+        return number if kind is None else _guess(kind, number, self._recorder)
 
     def truth(self, tensor: torch.Tensor) -> bool:
         """``if tensor:``."""
         answer = torch._C.TensorBase.__bool__(tensor)
-        if is_symbolic(tensor) and constants.compute(tensor) is None:
-            self.guessed(answer)
-        return answer
-
-    def guessed(self, answer: object) -> None:
-        """The step went on as if a value that is not known were this."""
-        self._recorder.note(
-            Message(
-                "the step branches on a computed value, which is not known before training: assumed to be {answer}",
-                answer=str(answer),
-            ),
-            tier="partly symbolic",
-        )
+        decided = tensor.dtype == torch.bool or not is_symbolic(tensor) or constants.compute(tensor) is not None
+        return answer if decided else chosen(self._recorder, answer)
 
 
 def _comparing(name: str, plain: type) -> Callable[[Any, Any], Any]:
@@ -87,9 +85,9 @@ def _comparing(name: str, plain: type) -> Callable[[Any, Any], Any]:
         by_hand = frame.f_code.co_code[frame.f_lasti] == _COMPARING
         # x != x and |x| < inf ask whether the number is healthy: it is.
         healthy = other is self or (isinstance(other, float) and not math.isfinite(other))
-        if answer is not NotImplemented and by_hand and not healthy:
-            self.guessed(plain(self))
-        return answer
+        if answer is NotImplemented or not by_hand or healthy:
+            return answer
+        return chosen(self.recorder, answer, frame, plain(self))
 
     return compared
 
@@ -100,15 +98,14 @@ def _calculating(name: str, plain: type) -> Callable[..., Any]:
     def calculated(self: Any, *others: Any) -> Any:
         result = calculate(self, *others)
         kind = _GUESSES.get(type(result))
-        return result if kind is None else _guess(kind, result, self.guessed)
+        return result if kind is None else _guess(kind, result, self.recorder)
 
     return calculated
 
 
 def _truth(plain: type) -> Callable[[Any], bool]:
     def true(self: Any) -> bool:
-        self.guessed(plain(self))
-        return bool(plain(self))
+        return chosen(self.recorder, bool(plain(self)), sys._getframe(1), plain(self))
 
     return true
 
@@ -126,9 +123,9 @@ def _guess_of(plain: type) -> type:
     return type(f"Guessed{plain.__name__.capitalize()}", (plain,), body)
 
 
-def _guess(kind: type, number: Any, guessed: Callable[[object], None]) -> Any:
+def _guess(kind: type, number: Any, recorder: Recorder) -> Any:
     made = kind(number)
-    made.guessed = guessed
+    made.recorder = recorder
     return made
 
 

@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, handle_torch_funct
 from torch.utils._device import DeviceContext
 
 from vram_guard.patching import replace_attributes, replaced
+from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.compiled_kernels import CompiledKernels
 from vram_guard.simulate.device.cuda_module import (
@@ -238,8 +239,12 @@ _real_array: Callable[..., Any] = torch.Tensor.__array__
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor of ones with this shape, for code that insists on data (never kept)."""
-    return torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
+    """A real tensor with this shape, for code that insists on data (never kept): its values where they are known."""
+    known = constants.compute(tensor)
+    if known is not None:
+        return known.clone()
+    value = 1 if tensor.dtype == torch.bool else constants.placeholder(tensor)
+    return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)
 
 
 def as_device(value: Any) -> torch.device | None:

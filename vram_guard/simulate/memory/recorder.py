@@ -133,6 +133,8 @@ class Recorder:
         """Called where a module's forward begins."""
         self.counts_micro_batches = True
         """Whether a forward behind a backward pass of its step is of another micro-batch."""
+        self.asked: dict[tuple[int, int], tuple[int, int, int]] = {}
+        """Loops of this phase that a value would end, by code and line: what is known of their rounds."""
 
     # --- phases -------------------------------------------------------------------------------------------
 
@@ -141,6 +143,7 @@ class Recorder:
         if self.phases and self.phases[-1].name == "forward" and name != "forward":
             self._settle_forward()
         self._count_micro_batches(name, step)
+        self.asked.clear()
         self.phases.append(Phase(name, step, len(self.events), self.label, self._from_start))  # type: ignore[arg-type]
         self._default_category = category
         self.in_backward = name == "backward"

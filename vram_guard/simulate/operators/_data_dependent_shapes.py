@@ -11,6 +11,8 @@ import torch
 from vram_guard.language import Message
 from vram_guard.scratch import RadixSort
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.branches import chosen
+from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.kernels import in_backward_formula
@@ -18,13 +20,18 @@ from vram_guard.simulate.operators.kernels import in_backward_formula
 
 def local_scalar(recorder: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     """``.item()``: the real value where it is known, else a placeholder."""
-    return constants.scalar(args[0])
+    tensor = args[0]
+    number = constants.scalar(tensor)
+    guessed = tensor.dtype == torch.bool and constants.compute(tensor) is None
+    return chosen(recorder, number) if guessed else number
 
 
-def equal(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
-    """``torch.equal``: known values are compared, unknown ones taken for different."""
+def equal(recorder: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    """``torch.equal``: known values are compared, unknown ones taken for different where the step goes on with that."""
     one, other = (constants.compute(tensor) for tensor in args[:2])
-    return one is not None and other is not None and torch.equal(one, other)
+    if one is not None and other is not None:
+        return torch.equal(one, other)
+    return args[0].shape == args[1].shape and chosen(recorder, default=False)
 
 
 def _note_bound(recorder: Recorder, func: Any, bound: int) -> None:
@@ -260,8 +267,12 @@ def unique(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
         _note_from_batch(recorder, func)
         results = func(real, *args[1:], **kwargs)
     else:
-        _note_bound(recorder, func, tensor.numel())
-        results = func(torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape), *args[1:], **kwargs)
+        bounds = bounds_of(tensor)
+        different = torch.arange(tensor.numel(), dtype=torch.int64)
+        if bounds is not None:
+            different = different % bounds.number + bounds.low
+        _note_bound(recorder, func, tensor.numel() if bounds is None else min(tensor.numel(), bounds.number))
+        results = func(different.to(tensor.dtype).view(tensor.shape), *args[1:], **kwargs)
     made = tuple(torch.empty_like(result, device="meta") for result in results)
     if real is not None:
         for out, result in zip(made, results, strict=True):

@@ -9,6 +9,7 @@ import torch
 from vram_guard.errors import UnsupportedOperatorError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Place, Recorder
 from vram_guard.tensors import map_tensors_in, tensors_in
@@ -47,7 +48,10 @@ def stand_in_result(
         size += tensor.numel() * tensor.element_size()
         if size > LARGEST_STAND_IN:
             raise UnsupportedOperatorError(no_kernel(recorder, name, _("and its inputs are too large to try")))
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        bounds = bounds_of(tensor)
+        # The largest one: what counts how often each is there is as long.
+        value = 0 if bounds is None or tensor.dtype == torch.bool else bounds.end - 1
+        return torch.full(tensor.shape, value, dtype=tensor.dtype)
 
     try:
         results = func(*map_tensors_in(real, args), **{key: map_tensors_in(real, kwargs[key]) for key in kwargs})

@@ -15,7 +15,7 @@ from vram_guard.errors import UnsupportedOperatorError, UnsupportedTechniqueErro
 from vram_guard.forks import autograd_threads
 from vram_guard.language import _
 from vram_guard.simulate.cost.op_cost import CostMeter, network_of
-from vram_guard.simulate.device import constants
+from vram_guard.simulate.device import constants, ranges
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
@@ -112,7 +112,7 @@ class SymbolicMode(TorchDispatchMode):
                 return result
         planned = self._plans.get(id(func))
         if planned is None:
-            planned = self._plans[id(func)] = self._plan_for(func), func
+            planned = self._plans[id(func)] = self._bounding(func, self._plan_for(func)), func
         self.operations += 1
         if self.interrupts.pending:
             self.interrupts.deliver()
@@ -142,6 +142,18 @@ class SymbolicMode(TorchDispatchMode):
             self.state.in_kernel, self._place = before
 
     # --- how each operator is run, decided once --------------------------------------------------------------
+
+    def _bounding(self, func: Any, runner: Runner) -> Runner:
+        """The way to run it, after which whole numbers that it makes have their bounds."""
+        if func._schema.name not in ranges.BOUNDED:
+            return runner
+
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            out = runner(func, args, kwargs)
+            ranges.derive(func, args, kwargs, out)
+            return out
+
+        return run
 
     def _plan_for(self, func: Any) -> Runner:
         name = func._schema.name
@@ -184,6 +196,7 @@ class SymbolicMode(TorchDispatchMode):
                 out = handler(self.recorder, func, args, kwargs)
             elif func._schema.name in BY_VALUES:
                 aside = Recorder()  # temporaries of the host take nothing from the GPU
+                aside.asked = self.recorder.asked
                 out = handler(aside, func, args, kwargs)
                 self.recorder.take_notes(aside)
             else:
