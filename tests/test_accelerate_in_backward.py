@@ -25,15 +25,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for loop in ("plain", "trainer"):
         for name in (loop, f"{loop}_usual"):
             cases.request(asked / name, SCRIPT, name, asked / f"{name}_out", budget="1GiB", whole_job=False)
+    for name in ("plain_alone", "plain_earlier"):
+        cases.request(asked / name, SCRIPT, name, asked / f"{name}_out", budget="1GiB")
     return cases.dry_runs(asked)
 
 
-@pytest.mark.parametrize("loop", ["plain", "trainer"])
+@pytest.mark.parametrize("loop", ["plain", "plain_alone", "plain_earlier", "trainer"])
 def test_hooks_that_step_in_the_backward_pass_are_followed(answers: Any, loop: str) -> None:
-    hooked, usual = answers[loop], answers[f"{loop}_usual"]
+    hooked, usual = answers[loop], answers[f"{loop.partition('_')[0]}_usual"]
     assert "error" not in hooked, hooked
     found, after = hooked["plan"]["estimate"], usual["plan"]["estimate"]
     assert not hooked["plan"]["changed"]
     # Two gradients are there at once, at the most; all of them, and the states, where the optimizer steps afterwards.
     assert after["peak_allocated"] - found["peak_allocated"] >= (LAYERS - 2) * WEIGHT
     assert found["peak_allocated"] >= 3 * LAYERS * WEIGHT  # weights and both states
+    assert found["breakdown"]["gradients"] >= WEIGHT
+    assert not found.get("leaks")

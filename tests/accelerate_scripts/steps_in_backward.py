@@ -1,4 +1,7 @@
-"""An optimizer for each weight, stepped from a hook in the backward pass; or, told "usual", one after it."""
+"""An optimizer for each weight, stepped from a hook in the backward pass; or, told "usual", one after it.
+
+Told "alone", the loop steps no other optimizer; told "earlier", hooks are there before the model is on the GPU.
+"""
 
 import sys
 
@@ -65,9 +68,16 @@ if "trainer" in how:
     )  # fmt: skip
     Layerwise(model, arguments, train_dataset=samples).train()
 else:
+    if "earlier" in how:
+        steps = optimizer()
     model.to(DEVICE)
-    steps = optimizer()
+    if "alone" in how:
+        stepping(model)
+    elif "earlier" not in how:
+        steps = optimizer()
     for batch in torch.utils.data.DataLoader(samples, batch_size=8):
         model(**{name: value.to(DEVICE) for name, value in batch.items()})["loss"].backward()
+        if "alone" in how:
+            continue
         steps.step()
         steps.zero_grad()

@@ -22,6 +22,7 @@ from vram_guard.simulate.device.fake_cuda import as_device, device_by_default, n
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.state.containers import leaves
 from vram_guard.user_code import is_users_file
+from vram_guard_accelerate.dry_run._loads import Loads, is_gpu
 
 # ruff: noqa: SLF001 - a storage has one key, and it is private
 
@@ -61,6 +62,9 @@ class CudaShim(TorchFunctionMode):
             for name, answer in accelerator_answers().items()
         }
         self._moved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._whole: set[int] = set()
+        """Storages that are as large there as they are here; of others, each tensor is moved by itself."""
+        self.loads = Loads(self._arrived)
         self._used = self._begun = False
         self.tells = True
         """Tensors on the GPU say that they are there; off where a step is run for real, on the CPU."""
@@ -85,7 +89,7 @@ class CudaShim(TorchFunctionMode):
             self._stack.enter_context(replaced(torch.accelerator, self._on_accelerator))
         recorded = while_active(self, lambda *_: None, torch.Tensor.record_stream)  # what lies on the CPU has no stream
         self._stack.enter_context(replaced(torch.Tensor, {"record_stream": recorded}))
-        self._stack.enter_context(replaced(torch, {"load": _loading_on_cpu(torch.load)}))
+        self._stack.enter_context(self.loads.followed())
         torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
         self._stack.enter_context(imports_run_for_real(self, excepted=is_users_file, after=self._imported))
         self.active = True
@@ -94,6 +98,10 @@ class CudaShim(TorchFunctionMode):
     def moved(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of these tensors that are meant to be on the GPU."""
         return [tensor for tensor in tensors if self.holds(tensor)]
+
+    def shared(self) -> frozenset[int]:
+        """Storages of which several tensors on the GPU may be parts (``_cdata``)."""
+        return frozenset(self._whole)
 
     def end(self) -> None:
         """No more of it."""
@@ -114,11 +122,13 @@ class CudaShim(TorchFunctionMode):
             return args[0]
         if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
             return args[0] if name == "pin_memory" else False
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if self.tells and name in ("__get__", "get_device"):
             return self._told(func, args, kwargs)
-        to_gpu = [_is_gpu(value) for value in args]
+        to_gpu = [is_gpu(value) for value in args]
         # After torch.set_default_device("cuda") torch itself would name it, further down.
-        named = _is_gpu(kwargs.get("device")) or _is_gpu(device_by_default(func, kwargs.get("device")))
+        named = is_gpu(kwargs.get("device")) or is_gpu(device_by_default(func, kwargs.get("device")))
         if not named and not any(to_gpu):
             return self._derived(func, args, kwargs)
         args = tuple(torch.device("cpu") if gpu else value for gpu, value in zip(to_gpu, args, strict=True))
@@ -147,6 +157,10 @@ class CudaShim(TorchFunctionMode):
                 self._remember(value)
         return out
 
+    def _arrived(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._remember(tensor)
+
     def _remember(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return
@@ -156,23 +170,16 @@ class CudaShim(TorchFunctionMode):
         def gone(ref: weakref.ref[torch.UntypedStorage]) -> None:
             if self._moved.get(key) is ref:  # the address may belong to another one by now
                 del self._moved[key]
+                self._whole.discard(key)
 
         self._used = True
+        if key not in self._moved and tensor.nbytes == storage.nbytes():
+            self._whole.add(key)
         self._moved[key] = weakref.ref(storage, gone)
 
 
 def _numbered(value: Any) -> Any:
     return torch.device("cuda", value) if type(value) is int else value
-
-
-def _loading_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load`` where nothing can be loaded onto a GPU."""
-
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        onto = "cpu" if map_location is None or _is_gpu(map_location) else map_location
-        return original(f, onto, *args, **kwargs)
-
-    return load
 
 
 _RealGenerator = torch.Generator
@@ -189,14 +196,7 @@ class _Generator(metaclass=_AsReal):
     """``torch.Generator``, which lies on the CPU whatever the device: its numbers are not used."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return _RealGenerator(device="cpu" if _is_gpu(device) else device)
-
-
-def _is_gpu(value: Any) -> bool:
-    if isinstance(value, str) and not value.startswith("cuda"):
-        return False
-    named = as_device(value)
-    return named is not None and named.type == "cuda"
+        return _RealGenerator(device="cpu" if is_gpu(device) else device)
 
 
 def _is_cpu(value: Any) -> bool:

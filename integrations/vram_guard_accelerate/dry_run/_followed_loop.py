@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
+from vram_guard.state.containers import leaves
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._engine import EngineProcess
+from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, Phase
@@ -32,10 +34,15 @@ class FollowedLoop:
         run: the process. Made once: from here on it is symbolic, and leaves nothing behind.
         accelerator: the script's.
         moved: tensors that the script has moved to the GPU by itself: frozen models, encodings.
+        shared: storages of theirs of which several tensors may be parts.
+        loads: files that it loads onto the GPU.
     """
 
-    def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
+    def __init__(
+        self, run: DryRun, accelerator: Any, moved: list[torch.Tensor], shared: frozenset[int], loads: Loads
+    ) -> None:
         self._run = run
+        self._loads = loads
         self.accelerator = accelerator
         self.models: list[nn.Module] = []
         self.forwards = 0
@@ -57,8 +64,19 @@ class FollowedLoop:
             run.early_writes.watches = False
         side_effects.discard_file_writes()
         _subprocess_policy.refuse_processes(stopped)
-        self.tracer.adopt(moved)
+        self.tracer.adopt(moved, shared)
         self.tracer.recorder.classify([one for one in moved if isinstance(one, nn.Parameter)], "parameters")
+
+        loads.arrive = self.tracer.adopt
+        self._loading = loads.followed()
+        self._loading.__enter__()  # for good
+
+    def loaded_beside(self) -> Iterator[str]:
+        """Words for what was loaded onto the GPU and takes its memory beside the training."""
+        states = (value for one in self.accelerator._optimizers for value in leaves(list(one.state.values())))
+        models = (tensor for model in self.models for tensor in (*model.parameters(), *model.buffers()))
+        tensors = (value for value in states if isinstance(value, torch.Tensor))
+        return self._loads.kept_beside((*models, *tensors))
 
     @property
     def root(self) -> nn.Module:

@@ -19,6 +19,7 @@ from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
+from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
@@ -35,8 +36,10 @@ PATIENCE = 1800.0
 class FollowingPhase(LoopPhase):
     """The script sets up its loop, evaluates, loads; at its first training batch it is planned for."""
 
-    def __init__(self, run: DryRun, accelerator: Any, moved: list[torch.Tensor]) -> None:
-        super().__init__(run, FollowedLoop(run, accelerator, moved))
+    def __init__(
+        self, run: DryRun, accelerator: Any, moved: list[torch.Tensor], shared: frozenset[int], loads: Loads
+    ) -> None:
+        super().__init__(run, FollowedLoop(run, accelerator, moved, shared, loads))
         self._probe = TrainingProbe()
         count_rounds()
         self._sample: Sample
@@ -107,6 +110,7 @@ class FollowingPhase(LoopPhase):
             self._probe.requests,
             fsdp_plugin=configured.plugin if isinstance(configured, ShardedProcess) else None,
             engine=configured.layout if isinstance(configured, EngineProcess) else None,
+            loaded_beside=tuple(loop.loaded_beside()),
         )
         try:
             with loop.tracer.paused():

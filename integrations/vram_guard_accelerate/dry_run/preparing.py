@@ -135,14 +135,14 @@ class PreparingPhase(Phase):
     def _next(self, accelerator: Any, prepared: tuple[Any, ...]) -> Phase:
         """What comes after this phase, in the original and in copies."""
         tensors = alive(torch.Tensor)
-        moved = self._shim.moved(tensors)
+        moved, shared = self._shim.moved(tensors), self._shim.shared()
         known = [weakref.ref(tensor) for tensor in tensors]
         del tensors  # what the script lets go of is gone
         try:
             if self._may_be_proven(prepared):
                 self.run.proof_server = ForkServer()
             self._shim.end()
-            return FollowingPhase(self.run, accelerator, moved)
+            return FollowingPhase(self.run, accelerator, moved, shared, self._shim.loads)
         except ForkEntered as entered:
             self.run.sharding.take_off()
             self._shim.tells = False

@@ -245,6 +245,7 @@ class _Planner:
 def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
     first, settings, traces = planner.first, planner.settings, planner.traces
+    yield from first.loaded_beside
     for name, why in planner.refused.items():
         if settings.asks(name) and name != "evaluation":  # the plan says it, where it would help
             yield Refusal(name, why).words()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,15 @@ def hooked(parameter: Any, twin: Any) -> Hooked:
     torch._C._swap_tensor_impl(parameter, twin)
     parameter._post_accumulate_grad_hooks = OrderedDict(hooks)
     return Hooked(parameter, twin, hooks)
+
+
+def before_others(parameter: Any, hook: Callable[[Any], None]) -> None:
+    """Call this with the parameter once its gradient is there, before a hook of the user's frees it."""
+    own = parameter._post_accumulate_grad_hooks or {}
+    others = dict(own)
+    own.clear()
+    parameter.register_post_accumulate_grad_hook(hook)
+    own.update(others)  # autograd calls them in the order in which they came, whatever an OrderedDict says
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,8 @@ from vram_guard.simulate.parallel.ranks import one_rank
 from vram_guard.simulate.parallel.replicas import calls_reduced, reduction_of
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._dispatch import SymbolicMode
+from vram_guard.simulate.tracing._in_backward import before_others
+from vram_guard.simulate.tracing._in_place import become, moved_in_place
 from vram_guard.simulate.tracing._interrupts import Interrupts
 from vram_guard.simulate.tracing._quantised import kept, packs
 from vram_guard.simulate.tracing._said import note_absent_kernels
@@ -60,6 +62,20 @@ def _onto_one_gpu(_model: nn.Module, inputs: Any, kwargs: Any, _gpus: Any) -> tu
         return leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf
 
     return (mapped(inputs, moved),), (mapped(kwargs, moved),)
+
+
+def _twin(tensor: torch.Tensor, shared: Container[int], memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """The symbolic twin of a tensor, a part of the memory that its storage has become if others share it."""
+    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return symbolic_like(tensor)
+    storage = tensor.untyped_storage()
+    if storage._cdata not in shared:
+        return symbolic_like(tensor)
+    if storage._cdata not in memory:
+        whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+        memory[storage._cdata] = whole.untyped_storage()
+    twin = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return twin.set_(memory[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class ExternalLoopTracer:
@@ -88,7 +104,9 @@ class ExternalLoopTracer:
         self._mode = SymbolicMode(self.recorder, self._device, self.capability, Interrupts(), on_cpu=on_cpu)
         self._on_step = on_step
         self._stack = contextlib.ExitStack()
-        self._phases = ObservedPhases(self.recorder, self._device, lambda: self.steps + 1, self._classify_flat)
+        self._phases = ObservedPhases(self.recorder, self._device, lambda: self.steps + 1, self._backward_ended)
+        self._stepped: list[torch.optim.Optimizer] = []
+        """Optimizers that hooks on gradients have stepped in the backward pass that is under way."""
         self._by_engine = False
         self._followed: Followed | None = None
         self._flat: nn.Module | None = None
@@ -114,6 +132,7 @@ class ExternalLoopTracer:
         self._module_call = nn.Module.__call__
         enter(asked_as_chosen(self.capability))
         enter(on_simulated_cuda(self._device, self.capability))
+        enter(moved_in_place(self.recorder))
         if hasattr(torch, "accelerator"):
             enter(replaced(torch.accelerator, accelerator_answers()))
         enter(replaced(nn.DataParallel, {"scatter": _onto_one_gpu}))
@@ -126,12 +145,18 @@ class ExternalLoopTracer:
         self.recorder.phase("setup", 0)
         enter(self._mode)
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These real tensors become symbolic, and stay the objects that they are: whoever holds them sees it."""
+    def adopt(self, tensors: Iterable[torch.Tensor], shared: Container[int] = ()) -> None:
+        """These real tensors become symbolic, and stay the objects that they are: whoever holds them sees it.
+
+        Args:
+            tensors: that lie on the GPU.
+            shared: storages (``_cdata``) of which several of them may be parts; of others, each has its own memory.
+        """
+        memory: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             if not is_symbolic(tensor):
                 self.adopt(kept(tensor))
-                self._in_place(tensor)
+                become(tensor, _twin(tensor, shared, memory))
                 if packs(tensor):
                     tensor.__class__ = nn.Parameter  # its own class would be asked whether it is symbolic
                     if getattr(tensor, "CB", None) is not None:
@@ -150,7 +175,7 @@ class ExternalLoopTracer:
         model.register_forward_pre_hook(self._before_forward)
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+                before_others(parameter, self._new_gradient)
 
     def shard(self, model: nn.Module, ranks: int, *, flat: bool = False) -> None:
         """From here on FSDP on this model, which lies in host memory, is traced; call it in place of adopting it.
@@ -178,7 +203,7 @@ class ExternalLoopTracer:
         self._device.shapes_only += 1  # the stand-ins take no memory of the GPU
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_symbolic(tensor):
-                self._in_place(tensor)
+                become(tensor, symbolic_like(tensor))
                 self.recorder.put(tensor, "cpu")
         self._device.shapes_only -= 1
         self.recorder.users_own_meta = False
@@ -218,7 +243,7 @@ class ExternalLoopTracer:
         self.recorder.classify(itertools.chain(*map(inner_tensors, model.parameters())), "parameters")
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._new_gradient)
+                before_others(parameter, self._new_gradient)
 
     def reduce(self, models: Iterable[nn.Module], ranks: int, given: Mapping[str, Any]) -> None:
         """DistributedDataParallel will wrap each of these models that is trained.
@@ -259,10 +284,6 @@ class ExternalLoopTracer:
         """The forwards of these modules are watched: what they change is in the timeline."""
         self._mode.purity.install(model, names)
 
-    def _in_place(self, tensor: torch.Tensor) -> None:
-        twin = symbolic_like(tensor).requires_grad_(tensor.requires_grad and tensor.is_leaf)
-        torch._C._swap_tensor_impl(tensor, twin)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """The simulated CUDA device is off inside the block: for code that is not the loop's."""
@@ -287,10 +308,13 @@ class ExternalLoopTracer:
         """What moves to the GPU until a model is called belongs to a batch."""
         self.recorder.phase("batch", self.steps + 1, "batch")
 
-    def _classify_flat(self) -> None:
-        """After a backward pass: FullyShardedDataParallel has stored gradients itself."""
+    def _backward_ended(self) -> None:
+        """FullyShardedDataParallel has stored gradients itself, and what hooks have stepped has stepped."""
         for parameter in () if self._flat is None else self._flat.parameters():
             self.recorder.classify(inner_tensors(parameter.grad), "gradients")
+        stepped, self._stepped = self._stepped, []
+        for optimizer in stepped:
+            self._on_step(optimizer)
 
     def _before_forward(self, *_args: Any) -> None:
         self.forward_begins()
@@ -300,12 +324,16 @@ class ExternalLoopTracer:
         self._phases.forward_begins()
 
     def _before_step(self, *_args: Any) -> None:
-        if not self._by_engine:
+        if not (self._by_engine or self._phases.in_backward):
             self._phases.step_begins()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
-        if not self._by_engine:
-            self._phases.step_ended(optimizer)
+        if self._by_engine:
+            return
+        self._phases.step_ended(optimizer)
+        if self._phases.in_backward:
+            self._stepped.append(optimizer)
+        else:
             self._on_step(optimizer)
 
     def _new_gradient(self, parameter: torch.Tensor) -> None:

@@ -41,7 +41,8 @@ class ObservedPhases:
         self._device = device
         self._number = number
         self._backward_ended = backward_ended
-        self._in_backward = False
+        self.in_backward = False
+        """A backward pass is under way: an optimizer that steps now is stepped by a hook on gradients."""
         self._stepping = False
 
     def backward_entries(self) -> dict[str, Callable[..., Any]]:
@@ -56,14 +57,14 @@ class ObservedPhases:
     def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             # A recomputation inside a backward pass; the compiler, which derives a backward graph.
-            if self._in_backward or self._device.in_kernel:
+            if self.in_backward or self._device.in_kernel:
                 return original(*args, **kwargs)
-            self._in_backward = True
+            self.in_backward = True
             self._recorder.phase("backward", self._number())
             try:
                 return original(*args, **kwargs)
             finally:
-                self._in_backward = False
+                self.in_backward = False
                 self._recorder.in_backward = False
                 self._backward_ended()
                 if self._stepping:  # the closure of an optimizer, whose own work follows
@@ -77,7 +78,7 @@ class ObservedPhases:
             self._recorder.phase("forward", self._number())
 
     def _module_called(self) -> None:
-        if not self._in_backward:  # where a module is computed again
+        if not self.in_backward:  # where a module is computed again
             self.forward_begins()
 
     def step_begins(self) -> None:
@@ -89,7 +90,7 @@ class ObservedPhases:
         classify_states(self._recorder, optimizer)
 
     def _own_step_begins(self, *_args: Any) -> None:
-        if not self._in_backward:  # where hooks on gradients step: that is a part of the backward pass
+        if not self.in_backward:  # where hooks on gradients step: that is a part of the backward pass
             self._stepping = True
             self.step_begins()
 

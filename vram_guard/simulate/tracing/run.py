@@ -40,6 +40,7 @@ from vram_guard.simulate.parallel.sharding import fsdp_traced
 from vram_guard.simulate.private_api import check_torch
 from vram_guard.simulate.tracing._collectives import synchronised_norms
 from vram_guard.simulate.tracing._dispatch import SymbolicMode, device_of_factories
+from vram_guard.simulate.tracing._in_backward import before_others
 from vram_guard.simulate.tracing._interrupts import Interrupts, interrupts_held_back
 from vram_guard.simulate.tracing._quantised import packs
 from vram_guard.simulate.tracing._said import note_absent_kernels, note_work_between
@@ -400,9 +401,7 @@ class _Run:
             if parameter.requires_grad and (spread or not hasattr(parameter, "__tensor_flatten__")):
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if not any(hook == self._new_gradient for hook in (hooks or {}).values()):
-                    handle = parameter.register_post_accumulate_grad_hook(self._new_gradient)
-                    hooks = parameter._post_accumulate_grad_hooks
-                    hooks.move_to_end(handle.id, last=False)  # before one of the user's frees it
+                    before_others(parameter, self._new_gradient)
 
     def _place(self, model: nn.Module, moved: list[torch.Tensor], mesh: Any) -> None:
         """Place the weights: those that are kept on the host never take GPU memory for longer than they are used."""
