@@ -45,6 +45,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([sys.executable, str(SCRIPT), "write", str(asked)], check=True, timeout=120)
     for name in (*ORDERS, "holder", "first_holder", *LOADS, "plain_loads_deletes", "plain_parts"):
         cases.request(asked / name, SCRIPT, name, asked, budget="1GiB", whole_job=False)
+    grows = cases.HERE / "accelerate_scripts" / "grows.py"
+    for name, *words in (
+        ("grows_long", "loader", 1000),
+        ("grows_short", "loader", 40),
+        ("grows_unknown", "none", 1000),
+    ):
+        cases.request(asked / name, grows, *words, budget="100MiB", whole_job=name == "grows_long")
     return cases.dry_runs(asked)
 
 
@@ -79,3 +86,13 @@ def test_what_was_freed_does_not_count(answers: Any) -> None:
     usual, found = estimate(answers, "plain"), estimate(answers, "plain_loads_deletes")
     assert found["peak_allocated"] == usual["peak_allocated"]
     assert not any("set_up.py" in note for note in answers["plain_loads_deletes"]["notes"])
+
+
+def test_what_grows_with_every_step_has_to_fit_for_as_many_steps_as_there_are(answers: Any) -> None:
+    for name, fits in (("grows_long", False), ("grows_short", True), ("grows_unknown", True)):
+        (leak,) = estimate(answers, name)["leaks"]
+        assert leak["bytes_per_step"] == 128 * 256 * 4
+        assert leak["source"].endswith("grows.py:16")
+        assert answers[name]["plan"]["fits"] is answers[name]["fits"] is fits
+        brief = answers[name]["brief"].splitlines()
+        assert any("grows.py" in line for line in brief[1:5])  # right under the verdict

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, Job, TrainingStep, estimate, trace
+from vram_guard import Budget, Job, TrainingStep, estimate, plan, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.job import Change, Evaluation, Resuming, Saving
 from vram_guard.simulate.memory import repeats
@@ -597,7 +597,7 @@ def leaking(kind):
     ],
 )
 def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, per_step, name):
-    timeline = trace(leaking(kind), leaks=True)
+    timeline = trace(leaking(kind))
     taken = timeline.at(1000)
     assert [(leak.bytes_per_step, leak.source, leak.kept_in) for leak in taken.leaks] == [
         (per_step, line_of(line), name)
@@ -612,9 +612,21 @@ def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, p
 @pytest.mark.parametrize("zero_grad", ["after_step", "before_backward"])
 def test_a_training_that_keeps_nothing_has_no_leak(keeps, zero_grad):
     step = leaking("none").with_(keeps=keeps, zero_grad=zero_grad, accumulate=2)
-    taken = estimate(step, 1000, leaks=True)
+    taken = estimate(step, 1000)
     assert taken.leaks == ()
     assert taken.steps_until_full(Budget.of("1GiB")) is None
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(None, True), (13, True), (14, False)])
+def test_what_grows_has_to_fit_until_the_last_step(steps, fits):
+    job = Job(lambda run: run.train(), steps=steps)
+    step = leaking("metric").with_(job=job)
+    at_first = trace(step).at(1000)
+    budget = Budget.of(at_first.peak_reserved + 10 * at_first.leaks[0].bytes_per_step, margin=0)
+    made = plan(step, 1000, budget, allow=())
+    assert made.fits is made.fits_as_written is fits
+    assert at_first.fits(budget) is fits
+    assert made.estimate.leaks == at_first.leaks
 
 
 def test_a_schedule_is_no_leak():
@@ -630,4 +642,3 @@ def test_a_leak_in_a_job_is_told_too():
     job = Job.of(Evaluation(ROWS, forward, batch_size=100, batches=5))
     taken = trace(leaking("metric").with_(job=job)).at(1000)
     assert [leak.bytes_per_step for leak in taken.leaks] == [1000 * 256 * 4]
-    assert estimate(leaking("metric"), 1000).leaks == ()  # nobody asked

@@ -309,7 +309,7 @@ def test_reports_say_what_grows_and_when_the_budget_is_full():
         kept.append(outputs.detach())
         return outputs.square().mean()
 
-    estimate = trace(step_of(None).with_(loss=loss), leaks=True).at(1000)
+    estimate = trace(step_of(None).with_(loss=loss)).at(1000)
     text = render(estimate, budget=Budget.of("1GiB", margin=0), width=120, unicode=False)
     assert "1000.00 KiB more with every step: 2 (Linear), tests/test_job_plan.py:" in text
     assert f"the budget is full after {estimate.steps_until_full(Budget.of('1GiB', margin=0))} steps" in text

@@ -687,3 +687,37 @@ def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
     on_host.recipe = Recipe(optimizer_on_host=True)
     assert found.capture.objection(on_host).technique == "offload_optimizer"
     assert told(tmp_path, Net(), validation=loader()).capture.objection(on_host) is None
+
+
+class Keeping(Net):
+    """Appends an output of every step to a list."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.head(self.backbone(batch[0].flatten(0, -2)))
+        self.outputs.append(outputs.detach())
+        loss = outputs.square().mean()
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("epochs", "validates"), [(4, False), (1, True), (1, False)])
+def test_what_every_training_step_keeps_is_told(tmp_path: Any, manual: bool, epochs: int, validates: bool) -> None:
+    found = told(tmp_path, Keeping(manual=manual), validation=loader() if validates else None, max_epochs=epochs)
+    (leak,) = found.estimate.leaks
+    assert (leak.bytes_per_step, leak.kept_in.rpartition(".")[2]) == (512, "outputs")  # the least block
+    assert found.estimate.steps == 4 * epochs
+
+
+def test_a_training_that_may_end_early_has_no_known_number_of_steps(tmp_path: Any) -> None:
+    early = pl.callbacks.EarlyStopping("loss")
+    assert told(tmp_path, Net(), early).estimate.steps is None
+    assert told(tmp_path, Net(), max_steps=7).estimate.steps == 7

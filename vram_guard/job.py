@@ -149,6 +149,8 @@ class Job:
 
     Attributes:
         play: called once in a trace, with a :class:`JobRun`. It has to train: ``run.train()``.
+        steps: optimizer steps of the whole run, or as many as it has at least; None: not known. Memory that grows with
+            every step has to fit until the last one.
 
     Example:
         >>> def play(run):
@@ -168,6 +170,7 @@ class Job:
     """
 
     play: Callable[[JobRun], object]
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.play):
@@ -211,7 +214,7 @@ class Job:
 
     def with_evaluation_batch_size(self, name: str, size: int) -> Job:
         """The same job with smaller batches in phases of this name, of a :class:`Resizable`."""
-        return Job(cast("Resizable", self.play).with_evaluation_batch_size(name, size))
+        return replace(self, play=cast("Resizable", self.play).with_evaluation_batch_size(name, size))
 
     def beside(self, batch_size: int) -> Job:
         """The same job where the training's batches of this size may be cut: those of evaluations are not."""

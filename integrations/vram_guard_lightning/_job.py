@@ -79,7 +79,7 @@ def job_of(
         read=lambda: _read_again(trainer),
         batch_of=batch_of,
     )
-    return Job(_Play(trainer, module, validation, later, view, heard)), later, notes
+    return Job(_Play(trainer, module, validation, later, view, heard), steps=_steps(trainer, later)), later, notes
 
 
 def validation_in(job: Job) -> Rounds | None:
@@ -93,6 +93,15 @@ def _epochs(trainer: Trainer, batches: float) -> float:
     if trainer.max_steps == -1 or math.isinf(batches):
         return most
     return min(most, math.ceil(trainer.max_steps * trainer.accumulate_grad_batches / batches))
+
+
+def _steps(trainer: Trainer, later: LaterEpochs) -> int | None:
+    """Optimizer steps of the training; None where nobody knows, or something may end it before."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    ends = any(_namespaces.is_a(one, f"callbacks.{name}") for one in callbacks for name in ("EarlyStopping", "Timer"))
+    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    steps = min(most, later.total * later.steps)
+    return None if ends or math.isinf(steps) or math.isinf(later.total) else int(steps)
 
 
 def _read_again(trainer: Trainer) -> Sample:

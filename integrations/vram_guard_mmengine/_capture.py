@@ -448,8 +448,14 @@ def _job(
             not sharded,
             schedule,
             test=rounds_of_training(runner, "test", notes, wish) if later_calls("test") else None,
-        )
+        ),
+        steps=None if _stops_early(runner) else length[1] // facts.accumulate or None,
     )
+
+
+def _stops_early(runner: Any) -> bool:
+    """True if a hook may end the training before its last iteration."""
+    return any(type(hook).__name__ == "EarlyStoppingHook" for hook in runner.hooks)
 
 
 def _schedule(runner: Any, sample: Sample) -> Schedule:

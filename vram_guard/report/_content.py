@@ -69,7 +69,7 @@ class Content:
     @property
     def peak(self) -> int:
         """Bytes that are compared with the budget."""
-        return self.answer.peak if isinstance(self.answer, Plan) else self.answer.peak_reserved
+        return self.answer.peak if isinstance(self.answer, Plan) else self.answer.corrected(1.0)
 
     def verdict(self, budget: Budget) -> tuple[Literal["fits", "over", "unknown"], str, str]:
         """(kind, words, figures): whether the step fits, and by how much."""
@@ -227,8 +227,14 @@ class Content:
             line = _("{amount} more with every step: {place}", amount=amount, place=place)
             name = printable(leak.kept_in, lines=False)
             lines.append(_("{line}, kept in {name}", line=line, name=name) if name else line)
-        steps = None if self.budget is None else self.estimate.steps_until_full(self.budget)
-        return lines if steps is None else [*lines, _("the budget is full after {count} steps", count=steps)]
+        full = None if self.budget is None else self.estimate.steps_until_full(self.budget)
+        if full is None:
+            return lines
+        steps = self.estimate.steps
+        if steps is None or steps <= full:
+            return [*lines, _("the budget is full after {count} steps", count=full)]
+        said = _("the budget is full after {count} steps, and the run has at least {steps}", count=full, steps=steps)
+        return [*lines, said]
 
     def modules(self, most: int) -> list[tuple[str, str, str]]:
         """(name, bytes, share) of the modules that hold most at the peak."""

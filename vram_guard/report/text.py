@@ -100,22 +100,22 @@ def _report(answer: Plan | Estimate, budget: Budget | None, *, unicode: bool, ve
 
 def _brief(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     """The verdict, the step as written, the change in one line, its cost, and what makes the answer uncertain."""
-    yield from _verdict(content)
+    yield from _verdict(content, signs)
     yield from _bars(content, signs)
     yield _grid(content.brief_facts())
     if content.plan is not None and content.plan.spread is not None:
         yield from _ways(_("The same training on other numbers of GPUs"), count_rows(content.plan.spread), signs)
-    yield from _bullets(_("Memory that grows"), content.leaks(), signs)
     yield from _bullets("", content.brief_reasons(), signs)
     yield from _bullets(_("Notes"), content.brief_notes(), signs)
 
 
-def _verdict(content: Content) -> Iterator[RenderableType]:
+def _verdict(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     if content.budget is not None:
         kind, head, figures = content.verdict(content.budget)
         if line := content.headline(content.budget):
             yield words(line, "bold")
         yield words(f"{head.upper()}  {figures}", _STYLES[kind])
+    yield from _bullets(_("Memory that grows"), content.leaks(), signs)
 
 
 def _bars(content: Content, signs: _Signs) -> Iterator[RenderableType]:
@@ -126,7 +126,7 @@ def _bars(content: Content, signs: _Signs) -> Iterator[RenderableType]:
 
 def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     budget, plan = content.budget, content.plan
-    yield from _verdict(content)
+    yield from _verdict(content, signs)
     yield _table(content, signs)
     if budget is not None:
         yield from _bars(content, signs)
@@ -136,7 +136,6 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     phases = content.phase_rows()
     if phases:
         yield from _ways(_("Peak of each phase"), [content.phase_heads(), *phases], signs)
-    yield from _bullets(_("Memory that grows"), content.leaks(), signs)
     modules = content.modules(TOP_MODULES)
     if modules:
         yield _heading(_("Modules that hold most at the peak"))

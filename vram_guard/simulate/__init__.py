@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
-from vram_guard.job import Job
 from vram_guard.language import Message
 from vram_guard.plain_model import as_step
 from vram_guard.step import TrainingStep, checked_count
-from vram_guard.timeline import FOLLOWED_STEPS, Affine, Collective, Estimate, Note, Timeline, merge_affine
+from vram_guard.timeline import Affine, Collective, Estimate, Note, Timeline, merge_affine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +44,6 @@ def trace(
     check_at: int | None = None,
     checked: bool = True,
     cudnn: str | None = None,
-    leaks: bool = False,
 ) -> Timeline:
     """Two consecutive training steps as allocations and frees, for every batch size.
 
@@ -67,8 +65,6 @@ def trace(
         cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
             one), the path of a libcudnn.so.9 of 9.8 or later, or "auto": the installed one where torch has a GPU here.
             None: what the setting ``cudnn`` says, "auto" without one. The timeline says what came of it.
-        leaks: follow a third step, and compare what the second and the third leave behind
-            (:attr:`vram_guard.Estimate.leaks`); a job with three steps does so anyhow.
 
     Raises:
         InvalidInputError: ``cudnn`` is none of these.
@@ -89,7 +85,7 @@ def trace(
     choice = checked_choice(cudnn)
     step = cast("TrainingStep", as_step(step, input_shape))
     capability = Capability(compute_capability)
-    step = with_built_model(_with_third_step(step) if leaks else step, capability)
+    step = with_built_model(step, capability)
 
     def run(size: int) -> Timeline:
         return run_step(step, size, capability)
@@ -177,7 +173,6 @@ def trace_at(
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
     cudnn: str | None = None,
-    leaks: bool = False,
 ) -> Timeline:
     """The step traced at one batch size alone, see :func:`traced_at`; the arguments are those of :func:`trace`.
 
@@ -190,16 +185,11 @@ def trace_at(
     from vram_guard.simulate.tracing.run import run_step
 
     checked_count("batch_size", batch_size)
-    step = _with_third_step(step) if leaks else step
 
     def run(size: int) -> Timeline:
         return run_step(step, size, compute_capability).on(multiprocessors)
 
     return traced_at(under(checked_choice(cudnn), run), batch_size)
-
-
-def _with_third_step(step: TrainingStep) -> TrainingStep:
-    return step if step.job is not None else step.with_(job=Job(lambda run: run.train(FOLLOWED_STEPS)))
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
@@ -239,7 +229,6 @@ def estimate(
     input_shape: str | int | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     cudnn: str | None = None,
-    leaks: bool = False,
 ) -> Estimate:
     """The memory of the step at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
 
@@ -254,4 +243,4 @@ def estimate(
         526336
     """
     step = cast("TrainingStep", as_step(step, input_shape))
-    return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn, leaks=leaks).at(batch_size)
+    return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn).at(batch_size)

@@ -128,6 +128,14 @@ class ReachedState:
             self._globals.append((name, names, value))
             yield name, value
 
+    def content(self) -> Iterator[tuple[str, Any]]:
+        """Everything that the objects hold now, with its names."""
+        yield from ((name, held(cell)) for name, cell, _content in self._cells)
+        yield from ((name, names.get(name)) for name, names, _value in self._globals)
+        for name, attributes, _before in self._attributes:
+            yield from ((f"{name}.{key}" if name else key, value) for key, value in attributes.items())
+        yield from ((name, look(container, LONGEST)) for name, container, _content in self._containers)
+
     def kept(self) -> Iterator[tuple[str, Any]]:
         """The names that hold something else than they did, with what they hold."""
         for name, cell, content in self._cells:

@@ -84,7 +84,9 @@ class Estimate(ShownInNotebooks):
     phases: tuple[PhasePeak, ...] = ()
     """The peak of each phase of the run, in order; empty where the step has no job, and so no other phases."""
     leaks: tuple[Leak, ...] = ()
-    """Memory that grows from one training step to the next, the most first; empty also where that was not asked."""
+    """Memory that grows from one training step to the next, the most first."""
+    steps: int | None = None
+    """Optimizer steps of the whole run, or as many as it has at least; None: not known."""
 
     def __repr__(self) -> str:
         held = f"{format_bytes(self.peak_allocated)} allocated, {format_bytes(self.peak_reserved)} reserved"
@@ -110,11 +112,20 @@ class Estimate(ShownInNotebooks):
 
     def steps_until_full(self, budget: Budget) -> int | None:
         """Optimizer steps after which leaks have filled the budget; None where nothing grows."""
-        grows = sum(leak.bytes_per_step for leak in self.leaks)
-        if not grows:
+        if not self._grows:
             return None
-        return FOLLOWED_STEPS + max(0, budget.usable - self.peak_reserved) // grows
+        return FOLLOWED_STEPS + max(0, budget.usable - self.peak_reserved) // self._grows
+
+    @property
+    def _grows(self) -> int:
+        """Bytes with every step."""
+        return sum(leak.bytes_per_step for leak in self.leaks)
+
+    @property
+    def grown(self) -> int:
+        """Bytes that leaks have added by the last step of the run; 0 also where the number of steps is not known."""
+        return self._grows * max(0, (self.steps or 0) - FOLLOWED_STEPS)
 
     def corrected(self, correction: float) -> int:
-        """The reserved peak as it is compared with a budget, in bytes."""
-        return int(self.peak_reserved * correction)
+        """The reserved peak as it is compared with a budget, in bytes: with what leaks add until the run ends."""
+        return int(self.peak_reserved * correction) + self.grown

@@ -101,7 +101,9 @@ class Timeline(ShownInNotebooks):
     optimizer: str = field(default="", repr=False, compare=False)
     """Name of the optimizer's class; "": there is none, or it is not known."""
     growth: tuple[Growth, ...] = ()
-    """The blocks that each further step would leave behind, of the last step; empty also where that was not asked."""
+    """The blocks that each further step would leave behind, of the last step."""
+    steps: int | None = None
+    """Optimizer steps of the whole run, or as many as it has at least; None: not known."""
     compiled: CompiledCode | None = None
     """What ``torch.compile`` made of the step, where that was followed."""
     marks: Marks | None = field(default=None, repr=False, compare=False)
@@ -423,6 +425,7 @@ def _estimate(timeline: Timeline, batch_size: int, result: Replay) -> Estimate:
         by_stream=tuple(by_stream) if timeline.streams else (),
         phases=phases,
         leaks=_leaks(timeline, batch_size),
+        steps=timeline.steps,
     )
 
 

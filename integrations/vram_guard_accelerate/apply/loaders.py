@@ -28,9 +28,10 @@ class LoadersMade:
 
     def place_of_training(self, sample: Sample) -> LoaderPlace | None:
         """The place where the loader of these samples, with their batch size, was made; None where there is none."""
+        data = getattr(sample.loader, "dataset", None)
         batches = getattr(sample.loader, "batch_sampler", None)  # Accelerate hands it on to its own loader
         same = [one for one in self._all if batches is not None and one[0].batch_sampler is batches]
-        for loader, place in same or [one for one in self._all if one[0].dataset is sample.loader.dataset]:
+        for loader, place in same or [one for one in self._all if data is not None and one[0].dataset is data]:
             if loader.batch_size == sample.batch_size:
                 there = [other for other, where in self._all if where == place]
                 number = next(at for at, other in enumerate(there) if other is loader)

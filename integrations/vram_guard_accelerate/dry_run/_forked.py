@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ from vram_guard.proof.effects import Listening
 from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.device.constants import other_placeholders
+from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
@@ -29,6 +31,7 @@ from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
 from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.loop_profile import epoch_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
@@ -75,6 +78,9 @@ class ForkedPhase(LoopPhase):
         self._weights: ReturnedWeights | None = None
         self._heard: Listening | None = None
         self._random = False
+        self.left = Leftovers(loop.tracer.recorder)
+        self._compared: object = None
+        """The optimizer whose steps are compared, the first that stepped: others step at other places of the loop."""
         if task.looks_again:
             self._placeholders = other_placeholders(*OTHER_PLACEHOLDERS)
             self._placeholders.__enter__()  # for good: the process ends with the answer
@@ -215,6 +221,10 @@ class ForkedPhase(LoopPhase):
     def stepped(self, optimizer: object) -> None:
         """Answer after the second step of every optimizer."""
         number = self.loop.count_step(optimizer)
+        if self._compared in (None, optimizer):
+            self._compared = optimizer
+            self.left.ended(number)
+            self.left.begins()
         if not self._state:
             self._state = state_of(self.loop.models)
         if number > 2 or (number == 2 and not self.loop.optimizers_behind):
@@ -222,7 +232,8 @@ class ForkedPhase(LoopPhase):
 
     def followed(self) -> None:
         """Two steps were taken, or more."""
-        self.answer()
+        if not self.left.unsettled:
+            self.answer()
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
@@ -252,12 +263,24 @@ class ForkedPhase(LoopPhase):
 
     def timeline(self) -> Timeline:
         """Everything that the loop did."""
-        return self.loop.tracer.timeline(self._request.batch_size, self._request.precision)
+        made = self.loop.tracer.timeline(self._request.batch_size, self._request.precision)
+        return replace(made, growth=self.left.growth, steps=self.steps)
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps that the run has at least: those of an epoch; None where its loader has no known end."""
+        batches = None if self._sample.loader is None else epoch_of(self._sample.loader)[0]
+        return None if batches is None else batches // (self.run.shape.ranks * self._between)
+
+    @property
+    def _between(self) -> int:
+        """Batches of an optimizer step."""
+        at = self.loop.batches_at_steps
+        return max(1, at[1] - at[0] if len(at) > 1 else self.loop.batches)
 
     def _result(self) -> TraceResult:
-        observer, at = self.run.observer, self.loop.batches_at_steps
+        observer, between = self.run.observer, self._between
         timeline = self.timeline()
-        between = max(1, at[1] - at[0] if len(at) > 1 else self.loop.batches)
         facts = LoopFacts(
             batches_per_step=between,
             clips_gradients=self._clips,

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Growth, Note, Timeline
+from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Note, Timeline
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
@@ -59,10 +59,8 @@ class WholeJobPhase(ForkedPhase):
         """Samples of the largest batch of an evaluation whose loader can make smaller ones."""
         self._next_epoch_at: int | None = None
         """Steps before the second epoch; None: it has not begun."""
-        self._alive: set[int] | None = None
-        """Blocks that were there when the last step ended; None: it was not followed by another one at once."""
-        self._first_block = 0
-        self._growth: tuple[Growth, ...] = ()
+        self._most_steps: int | None = None
+        """Of a Trainer's whole run."""
         self._notes: list[Note] = []
         self._rounds = EvaluationRounds(self._recorder, self.trains_on)
         self._rounds.install()
@@ -77,7 +75,11 @@ class WholeJobPhase(ForkedPhase):
         for model in loop.models:
             model.register_forward_pre_hook(self._forward_begins)
         self._watch_saves()
-        _let_trainer_evaluate(lambda: self._next_epoch_at is not None)
+        _let_trainer_evaluate(self._trainer_stepped)
+
+    def _trainer_stepped(self, most: int) -> bool:
+        self._most_steps = most
+        return self._next_epoch_at is not None
 
     def trains_on(self, loader: Any) -> bool:
         """True for the training's loader, and while the model trains for those made at its place or over its data."""
@@ -117,7 +119,8 @@ class WholeJobPhase(ForkedPhase):
                 self._over = batches
                 raise StopIteration
         elif self._next_epoch_at is None:
-            self._next_epoch_at, self._alive = steps, None
+            self._next_epoch_at = steps
+            self.left.differs()
             self._lines.rest()
         return self.made_batch()
 
@@ -170,7 +173,8 @@ class WholeJobPhase(ForkedPhase):
 
     def _enter_evaluation(self) -> None:
         if not self._evaluates:
-            self._evaluates, self._alive = True, None
+            self._evaluates = True
+            self.left.differs()
             self._recorder.phase("validation", self.loop.tracer.steps)
 
     def followed(self) -> None:
@@ -181,9 +185,6 @@ class WholeJobPhase(ForkedPhase):
         if steps == 2:
             processor_limit(SECONDS, self._late(_("not within {seconds} s of processor time", seconds=SECONDS)))
             limit(MOST_SECONDS, self._late(_("not within {seconds} s", seconds=MOST_SECONDS)))
-        if self._alive is not None and steps >= FOLLOWED_STEPS:
-            self._growth = self._recorder.grown(self._first_block, self._alive)
-        self._alive, self._first_block = self._recorder.alive(), self._recorder.blocks_so_far
         by_trainer = self.run.script.by_trainer  # which comes to an end by itself then
         if self._last or self._next_epoch_at is None or steps <= self._next_epoch_at or by_trainer:
             return
@@ -262,14 +263,22 @@ class WholeJobPhase(ForkedPhase):
             Note(_("what the script does now and then ({where}) was not reached; it is not included", where=one.where))
             for one in self._lines.pending
         ]
-        return replace(made, growth=self._growth, notes=(*made.notes, *self._rounds.notes, *self._notes))
+        return replace(made, notes=(*made.notes, *self._rounds.notes, *self._notes))
+
+    @property
+    def steps(self) -> int | None:
+        """Those of two epochs where there is another one; what a Trainer says."""
+        known = super().steps
+        if self._most_steps or known is None:
+            return self._most_steps
+        return known if self._next_epoch_at is None else 2 * known
 
 
-def _let_trainer_evaluate(ends: Callable[[], bool]) -> None:
+def _let_trainer_evaluate(ends: Callable[[int], bool]) -> None:
     """Transformers' Trainer evaluates and saves when the epoch is over, whatever its intervals are; then it ends.
 
     Args:
-        ends: true once the second epoch has begun.
+        ends: given the steps of the whole run, true once the second epoch has begun.
     """
     callbacks = sys.modules.get("transformers.trainer_callback")
     if callbacks is None:
@@ -284,7 +293,7 @@ def _let_trainer_evaluate(ends: Callable[[], bool]) -> None:
 
     def step_over(original: Callable[..., Any], self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
         original(self, args, state, control, **more)
-        control.should_training_stop = control.should_training_stop or ends()
+        control.should_training_stop = ends(state.max_steps) or control.should_training_stop
         return control
 
     wrap(callbacks.DefaultFlowCallback, "on_epoch_end", epoch_over)

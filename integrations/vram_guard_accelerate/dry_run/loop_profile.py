@@ -215,7 +215,7 @@ class LoopObserver:
         window = self._events[self._ends[0] : self._ends[1]] if complete else self._events
         happened = Counter(event.kind for event in window)
         rates, unknown = _Schedules(self._schedulers, self._events, self._ends, window).foretold()
-        batches, samples = _epoch(sample.loader)
+        batches, samples = epoch_of(sample.loader)
         return LoopProfile(
             complete=complete,
             batch_size=sample.batch_size,
@@ -306,8 +306,8 @@ def _rates(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, float], ...]:
     return tuple((id(group), float(group["lr"])) for group in optimizer.param_groups)
 
 
-def _epoch(loader: Any) -> tuple[int | None, int | None]:
-    """The batches of an epoch, and the samples; None where they are not known."""
+def epoch_of(loader: Any) -> tuple[int | None, int | None]:
+    """The batches of an epoch of a loader, and the samples; None where they are not known."""
     from torch.utils.data import BatchSampler
 
     try:

@@ -15,8 +15,9 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
-from vram_guard.timeline import FOLLOWED_STEPS, PHASE_NAMES, Growth, Note, PhaseName
+from vram_guard.timeline import PHASE_NAMES, Note, PhaseName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,11 +44,8 @@ class PlayedRun:
         self._open: list[tuple[PhaseName, str]] = []
         self._steps = 0
         self._label = ""
-        self._before: set[int] | None = None
-        """Blocks that were there at the end of the last step; None: the next one differs from it."""
         self._repeats = False
-        self.growth: tuple[Growth, ...] = ()
-        """The blocks that each further step would leave behind."""
+        self.left = Leftovers(loop.recorder)
         self._held: list[Any] = []
 
     @property
@@ -99,23 +97,24 @@ class PlayedRun:
         self._prepare()
         self._recorder.label = label
         if changes or label != self._label:
-            self._before, self._label = None, label
+            self.left.differs()
+            self._label = label
         for _step in range(steps):
+            self._traced_step(after)
+        if self.left.unsettled:
             self._traced_step(after)
         if self._loop.step.keeps == "nothing":
             self._loop.batch = None
         self._recorder.label = ""
 
     def _traced_step(self, after: Callable[[], object] | None) -> None:
-        """One optimizer step; what it leaves behind, where the step before was one like it."""
+        """One optimizer step."""
         self._steps += 1
-        first = self._recorder.blocks_so_far
+        self.left.begins()
         self._loop.run((self._steps,))
         if after is not None:
             after()
-        if self._before is not None and self._steps >= FOLLOWED_STEPS:
-            self.growth = self._recorder.grown(first, self._before)
-        self._before = self._recorder.alive()
+        self.left.ended(self._steps)
 
     def load(self, batch: Any) -> Any:
         """The batch on the simulated GPU."""

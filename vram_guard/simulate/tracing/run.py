@@ -25,6 +25,7 @@ from vram_guard.simulate.device.capability import Capability, Version
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.fake_cuda import FakeCudaState, simulated_cuda
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.simulate.memory.recorder import PLACE, Recorder
 from vram_guard.simulate.operators.autocast import cuda_autocast
 from vram_guard.simulate.operators.composite_ops import cuda_composites
@@ -202,8 +203,6 @@ class _Run:
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.growth: tuple[Growth, ...] = ()
-        self.reached: ReachedState | None = None
-        """What the user's callables hold, where a job is played."""
         self.take_off: Callable[[], None] = lambda: None
 
     @property
@@ -216,7 +215,7 @@ class _Run:
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
             if step.job is not None:
-                self.reached = stack.enter_context(reached_kept(_callables(step)))
+                stack.enter_context(reached_kept(_callables(step)))
             else:
                 stack.enter_context(reached_kept(_own_callables(step), _NEAR, _holds_symbolic))
             stack.callback(self.mode.undo_log.restore)
@@ -244,7 +243,8 @@ class _Run:
         timeline = timeline if followed is None else followed.on(timeline)
         self.recorder.forget()
         self.mode.meter.forget()
-        return replace(timeline, parallel=step.layout, growth=self.growth)
+        steps = None if step.job is None else step.job.steps
+        return replace(timeline, parallel=step.layout, growth=self.growth, steps=steps)
 
     def _compiler(
         self, model: nn.Module, module_call: Callable[..., Any]
@@ -335,12 +335,21 @@ class _Run:
     def _play(self, loop: Loop, model: nn.Module) -> None:
         """The steps, or the whole job."""
         if self.step.job is None:
-            loop.run(range(1, self.steps + 1))
+            left = Leftovers(self.recorder)
+            for number in range(1, self.steps + 1):
+                left.begins()
+                loop.run((number,))
+                left.ended(number)
+            if left.unsettled:
+                left.begins()
+                loop.run((self.steps + 1,))
+                left.ended(self.steps + 1)
         else:
             played = PlayedRun(loop, lambda: self._watch_gradients(model))
             played.play(self.step.job)
-            if played.growth and self.reached is not None:
-                self.growth = self.recorder.named(played.growth, self.reached.kept())
+            left = played.left
+        if left.growth:
+            self.growth = self.recorder.named(left.growth, ReachedState(_callables(self.written)).content())
 
     @contextlib.contextmanager
     def _default_dtype(self) -> Iterator[None]:
