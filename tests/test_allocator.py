@@ -492,3 +492,19 @@ def test_the_allocator_needs_no_torch():
 )
 def test_what_a_request_is_granted_of_a_cached_block(requested, available, granted, settings):
     assert CachingAllocator(settings).granted(requested, available) == granted
+
+
+def test_segments_lie_above_each_other_or_in_stretches_below_that_are_filled_upwards() -> None:
+    sizes = (20, 20, 12, 2, 48, 12, 12)  # MiB, of segments
+    taken = {}
+    for placement in ("above", "below"):
+        allocator = CachingAllocator(placement=placement)
+        for size in sizes:
+            allocator.allocate(size * MIB if size > 2 else 1)
+        taken[placement] = [event.address for event in allocator.segment_events]
+    above = taken["above"]
+    assert [low + size * MIB for low, size in zip(above[:-1], sizes[:-1], strict=True)] == above[1:]
+    first = taken["below"][0]
+    # The second stretch is full with 12 MiB; 2 MiB go behind the first segment. 64 MiB hold 48 and 12, not another 12.
+    offsets = [(address - first) // MIB for address in taken["below"]]
+    assert offsets == [0, -32, -12, 20, -96, -48, -128]

@@ -231,3 +231,10 @@ def test_a_real_gpu_gives_what_torch_says_is_free():
     assert budget.available == pytest.approx(free + torch.cuda.memory_reserved(), rel=0.02)
     assert budget.total == pytest.approx(total, rel=0.04)
     assert budget.compute_capability == torch.cuda.get_device_capability()
+
+
+def test_cards_that_only_native_linux_serves_have_a_known_placement_of_segments():
+    for name, placement in (("H100 SXM", "below"), ("H200", "below"), ("T4", "below"), ("RTX 4090", None)):
+        assert Budget.of(name).placement == find_gpu(name).placement == placement
+    assert Budget.resolve("10GiB", gpu="T4").placement == "below"
+    assert Budget.of("10GiB").placement is None

@@ -250,3 +250,38 @@ def test_another_batch_size_is_answered_without_another_trace() -> None:
     )
     assert len(calls) == before
     assert set(calls) == {2, 3, CHECKED_SIZE}
+
+
+#: Two equal blocks are free, in the first segment and in the second one: whichever is taken, one segment is free as a
+#: whole or none is when 40 MiB are asked for.
+SIZES = [40, 40, 20, 20, 20, 20, 20, 40]
+FIRST_FREED = (0, 1, ~0, 2, 3, ~1, 4, 5, ~2, ~4, 6, ~3, 7)
+SECOND_FREED = (*FIRST_FREED[:-2], ~5, 7)
+
+
+def test_where_the_placement_of_segments_is_not_known_the_larger_peak_counts() -> None:
+    from vram_guard.allocator import AllocatorSettings
+    from vram_guard.budget import Budget
+    from vram_guard.report import render
+    from vram_guard.report.as_json import as_dict
+
+    expandable = AllocatorSettings(expandable_segments=True)
+    for events, largest in ((FIRST_FREED, "above"), (SECOND_FREED, "below")):
+        unknown = timeline(*(block(size * MIB) for size in SIZES), events=events)
+        found = unknown.at(1)
+        assert (found.peak_lower, found.peak_reserved) == (80 * MIB, 120 * MIB)
+        known = {one: unknown.on(None, one).at(1) for one in ("below", "above")}
+        assert {one for one, each in known.items() if each.peak_reserved == 120 * MIB} == {largest}
+        assert all(each.peak_lower == 0 for each in known.values())
+        assert not found.fits(Budget.of(100 * MIB, margin=0))
+        assert unknown.at(1, capacity=100 * MIB).out_of_memory is not None
+        assert unknown.max_batch_size(Budget.of(100 * MIB, margin=0)) == 0
+        assert unknown.on(None, {"above": "below", "below": "above"}[largest]).max_batch_size(100 * MIB, limit=4) == 4
+        both = [
+            [line for line in render(one).splitlines() if "80.00" in line and "120.00" in line]
+            for one in (found, known[largest])
+        ]
+        assert [len(lines) for lines in both] == [1, 0]
+        told = as_dict(found)["estimate"]
+        assert (told["peak_reserved_lower"], told["peak_reserved"]) == (80 * MIB, 120 * MIB)
+        assert unknown.at(1, settings=expandable).peak_lower == 0, "no tie between segments there"

@@ -114,7 +114,8 @@ def definitions() -> dict[str, Any]:
     place = {"module": "str", "source": "str", "operator": "str"}
     phase = {"phase": "str", "step": "int", "label?": "str"}
     estimate = {
-        **dict.fromkeys(("batch_size", "peak_allocated", "peak_reserved", "peak_reserved_upper", "host_peak"), "int"),
+        **dict.fromkeys(("batch_size", "peak_allocated", "peak_reserved"), "int"),
+        **dict.fromkeys(("peak_reserved_lower", "peak_reserved_upper", "host_peak"), "int"),
         "upper_reasons": ["str"],
         "by_stream": ["int"],
         "breakdown": {"*": "int"},

@@ -107,7 +107,12 @@ def checked(
 
     resolved = budget_of_rank(resolved, step.layout)
     capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(step, compute_capability=capability, multiprocessors=resolved.multiprocessors)
+    timeline = trace(
+        step,
+        compute_capability=capability,
+        multiprocessors=resolved.multiprocessors,
+        placement=resolved.placement,
+    )
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
     return estimate, timeline, resolved.for_tier(estimate.tier, estimate.network)
 

@@ -44,7 +44,10 @@ LONGEST_COMPILED = 600.0
 
 
 class Predictor:
-    """Traces each distinct step once; code under ``torch.compile`` as compiled, in a copy of this process."""
+    """Traces each distinct step once; code under ``torch.compile`` as compiled, in a copy of this process.
+
+    The runs were on native Linux, where CUDA puts new segments below the earlier ones.
+    """
 
     def __init__(
         self, source: str, capability: tuple[int, int], multiprocessors: int | None = None, cudnn: str = "off"
@@ -69,14 +72,14 @@ class Predictor:
 
     def _traced(self, step: TrainingStep) -> Timeline:
         known: dict[str, Any] = {"compute_capability": self.capability, "multiprocessors": self.multiprocessors}
-        return trace(step, **known, cudnn=self.cudnn)
+        return trace(step, **known, placement="below", cudnn=self.cudnn)
 
     def _compiled(self, step: TrainingStep, size: int) -> Timeline:
         def followed(asked: int) -> Timeline:
             return run_step(step, asked, self.capability, compiled=True)
 
         chosen = under(checked_choice(self.cudnn), followed)
-        return Compiler(chosen, LONGEST_COMPILED)(size).on(self.multiprocessors)
+        return Compiler(chosen, LONGEST_COMPILED)(size).on(self.multiprocessors, "below")
 
     def row(self, measured: Measured) -> Row:
         """The measured case and its prediction, under the memory that was free."""

@@ -28,7 +28,9 @@ def history_facts(measured: Measured, snapshot: dict[str, Any], timeline: Timeli
     recording = read_recording(snapshot)
     settings = AllocatorSettings.from_conf(measured.case.allocator)
     followed = compare(recording, settings)
-    replayed = replay(recording.events, recording.sizes, settings=settings, streams=recording.streams)
+    replayed = replay(
+        recording.events, recording.sizes, settings=settings, streams=recording.streams, placement="below"
+    )
     return {
         "same_segments": followed.same_segments,
         "first_difference": _difference(followed),

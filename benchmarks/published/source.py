@@ -73,9 +73,11 @@ def predicted(
     capability = gpu.compute_capability
     if compiled:
         follow = Compiler(lambda count: run_step(step, count, capability, compiled=True), allowed_seconds())
-        timeline = follow(size).on(gpu.multiprocessors)
+        timeline = follow(size).on(gpu.multiprocessors, gpu.placement)
     else:
-        timeline = trace_at(step, size, compute_capability=capability, multiprocessors=gpu.multiprocessors)
+        timeline = trace_at(
+            step, size, compute_capability=capability, multiprocessors=gpu.multiprocessors, placement=gpu.placement
+        )
     fields = answer(timeline)
     seconds = time.perf_counter() - start
     upper = timeline.at(size).peak_upper or None

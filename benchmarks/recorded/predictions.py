@@ -14,7 +14,7 @@ from benchmarks.recorded import lm_2_7b, lm_medium
 from benchmarks.recorded.in_order import share_in_order
 from benchmarks.recorded.loops import PROGRAMS
 from benchmarks.recorded.recordings import path_of, recordings, source_of
-from vram_guard.allocator import compare, replay
+from vram_guard.allocator import Placement, compare, replay
 from vram_guard.job import Job, JobRun
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
@@ -31,6 +31,8 @@ class Run:
     """Of the GPU: 9.0 for the H100. Nobody names the card of lm-medium; its cuBLAS workspaces are not Hopper's."""
     recorded_step: int
     """The traced step that was recorded, with which the run ended."""
+    placement: Placement
+    """Read out of the recorded addresses."""
 
 
 def medium_training(context: int, precision: str) -> Run:
@@ -62,7 +64,7 @@ def medium_training(context: int, precision: str) -> Run:
         keeps="outputs",
         job=Job(play),
     )
-    return Run(step, lm_medium.BATCH, (8, 9), recorded_step=lm_medium.WARM_UPS + 1)
+    return Run(step, lm_medium.BATCH, (8, 9), lm_medium.WARM_UPS + 1, "above")
 
 
 def medium_inference(context: int, precision: str) -> Run:
@@ -79,7 +81,7 @@ def medium_inference(context: int, precision: str) -> Run:
             model(batch["warm_up"][0])
 
     step = TrainingStep(lambda: lm_medium.LanguageModel(context), batch, forward, None, precision)
-    return Run(step, lm_medium.BATCH, (8, 9), recorded_step=2)
+    return Run(step, lm_medium.BATCH, (8, 9), 2, "above")
 
 
 def billions_training(context: int) -> Run:
@@ -97,7 +99,7 @@ def billions_training(context: int) -> Run:
         zero_grad="before_forward",
         keeps="outputs",
     )
-    return Run(step, lm_2_7b.BATCH, (9, 0), recorded_step=1)
+    return Run(step, lm_2_7b.BATCH, (9, 0), 1, "below")
 
 
 def billions_forward(context: int, precision: str) -> Run:
@@ -110,7 +112,7 @@ def billions_forward(context: int, precision: str) -> Run:
     step = TrainingStep(
         lambda: lm_2_7b.LanguageModel(context), _tokens(context), forward, None, precision, keeps="outputs"
     )
-    return Run(step, lm_2_7b.BATCH, (9, 0), recorded_step=1)
+    return Run(step, lm_2_7b.BATCH, (9, 0), 1, "below")
 
 
 def _tokens(context: int) -> Callable[[int], torch.Tensor]:
@@ -146,7 +148,9 @@ def predicted(name: str) -> Row:
     timeline = trace_at(run.step, run.batch_size, compute_capability=run.capability)
     sizes = timeline.sizes(run.batch_size)
     start, end = _bounds(timeline, run.recorded_step)
-    answer = replay(timeline.events[:end], sizes, streams=timeline.streams, starts=(0, start)).stretches[-1]
+    answer = replay(
+        timeline.events[:end], sizes, streams=timeline.streams, starts=(0, start), placement=run.placement
+    ).stretches[-1]
     (recording,) = recordings(path_of(name))
     followed = compare(recording)
     recorded = [entry.size for entry in recording.trace if entry.action == "alloc"]

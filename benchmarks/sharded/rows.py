@@ -137,6 +137,7 @@ def _predicted(training: Training, records: Sequence[Record]) -> list[Row]:
             training.batch,
             compute_capability=gpu.compute_capability,
             multiprocessors=gpu.multiprocessors,
+            placement=gpu.placement,
         )
     seconds = time.perf_counter() - start
     parts = {"steady": timeline, "first step": until_second_step(timeline)}

@@ -119,7 +119,11 @@ def one(model: str, gpus: int, tensor: int, batch: int) -> dict[str, Any]:
     start, used = time.perf_counter(), time.process_time()
     with flash_attention():
         timeline = trace_at(
-            recipe.step(), batch, compute_capability=card.compute_capability, multiprocessors=card.multiprocessors
+            recipe.step(),
+            batch,
+            compute_capability=card.compute_capability,
+            multiprocessors=card.multiprocessors,
+            placement=card.placement,
         )
     traced, spent = time.perf_counter() - start, time.process_time() - used
     settings = {"default": AllocatorSettings(), "expandable": AllocatorSettings(expandable_segments=True)}

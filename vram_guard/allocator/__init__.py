@@ -2,6 +2,7 @@
 
 from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
 from vram_guard.allocator._comparison import Difference, RecordingComparison, SegmentCount, compare
+from vram_guard.allocator._driver import PLACEMENTS, Placement
 from vram_guard.allocator._host import host_peak, pinned_size
 from vram_guard.allocator._recording import Recording, read_recording, read_recordings
 from vram_guard.allocator._replaying import Replay, ReplayFailure, StretchPeak, replay
@@ -9,9 +10,11 @@ from vram_guard.allocator._settings import AllocatorSettings, with_expandable_se
 from vram_guard.allocator.blocks import Segment, SegmentBlock, SegmentEvent, TraceEntry
 
 __all__ = [
+    "PLACEMENTS",
     "AllocatorSettings",
     "CachingAllocator",
     "Difference",
+    "Placement",
     "Recording",
     "RecordingComparison",
     "Replay",

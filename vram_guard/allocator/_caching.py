@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
-from vram_guard.allocator._driver import SimulatedDriver
+from vram_guard.allocator._driver import Placement, SimulatedDriver
 from vram_guard.allocator._expandable import ExpandableSegments, least_expanded
 from vram_guard.allocator._settings import LEAST_OWN_SEGMENT, AllocatorSettings
 from vram_guard.allocator.blocks import (
@@ -74,8 +74,8 @@ class CachingAllocator:
     Args:
         settings: as PYTORCH_CUDA_ALLOC_CONF would set them; None: PyTorch's defaults.
         capacity: bytes that the device has for this allocator; None: no limit.
-        place: ``(size, stream) -> address`` of the next segment, for following a recorded run; None: above
-            all earlier ones (see :class:`vram_guard.allocator._driver.SimulatedDriver`).
+        place: ``(size, stream) -> address`` of the next segment, for following a recorded run; None: by ``placement``.
+        placement: where CUDA puts new segments, see :data:`vram_guard.allocator._driver.Placement`.
 
     Attributes:
         allocated: bytes in live blocks (``torch.cuda.memory_allocated``).
@@ -88,6 +88,7 @@ class CachingAllocator:
         settings: AllocatorSettings | None = None,
         capacity: int | None = None,
         place: Callable[[int, int], int] | None = None,
+        placement: Placement = "above",
     ) -> None:
         if capacity is not None and capacity < 0:
             raise InvalidInputError(
@@ -95,7 +96,8 @@ class CachingAllocator:
             )
         self.settings = settings = settings or AllocatorSettings()
         self.allocated = self.requested = self.peak_allocated = 0
-        self._device = SimulatedDriver(capacity, place)
+        # The segments of expandable address space are one for each pool and stream: their order decides no tie.
+        self._device = SimulatedDriver(capacity, place, "above" if settings.expandable_segments else placement)
         #: The first block of every segment, by the segment's address.
         self._heads: dict[int, PoolBlock] = {}
         self._live: dict[int, PoolBlock] = {}
@@ -434,7 +436,7 @@ class CachingAllocator:
         else:
             self._heads[segment.address] = block = PoolBlock(segment.address, segment.total_size, pool)
         self._device.take("segment_alloc", segment.address, segment.total_size, segment.stream)
-        self._device.next_address = max(self._device.next_address, segment.end)
+        self._device.occupy(segment.address, segment.end)
         for shown in segment.blocks[:-1]:
             rest = block.cut(block.size - shown.size, LIVE)
             self._restore_block(block, shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, Literal
 
 from vram_guard.allocator.blocks import SegmentAction, SegmentEvent
 
@@ -13,16 +14,25 @@ BASE_ADDRESS = 0x7F0000000000
 ALIGNMENT = 2 * 2**20
 
 
+#: CUDA's driver on native Linux takes address space in multiples of this many bytes, each below the earlier ones, and
+#: fills what a segment leaves of it with later ones: ``benchmarks/gpu/placement.py`` reads it out of addresses.
+STRETCH = 32 * 2**20
+
+#: Where a new segment lies: "below" the earlier ones, in stretches that are filled upwards (native Linux), or "above"
+#: all of them (Windows, and Linux under it).
+Placement = Literal["below", "above"]
+PLACEMENTS: Final[tuple[Placement, ...]] = ("below", "above")
+
+
 class SimulatedDriver:
     """A device's memory, as far as one allocator may reserve it.
 
-    Where ``cudaMalloc`` would put a segment cannot be known without the device. Here every new segment lies
-    above all earlier ones. Addresses decide nothing but ties: between free blocks of one size the lowest is
-    taken.
+    Addresses decide nothing but ties: between free blocks of one size the lowest is taken.
 
     Args:
         capacity: bytes that can be reserved; None: no limit.
-        place: ``(size, stream) -> address`` of the next segment; None: above all earlier ones.
+        place: ``(size, stream) -> address`` of the next segment; None: by ``placement``.
+        placement: where new segments lie.
 
     Attributes:
         reserved: bytes that are reserved now.
@@ -30,13 +40,21 @@ class SimulatedDriver:
         events: every call, in order.
     """
 
-    def __init__(self, capacity: int | None, place: Callable[[int, int], int] | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int | None,
+        place: Callable[[int, int], int] | None = None,
+        placement: Placement = "above",
+    ) -> None:
         self.capacity = capacity
         self.reserved = 0
         self.peak_reserved = 0
         self.events: list[SegmentEvent] = []
-        self.next_address = BASE_ADDRESS
+        self._lowest = self._highest = BASE_ADDRESS
+        #: What segments have left of their stretches: (first address, address behind the last), oldest first.
+        self._left: list[tuple[int, int]] = []
         self._place = place
+        self._placement = placement
 
     def has(self, size: int) -> bool:
         """True if ``size`` more bytes can be reserved."""
@@ -46,9 +64,29 @@ class SimulatedDriver:
         """The address of a new stretch of ``size`` bytes of address space."""
         if self._place is not None:
             return self._place(size, stream)
-        address = self.next_address
-        self.next_address += -(-size // ALIGNMENT) * ALIGNMENT
+        size = _up_to(size, ALIGNMENT)
+        if self._placement == "above":
+            address = self._highest
+            self._highest += size
+            return address
+        for index in reversed(range(len(self._left))):
+            address, end = self._left[index]
+            if end - address >= size:
+                break
+        else:
+            index, end = len(self._left), self._lowest
+            address = self._lowest = end - _up_to(size, STRETCH)
+            self._left.append((address, end))
+        if address + size < end:
+            self._left[index] = address + size, end
+        else:
+            del self._left[index]
         return address
+
+    def occupy(self, address: int, end: int) -> None:
+        """Note address space that is taken already: later segments lie above or below it."""
+        self._highest = max(self._highest, end)
+        self._lowest = min(self._lowest, address // STRETCH * STRETCH)
 
     def take(self, action: SegmentAction, address: int, size: int, stream: int) -> None:
         """Reserve ``size`` bytes at an address."""
@@ -60,3 +98,7 @@ class SimulatedDriver:
         """Give ``size`` bytes at an address back."""
         self.reserved -= size
         self.events.append(SegmentEvent(action, address, size, stream))
+
+
+def _up_to(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -98,7 +98,7 @@ class ExpandableSegments:
         space = -(-max(ADDRESS_SPACE, size) // page) * page
         if address is None:
             address = self._device.place(space, pool.stream)
-        self._device.next_address = max(self._device.next_address, address + space)
+        self._device.occupy(address, address + space)
         self._heads[address] = block = PoolBlock(address, space, pool, UNMAPPED)
         pool.add_unmapped(block)
         return block

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
+from vram_guard.allocator._driver import Placement
 from vram_guard.allocator._settings import AllocatorSettings
 from vram_guard.allocator.blocks import PoolBlock, Segment
 from vram_guard.errors import InvalidInputError
@@ -69,6 +70,7 @@ def replay(
     streams: Sequence[int] | None = None,
     optional: Container[int] = (),
     starts: Sequence[int] = (0,),
+    placement: Placement = "above",
 ) -> Replay:
     """Run allocations and frees through a fresh caching allocator.
 
@@ -83,13 +85,14 @@ def replay(
         optional: blocks that are done without where they do not fit; whatever was given back to make room for them
             stays given back.
         starts: the events at which stretches begin whose peaks are wanted, ascending from 0.
+        placement: where CUDA puts new segments: "below" or "above" the earlier ones.
 
     Raises:
         InvalidInputError: for a negative size, a block that is not in ``sizes``, is allocated twice, or is
             freed while it is not allocated.
     """
     run = _Run(list(map(operator.index, events)), list(map(operator.index, sizes)), streams, optional)
-    allocator = CachingAllocator(settings, capacity)
+    allocator = CachingAllocator(settings, capacity, placement=placement)
     curves: tuple[list[int], list[int]] | None = ([], []) if curve else None
     stretches = []
     failure = None

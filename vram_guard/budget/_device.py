@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import platform
+import sys
 from dataclasses import dataclass
 
+from vram_guard.allocator import Placement
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
 
@@ -42,6 +45,11 @@ class DeviceMemory:
     unified: bool = False
     mig: bool = False
     notes: tuple[str, ...] = ()
+
+
+def placement_here() -> Placement:
+    """Where CUDA's driver puts new segments on this machine, see :attr:`vram_guard.GPU.placement`."""
+    return "below" if sys.platform == "linux" and "microsoft" not in platform.release().lower() else "above"
 
 
 def cuda_ordinal(device: object) -> int | None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
 
+from vram_guard.allocator import Placement
 from vram_guard.budget import nvml, torch_cuda
-from vram_guard.budget._device import DeviceMemory, GpuProcess, cuda_ordinal
+from vram_guard.budget._device import DeviceMemory, GpuProcess, cuda_ordinal, placement_here
 from vram_guard.budget._names import form_of
 from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
 from vram_guard.budget.margins import measured_margin
@@ -44,6 +45,8 @@ class Budget(ShownInNotebooks):
         multiprocessors: of the card, None where no card is known: then the most that a card of this compute capability
             has is assumed of kernels that fill it.
         device_memory: bytes of the whole card as CUDA reports them, None where no card is known.
+        placement: where CUDA puts new segments on the card, "below" or "above" the earlier ones; None where that is not
+            known, see :attr:`vram_guard.GPU.placement`.
 
     Example:
         >>> Budget.resolve("10GiB", gpu="RTX 4090", margin=0.1).explain()
@@ -64,6 +67,7 @@ class Budget(ShownInNotebooks):
     margin_source: str = ""
     multiprocessors: int | None = None
     device_memory: int | None = None
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "margin", checked_margin(self.margin))
@@ -231,7 +235,13 @@ class Budget(ShownInNotebooks):
                 )
             )
         memory = self.device_memory or gpu.memory_bytes - gpu.driver_reserved
-        known = replace(self, gpu=gpu, compute_capability=gpu.compute_capability, device_memory=memory)
+        known = replace(
+            self,
+            gpu=gpu,
+            compute_capability=gpu.compute_capability,
+            device_memory=memory,
+            placement=self.placement or gpu.placement,
+        )
         most = _of_card(gpu, self.margin).available
         if self.available <= most:
             return known
@@ -337,6 +347,7 @@ def _of_card(gpu: GPU, margin: float) -> Budget:
         compute_capability=gpu.compute_capability,
         multiprocessors=gpu.multiprocessors,
         device_memory=gpu.memory_bytes - gpu.driver_reserved,
+        placement=gpu.placement,
     )
 
 
@@ -365,6 +376,7 @@ def _at_hand(device: object, margin: float) -> Budget:
         multiprocessors=memory.multiprocessors or (None if gpu is None else gpu.multiprocessors),
         notes=(*memory.notes, *notes, *torch_cuda.notes()),
         device_memory=memory.total if gpu is None else min(memory.total, gpu.memory_bytes - gpu.driver_reserved),
+        placement=placement_here(),
     )
 
 

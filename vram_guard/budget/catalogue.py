@@ -18,6 +18,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from vram_guard.allocator import Placement
 from vram_guard.budget._names import Form, differences, form_of, nearest_names
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -25,6 +26,9 @@ from vram_guard.language import _
 #: Useful gigatransfers a second and lane by PCI Express generation, times 128b/130b coding, over 8 bits
 #: (PCI Express base specifications 3.0, 4.0, 5.0), in bytes a second and lane in one direction.
 _PCIE_BYTES_PER_LANE = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 130 / 8}
+
+#: The product lines that Windows' display driver serves too.
+_FOR_DESKTOPS = ("GTX", "Quadro", "RTX", "TITAN")
 
 # A card whose measured memory is further off than this is another variant, or a slice of it.
 _SAME_CARD = 0.1
@@ -70,6 +74,17 @@ class GPU:
     pcie_lanes: int | None
     sources: tuple[tuple[str, str], ...]
     host_link_bandwidth: int | None = None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where CUDA puts new segments on it; None where its system decides, which is not known.
+
+        Read out of the addresses in recorded histories (``benchmarks/gpu/placement.py``): of an H100 (torch 2.6 and
+        2.11) and an H200 (torch 2.11), both on native Linux with CUDA 12 and 13, and of a run whose addresses are those
+        of Windows' Linux. Cards for data centers run under native Linux: NVIDIA's "CUDA on WSL User Guide" excludes
+        Tesla cards. Others run under both.
+        """
+        return None if self.name.startswith(_FOR_DESKTOPS) else "below"
 
     @property
     def pcie_bandwidth(self) -> int | None:

@@ -176,7 +176,13 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None)
 
     budget = budget_of_rank(budget, step.layout)
     capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors, cudnn=cudnn)
+    timeline = trace(
+        step,
+        compute_capability=capability,
+        multiprocessors=budget.multiprocessors,
+        placement=budget.placement,
+        cudnn=cudnn,
+    )
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 

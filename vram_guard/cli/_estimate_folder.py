@@ -139,8 +139,13 @@ def _symbolic(
     precision: Any = PRECISION_OF[tuning.dtype]
     step = tuning_of(trained.config, frozen, twin=twin, sizes=sizes, precision=precision)
     capability = (None if budget is None else budget.compute_capability) or ASSUMED_COMPUTE_CAPABILITY
-    multiprocessors = None if budget is None else budget.multiprocessors
-    timeline = trace(step, compute_capability=capability, multiprocessors=multiprocessors, cudnn=cudnn)
+    timeline = trace(
+        step,
+        compute_capability=capability,
+        multiprocessors=None if budget is None else budget.multiprocessors,
+        placement=None if budget is None else budget.placement,
+        cudnn=cudnn,
+    )
     largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
     made = None
     if recommend and budget is not None:

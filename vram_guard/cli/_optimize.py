@@ -183,7 +183,12 @@ def _batch(
     target, _why = (None, "") if "precision" in keep else mixed_precision(precision, budget.compute_capability)
     step = step.with_(precision=target or precision, accumulate=1)
     capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
+    timeline = trace(
+        step,
+        compute_capability=capability,
+        multiprocessors=budget.multiprocessors,
+        placement=budget.placement,
+    )
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
         measured = chosen_by_measurement(results, batch_size, accumulate, device)

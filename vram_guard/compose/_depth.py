@@ -144,6 +144,7 @@ _ONCE = (
     "notes",
     "compute_capability",
     "multiprocessors",
+    "placement",
     "precision",
     "network",
     "cudnn",

@@ -111,8 +111,12 @@ def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
     if on_gpu and budget.compute_capability is None:  # a copy of this process could not ask CUDA
         with contextlib.suppress(NoDeviceError, DeviceQueryError):
             found = Budget.resolve(device=device)
-            known = found.compute_capability, found.multiprocessors
-            budget = replace(budget, compute_capability=known[0], multiprocessors=known[1])
+            budget = replace(
+                budget,
+                compute_capability=found.compute_capability,
+                multiprocessors=found.multiprocessors,
+                placement=found.placement,
+            )
     return budget
 
 

@@ -192,6 +192,7 @@ def _foreseen(captured: CapturedEvaluation, settings: GuardSettings, budget: Bud
             size,
             compute_capability=budget.compute_capability or DEFAULT_CAPABILITY,
             multiprocessors=budget.multiprocessors,
+            placement=budget.placement,
             cudnn=settings.cudnn,
         )
 

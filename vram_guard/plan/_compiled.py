@@ -63,7 +63,7 @@ class _Compiled:
             return compiler(replace(asked, compiled=True))
 
         own = replace(source, trace=trace, direct=None, marks=False, one_size=True)
-        self.traces = Traces(own, request.batch_size, lambda _line: None, request.budget.multiprocessors)
+        self.traces = Traces(own, request.batch_size, lambda _line: None, request.budget)
         self._request = request
 
     def __call__(self, option: Option, size: int) -> Candidate:

@@ -131,7 +131,7 @@ def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:
 
 def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:
     """The plan with its whole job, whose evaluation may get smaller batches."""
-    followed = Traces(whole, asked.batch_size, asked.progress, asked.budget.multiprocessors)
+    followed = Traces(whole, asked.batch_size, asked.progress, asked.budget)
     smaller = smaller_evaluation(whole, request, lambda run: under(asked.cudnn, run))
     why_not = None
     if "evaluation" not in _techniques(asked, whole):
@@ -148,7 +148,7 @@ def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, 
     """What is known of the source, and the other ways to divide it that may be taken."""
     earlier = None if source.explored is None else source.explored.get(asked.batch_size)
     known = earlier if isinstance(earlier, _Explored) else None
-    traces = known.traces if known else Traces(source, asked.batch_size, asked.progress, asked.budget.multiprocessors)
+    traces = known.traces if known else Traces(source, asked.batch_size, asked.progress, asked.budget)
     traces(Option(source.precision, 1))  # errors of the step as written come before all others
     shardings: tuple[Sharding, ...] = ()
     if source.shardings is not None:

@@ -210,7 +210,7 @@ def smaller_evaluation(
         def most_of(batches: int) -> int:
             def follow(count: int) -> Timeline:
                 timeline = asking(whole(job.with_evaluation(evaluation, count, batches)))(traced)
-                return replace(timeline, traced=(count,), multiprocessors=request.budget.multiprocessors)
+                return replace(timeline, traced=(count,)).on(request.budget.multiprocessors, request.budget.placement)
 
             found = law(follow, check_at=asked)
             return found.max_batch_size(request.budget, settings=request.settings, limit=asked)

@@ -246,7 +246,12 @@ def _found(
         say(_("looking for the largest batch"))
         timeline = made.timeline_before
         if step.job is not None:  # followed at the one size; the law spares a trace for each size that is tried
-            timeline = trace(step, compute_capability=capability, multiprocessors=budget.multiprocessors)
+            timeline = trace(
+                step,
+                compute_capability=capability,
+                multiprocessors=budget.multiprocessors,
+                placement=budget.placement,
+            )
         found["largest_batch_size"] = timeline.max_batch_size(budget, settings=settings, limit=limit)
     return found
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from vram_guard.allocator import Placement
 from vram_guard.budget import GPU
 from vram_guard.step import checked_count
 from vram_guard.timeline import Timeline, largest_that_fits
@@ -62,14 +63,14 @@ def on_every_gpu(
     """By the events of a trace: batch size -> reserved peak on the last card that was asked; cards differ little."""
 
     @cache
-    def peak_at(card: tuple[tuple[int, int], int | None], size: int) -> int:
+    def peak_at(card: tuple[tuple[int, int], int | None, Placement | None], size: int) -> int:
         timeline = timeline_for(card[0])
-        peak = timeline.on(card[1]).replay(size).peak_reserved
+        peak = timeline.on(*card[1:]).replay(size).peak_reserved
         seen[id(timeline.events)][size] = peak
         return peak
 
     def one(gpu: GPU) -> OnGpu:
-        card = gpu.compute_capability, gpu.multiprocessors
+        card = gpu.compute_capability, gpu.multiprocessors, gpu.placement
         timeline = timeline_for(gpu.compute_capability)
         tier, network = timeline.tier, timeline.network
         budget = Budget.of(gpu, margin).for_tier(tier, network)

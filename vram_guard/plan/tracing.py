@@ -17,6 +17,7 @@ from vram_guard.techniques.recipe import AS_WRITTEN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from vram_guard.budget import Budget
     from vram_guard.plan._option import Option
     from vram_guard.plan.source import Source, TraceRequest
     from vram_guard.timeline import Timeline
@@ -37,7 +38,7 @@ class Traces:
         source: what is traced.
         batch_size: samples that the loader delivers at once; the law of the step as written is checked there.
         progress: called with a line of text before each trace.
-        multiprocessors: of the GPU that is meant; None: unknown.
+        budget: of the GPU that is meant; None: unknown.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class Traces:
         source: Source,
         batch_size: int,
         progress: Callable[[str], None],
-        multiprocessors: int | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.source = source
         self._batch_size = batch_size
         self._progress = progress
-        self._multiprocessors = multiprocessors
+        self._card = (None, None) if budget is None else (budget.multiprocessors, budget.placement)
         # Of a step over several GPUs a rank has few sizes: no more traces than the law takes.
         sizes = 1 + sum(1 for _splits in splits_of(batch_size))
         self._directly = source.one_size or (source.topology is not None and sizes <= _LAW_SIZES)
@@ -306,7 +307,7 @@ class Traces:
 
     def _trace(self, request: TraceRequest, directly: bool) -> Callable[[], Timeline]:
         follow = self.source.direct if directly and self.source.direct is not None else self.source.trace
-        return lambda: follow(request).on(self._multiprocessors)
+        return lambda: follow(request).on(*self._card)
 
     def _confirmed(self, request: TraceRequest, *, all_blocks: bool = False) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at

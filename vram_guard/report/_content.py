@@ -280,6 +280,13 @@ _RANGE_WITH_TRANSFORMS = marked(
 def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
     """(name, value): the range of the reserved peak with its reasons, and the cuDNN that was asked, where there are."""
     facts, asked = [], estimate.cudnn
+    if estimate.peak_lower:
+        words = _(
+            "{low} or {high}: how CUDA places memory on this card is not known, and the larger amount counts",
+            low=format_bytes(estimate.peak_lower),
+            high=format_bytes(estimate.peak_reserved),
+        )
+        facts.append((_("placement of segments"), words))
     if estimate.peak_upper > estimate.peak_reserved:
         words = _(
             _RANGES.get(estimate.upper_reasons, _RANGE_WITH_TRANSFORMS),

@@ -96,6 +96,7 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "batch_size": estimate.batch_size,
         "peak_allocated": estimate.peak_allocated,
         "peak_reserved": estimate.peak_reserved,
+        "peak_reserved_lower": estimate.peak_lower or estimate.peak_reserved,
         "peak_reserved_upper": max(estimate.peak_reserved, estimate.peak_upper),
         "upper_reasons": list(estimate.upper_reasons),
         "by_stream": list(estimate.by_stream),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
+from vram_guard.allocator import Placement
 from vram_guard.language import Message
 from vram_guard.plain_model import as_step
 from vram_guard.step import TrainingStep, checked_count
@@ -41,6 +42,7 @@ def trace(
     input_shape: str | int | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
+    placement: Placement | None = None,
     check_at: int | None = None,
     checked: bool = True,
     cudnn: str | None = None,
@@ -60,6 +62,8 @@ def trace(
         compute_capability: of the GPU that is meant; decides attention backends and library workspaces.
         multiprocessors: of the GPU that is meant, on which the buffers of large reductions depend; None: the most that
             a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
+        placement: where CUDA puts new segments on the GPU that is meant: "below" or "above" the earlier ones
+            (``Budget.placement``); None: not known, and the larger peak of both counts.
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
         checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
         cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
@@ -90,7 +94,7 @@ def trace(
     def run(size: int) -> Timeline:
         return run_step(step, size, capability)
 
-    timeline = law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors)
+    timeline = law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors, placement)
     # A trace that is yet to come may ask more.
     return timeline if timeline.retrace is not None else replace(timeline, asked=capability.answers)
 
@@ -172,6 +176,7 @@ def trace_at(
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
+    placement: Placement | None = None,
     cudnn: str | None = None,
 ) -> Timeline:
     """The step traced at one batch size alone, see :func:`traced_at`; the arguments are those of :func:`trace`.
@@ -187,7 +192,7 @@ def trace_at(
     checked_count("batch_size", batch_size)
 
     def run(size: int) -> Timeline:
-        return run_step(step, size, compute_capability).on(multiprocessors)
+        return run_step(step, size, compute_capability).on(multiprocessors, placement)
 
     return traced_at(under(checked_choice(cudnn), run), batch_size)
 

@@ -51,7 +51,9 @@ class Estimate(ShownInNotebooks):
     peak_allocated: int
     """Bytes in live blocks at their maximum (``torch.cuda.max_memory_allocated``)."""
     peak_reserved: int
-    """Bytes of segments at their maximum (``torch.cuda.max_memory_reserved``)."""
+    """Bytes of segments at their maximum (``torch.cuda.max_memory_reserved``).
+
+    Where it is not known how CUDA places segments on the card, the larger of both possibilities."""
     breakdown: Mapping[Category, int]
     """Category -> bytes alive at the allocated peak; sums to ``peak_allocated``."""
     by_module: Mapping[str, int]
@@ -71,6 +73,8 @@ class Estimate(ShownInNotebooks):
     peak_upper: int = 0
     """The upper end of the reserved peak: with the most that unknown workspaces usually take, together or one in a
     segment of its own, and with frees that wait for other streams as late as they may be; 0 where there is neither."""
+    peak_lower: int = 0
+    """The smaller reserved peak where the placement of segments is not known and decides; 0 where it does not."""
     upper_reasons: tuple[UpperReason, ...] = ()
     """What ``peak_upper`` allows for."""
     by_stream: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, NoReturn
 
-from vram_guard.allocator import AllocatorSettings, Replay, host_peak, replay
+from vram_guard.allocator import PLACEMENTS, AllocatorSettings, Placement, Replay, host_peak, replay
 from vram_guard.allocator.blocks import LEAST_BLOCK
 from vram_guard.budget import GPU, Budget
 from vram_guard.budget.margins import Network, measured_margin
@@ -77,6 +77,8 @@ class Timeline(ShownInNotebooks):
     compute_capability: tuple[int, int] = (8, 0)
     multiprocessors: int | None = None
     """Of the card that is meant; None: the most that a card of this compute capability has."""
+    placement: Placement | None = None
+    """Where CUDA puts new segments on the card that is meant; None: not known, and the larger peak counts."""
     precision: str = "32-true"
     work: tuple[Work, ...] = field(default=(), repr=False)
     """Computation and traffic of the operators of the second step (of the only one), in order; empty: not known."""
@@ -132,9 +134,16 @@ class Timeline(ShownInNotebooks):
         count = self.multiprocessors or most_multiprocessors(self.compute_capability)
         return Card(self.compute_capability, count)
 
-    def on(self, multiprocessors: int | None) -> Timeline:
-        """The same step on a card of the same compute capability with so many multiprocessors; None: unknown."""
-        return self if multiprocessors == self.multiprocessors else replace(self, multiprocessors=multiprocessors)
+    def on(self, multiprocessors: int | None, placement: Placement | None = None) -> Timeline:
+        """The same step on a card of the same compute capability.
+
+        Args:
+            multiprocessors: so many; None: unknown.
+            placement: where CUDA puts new segments on it; None: unknown.
+        """
+        if (multiprocessors, placement) == (self.multiprocessors, self.placement):
+            return self
+        return replace(self, multiprocessors=multiprocessors, placement=placement)
 
     def of_capability(self, capability: tuple[int, int]) -> Timeline | None:
         """The same step on a card of another compute capability; None where its trace may differ.
@@ -237,7 +246,7 @@ class Timeline(ShownInNotebooks):
         checked_count("batch_size", batch_size)
         if self.retrace is None or batch_size in self.traced:
             return self
-        return self.retrace(batch_size).on(self.multiprocessors)
+        return self.retrace(batch_size).on(self.multiprocessors, self.placement)
 
     def replay(
         self,
@@ -251,6 +260,8 @@ class Timeline(ShownInNotebooks):
     ) -> Replay:
         """Run the events at one batch size through the caching allocator.
 
+        Where it is not known how CUDA places segments, both ways are tried, and the one that takes more is the answer.
+
         Args:
             batch_size: samples per micro-batch.
             capacity: bytes the allocator may reserve; None: no limit.
@@ -260,19 +271,46 @@ class Timeline(ShownInNotebooks):
             frees: when memory that other streams use is free again. "late" moves events: indices of the result are
                 not those of ``events``.
         """
+        return self.replays(
+            batch_size, capacity=capacity, settings=settings, curve=curve, workspaces=workspaces, frees=frees
+        )[-1]
+
+    def replays(
+        self,
+        batch_size: int,
+        *,
+        capacity: int | None = None,
+        settings: AllocatorSettings | None = None,
+        curve: bool = False,
+        workspaces: Workspaces = "known",
+        frees: Frees = "at once",
+    ) -> list[Replay]:
+        """As :meth:`replay`, one for each possible placement of segments; the one that takes most is the last."""
         timeline = self.exact(batch_size)
+        settings = settings or AllocatorSettings()
         # Without a limit everything fits, and nothing has to be done without.
         optional = () if capacity is None else {i for i, block in enumerate(timeline.blocks) if block.optional}
-        return replay(
-            timeline.late_events if frees == "late" else timeline.events,
-            timeline.sizes(batch_size, workspaces=workspaces),
-            settings=settings or AllocatorSettings(),
-            capacity=capacity,
-            curve=curve,
-            streams=timeline.streams,
-            optional=optional,
-            starts=tuple(stretch.start for stretch in timeline.stretches),
-        )
+        found = [
+            replay(
+                timeline.late_events if frees == "late" else timeline.events,
+                timeline.sizes(batch_size, workspaces=workspaces),
+                settings=settings,
+                capacity=capacity,
+                curve=curve,
+                streams=timeline.streams,
+                optional=optional,
+                starts=tuple(stretch.start for stretch in timeline.stretches),
+                placement=placement,
+            )
+            for placement in timeline.placements(settings)
+        ]
+        return sorted(found, key=lambda one: (one.failure is not None, one.peak_reserved))
+
+    def placements(self, settings: AllocatorSettings) -> tuple[Placement, ...]:
+        """Where CUDA may put new segments, as far as it decides anything: no two blocks share an expandable one."""
+        if self.placement is not None:
+            return (self.placement,)
+        return PLACEMENTS[:1] if settings.expandable_segments else PLACEMENTS
 
     def at(
         self,
@@ -283,9 +321,11 @@ class Timeline(ShownInNotebooks):
     ) -> Estimate:
         """The memory that the step takes at this batch size. Milliseconds, unless the step has to be traced anew."""
         timeline = self.exact(checked_count("batch_size", batch_size))
-        result = timeline.replay(batch_size, capacity=capacity, settings=settings)
+        smallest, *_others = results = timeline.replays(batch_size, capacity=capacity, settings=settings)
+        result = results[-1]
         return replace(
             _estimate(timeline, batch_size, result),
+            peak_lower=smallest.peak_reserved if smallest.peak_reserved < result.peak_reserved else 0,
             peak_upper=_upper(timeline, batch_size, result.peak_reserved, settings),
             upper_reasons=timeline.upper_reasons,
             cudnn_bytes=_added_by_cudnn(timeline, batch_size, result.peak_reserved, settings),
