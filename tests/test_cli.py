@@ -144,6 +144,21 @@ def test_another_encoding_than_utf8():
     assert b"RTX 4090" in run.stdout
 
 
+STEP = """
+import torch
+from vram_guard import TrainingStep
+
+
+def build():
+    return TrainingStep(
+        model=lambda: torch.nn.Linear(8, 8),
+        batch=lambda size: torch.zeros(size, 8),
+        loss=lambda model, x: model(x).sum(),
+        optimizer=torch.optim.SGD,
+    )
+"""
+
+
 def test_the_collector_of_cycles_rests_while_a_command_predicts(monkeypatch, tmp_path, capsys):
     """It would look at everything that torch and transformers import: a sixth of the time of a ResNet-50."""
     import vram_guard.config_file
@@ -153,9 +168,8 @@ def test_the_collector_of_cycles_rests_while_a_command_predicts(monkeypatch, tmp
     seen = []
     load = vram_guard.config_file.load_config
     monkeypatch.setattr(vram_guard.config_file, "load_config", lambda path: seen.append(gc.isenabled()) or load(path))
-    (tmp_path / "a.yaml").write_text(
-        "{batch_size: 4, model: unet, height: 64, width: 64, hidden_dim: 8, num_layers: 2}"
-    )
+    (tmp_path / "a.yaml").write_text(f"{{batch_size: 4, step: '{tmp_path}/steps.py:build'}}")
+    (tmp_path / "steps.py").write_text(STEP)
     enabled = gc.isenabled()
     for command in ("estimate", "plan"):
         assert cli.main([command, str(tmp_path / "a.yaml"), "--gpu", "4090", "--json"]) == 0

@@ -58,10 +58,27 @@ def test_a_step_of_the_users_own_on_every_card(tmp_path, monkeypatch, capsys):
     assert memory[0]["largest_batch"] <= memory[-1]["largest_batch"]
 
 
-def test_one_card_as_the_guide_has_its_tables(capsys, monkeypatch):
+SIZED = """
+import torch
+from vram_guard import TrainingStep
+
+
+def sized(height, width):
+    return TrainingStep(
+        model=lambda: torch.nn.Conv2d(3, 8, 3),
+        batch=lambda size: torch.zeros(size, 3, height, width),
+        loss=lambda model, x: model(x).mean(),
+        optimizer=torch.optim.SGD,
+    )
+"""
+
+
+def test_one_card_as_the_guide_has_its_tables(tmp_path, capsys, monkeypatch):
     said = []
     monkeypatch.setattr(_gpus_model, "progress_shown", lambda: nullcontext(said.append))
-    arguments = shlex.split("'RTX 4090' --model fno --hidden_dim 8 --num_layers 2 --resolutions 16,16x24")
+    (tmp_path / "steps.py").write_text(SIZED)
+    monkeypatch.chdir(tmp_path)
+    arguments = shlex.split("'RTX 4090' --model steps.py:sized --resolutions 16 16x24")
     assert cli.main(["gpus", *arguments]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
@@ -135,9 +152,10 @@ def test_a_model_folder_by_the_closed_form(tmp_path, capsys):
     ("arguments", "said"),
     [
         ("--model diffsr --hidden_dim 8", "diffsr is unknown"),
-        ("--model fno --hidden_dim 8", "missing: --height"),
-        ("--model fno --hidden_dim 8 --num_layers 2 --resolutions 64x", "--resolutions must be"),
-        ("--model fno --hidden_dim 8 --num_layers 2 --resolutions ,", "--resolutions must be"),
+        ("--model fno --hidden_dim 8", "fno is unknown"),
+        ("--hidden_dim 8", "missing: --height"),
+        ("--hidden_dim 8 --num_layers 2 --resolutions 64x", "--resolutions must be"),
+        ("--hidden_dim 8 --num_layers 2 --resolutions ,", "--resolutions must be"),
         ("--model-path nowhere", "there is no folder"),
         ("'RTX 4099' --model fno", "RTX 4090"),
     ],

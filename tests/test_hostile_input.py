@@ -21,8 +21,11 @@ ESCAPES = "\x1b[31m\u202e"
 CARD = ("--gpu", "RTX 4090")
 
 FILES = {
-    "ok.yaml": "batch_size: 4\nmodel: unet\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n",
-    "ok.py": "def main(): pass\n",
+    "ok.yaml": "batch_size: 4\nstep: ok.py:step\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n",
+    "ok.py": "import torch\nfrom vram_guard import TrainingStep\n\n"
+    "def main(): pass\n\ndef step():\n    return TrainingStep("
+    "model=lambda: torch.nn.Linear(8, 8), batch=lambda size: torch.zeros(size, 8), "
+    "loss=lambda model, x: model(x).sum(), optimizer=torch.optim.SGD)\n",
     "raises.py": f"def net(): raise RuntimeError({ESCAPES!r} + '\\nno weights')\n",
     "config.json": json.dumps({"model_type": "gpt2", "architectures": [ESCAPES], "n_layer": ESCAPES}),
     "binary": bytes(range(256)),
@@ -118,7 +121,7 @@ def cases():
         yield "estimate", "--config", "ok.yaml", "--batch", number, *CARD
         yield *BASES["plan"], "--gpus", number, *CARD
         yield *BASES["plan"], "--gpus", "2", "--node-gpus", number, *CARD
-        yield "gpus", "--model", "unet", "--resolutions", number
+        yield "gpus", "--hidden-dim", "8", "--num-layers", "2", "--resolutions", number
         yield "plan", "--step", "ok.py:main", "--batch", "2", "--input", number, *CARD
     for number in ("-1", "nan", "inf", "", "soon", ESCAPES):
         yield "monitor", number
@@ -350,8 +353,11 @@ def parsers():
 
 
 #: Where an option of the same name means the same, but says more: launch names its defaults, compare and estimate what
-#: the values are put into, and monitor counts as nvidia-smi.
-SAID_DIFFERENTLY = {"--allow", "--set", "--device", "--device-id", "--batch-size", "--dry-run", "--gpu", "--quiet"}
+#: the values are put into and that it takes several, and monitor counts as nvidia-smi.
+SAID_DIFFERENTLY = {
+    *("--allow", "--set", "--device", "--device-id", "--batch", "--batch-size", "--precision", "--dry-run", "--gpu"),
+    "--quiet",
+}
 
 
 def test_an_option_means_the_same_in_every_command():

@@ -19,7 +19,7 @@ __all__ = ["machine"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
 
-CONFIG = "batch_size: 4\nmodel: unet\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n"
+CONFIG = "batch_size: 4\nstep: steps.py:build\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n"
 STEP = """
 import torch
 from torch import nn

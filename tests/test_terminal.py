@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 WIDTHS = (60, 80, 120)
 COMMANDS = (
     "gpus",
-    "gpus --model fno --hidden-dim 64 --num-layers 4 --resolutions 64,128,256,512,1024,2048 --quick",
+    "gpus --hidden-dim 64 --num-layers 4 --resolutions 64,128,256,512,1024,2048 --quick",
     "gpus nothing-like-it",
     "doctor",
     "estimate --batch 16 --height 256 --width 256 --hidden-dim 512 --num-layers 10 --gpu-memory 24",

@@ -15,6 +15,8 @@ from vram_guard.units import BYTES_PER_UNIT, LARGEST_BYTES, format_bytes, parse_
     ("written", "count"),
     [
         ("24GB", 24 * 10**9),
+        ("24gb", 24 * 10**9),
+        *(("80G", 80 * 2**30), ("24g", 24 * 2**30), ("24 G", 24 * 2**30), ("110M", 110 * 2**20), ("1.5T", 3 * 2**39)),
         ("24GiB", 24 * 2**30),
         ("110MiB", 110 * 2**20),
         ("1.5 GiB", 3 * 2**29),
@@ -50,7 +52,7 @@ def test_an_amount_is_exact(written, count):
         "0GiB",
         "0.2B",
         "GiB",
-        "24 G",
+        "24 X",
         "24Gi",
         "24Gb it",
         "24,5GiB",

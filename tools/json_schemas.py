@@ -237,6 +237,8 @@ def answers() -> dict[str, Any]:
                 "frozen": ["str"],
                 "batch": "int",
                 "dtype": "str",
+                "sample": ["int"],
+                "source": (["int"], "null"),
                 "parts": {"*": "int?"},
                 "total_bytes": "int",
                 "lower_bound": "bool",

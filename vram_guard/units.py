@@ -21,6 +21,11 @@ BYTES_PER_UNIT: dict[str, int] = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    # As people write the memory of a card, and as du, Slurm and Docker count: "80G" is 80 GiB.
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
 }
 
 #: No device counts bytes beyond a signed 64-bit integer, and neither does torch.
@@ -32,14 +37,14 @@ LEAST_WRITTEN = 2**20
 # At most 30 digits each side: far beyond LARGEST_BYTES, and no input can make the arithmetic slow.
 # [0-9] rather than \d, which takes every Unicode digit.
 _AMOUNT = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?|\.[0-9]{1,30})\s*([A-Za-z]*)")
-_ADVICE = marked('write for instance "24GiB", "110MiB", "24GB" or a whole number of bytes')
+_ADVICE = marked('write for instance "24GiB" (or "24G"), "110MiB", "24GB" or a whole number of bytes')
 
 
 def parse_bytes(value: str | int, name: str = "budget") -> int:
     """``value`` as a whole number of bytes.
 
     Args:
-        value: an int of bytes, or text: a number and a unit ("24GB" = 24 * 10**9, "24GiB" = 24 * 2**30,
+        value: an int of bytes, or text: a number and a unit ("24GB" = 24 * 10**9, "24GiB" and "24G" = 24 * 2**30,
             "1.5 GiB"; upper or lower case), or digits alone, which are bytes.
         name: what the amount is called in error messages.
 
@@ -135,7 +140,7 @@ def _from_text(text: str, name: str) -> int:
     if unit and unit not in BYTES_PER_UNIT:
         raise InvalidInputError(
             _(
-                "{name}={value} has a unit other than B, kB, MB, GB, TB, KiB, MiB, GiB and TiB: {advice}",
+                "{name}={value} has a unit other than B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and K, M, G, T: {advice}",
                 **_said(name, text),
             )
         )

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options, asked_budget
+from vram_guard.cli.options import DEVICE, add_options, among, asked_budget, assigns, counted, is_number, listed
 from vram_guard.cli.parsing import Parser
 from vram_guard.cli.printing import print_json, print_now
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
+from vram_guard.closed_form.from_config import PRECISION_NAMES, precision_word
 from vram_guard.config_file import load_config
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -59,12 +60,19 @@ def _add_compare(own: Any) -> None:
     parser.add_argument("config", help=_("a config file"))
     add_options(parser, *DEVICE, "lr-rule", "json")
     add_release_options(parser)
-    add_options(parser, "allow", default="")
+    add_options(parser, "allow")
     parser.add_argument(
-        "--batch-size", type=int, nargs="+", default=[], metavar="N", help=_("default: as written, twice")
+        "--batch-size", action="list", accepts=is_number, metavar="N", help=_("default: as written, twice")
     )
-    parser.add_argument("--precision", nargs="+", default=[], metavar="P", help=_("32-true, 16-mixed, bf16-mixed"))
-    parser.add_argument("--cfg-options", nargs="+", default=[], metavar="KEY=VALUE", help=_("settings of the config"))
+    add_options(parser, "precision", action="list", accepts=among(lambda: PRECISION_NAMES))
+    parser.add_argument(
+        "--cfg-options",
+        action="list",
+        accepts=assigns,
+        apart=True,
+        metavar="KEY=VALUE",
+        help=_("settings of the config"),
+    )
     parser.set_defaults(run=_compare)
 
 
@@ -77,12 +85,13 @@ def _compare(options: argparse.Namespace) -> int:
     required = required_releases(options)
     if "" not in sys.path:  # the folder that it is started in, as with `python -m`
         sys.path.insert(0, "")
+    precisions: list[Any] = [precision_word("--precision", one) for one in listed(options.precision or "")]
     found = compare(
         _config(options),
         asked_budget(options),
-        options.batch_size,
-        _precisions(options.precision),
-        allow=[name for name in options.allow.split(",") if name],
+        counted("batch_size", options.batch_size),
+        precisions,
+        allow=listed(options.allow or ""),
         lr_rule=options.lr_rule,
     )
     if options.json:
@@ -112,22 +121,6 @@ def _config(options: argparse.Namespace) -> Any:
         parser.add_argument("--cfg-options", nargs="+", action=DictAction)
         cfg.merge_from_dict(parser.parse_args(["--cfg-options", *options.cfg_options]).cfg_options)
     return cfg
-
-
-def _precisions(given: list[str]) -> list[Any]:
-    from vram_guard.step import PRECISIONS
-
-    for name in given:
-        if name not in PRECISIONS:
-            raise InvalidInputError(
-                _(
-                    "{name} must be one of {known}, not {value}",
-                    name="precision",
-                    known=", ".join(PRECISIONS),
-                    value=repr(name),
-                )
-            )
-    return given
 
 
 def _init(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from vram_guard.budget.margins import measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.notebooks import ShownInNotebooks
-from vram_guard.units import format_bytes, parse_bytes, written_bytes
+from vram_guard.units import LEAST_WRITTEN, format_bytes, parse_bytes, written_bytes
 
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
 #: is known: a quantile of measured errors (:mod:`vram_guard.budget.margins`).
@@ -254,6 +254,10 @@ def _of_memory(memory: str | float, card: GPU | None, margin: float | None) -> B
     """A GPU with so much memory, less what its CUDA context takes."""
     text = str(memory).strip()
     plain = text.replace(".", "", 1).isdigit() and text.isascii()
+    if plain and float(text) >= LEAST_WRITTEN:
+        raise InvalidInputError(
+            _('gpu_memory={value} is in GB: write "24", "24GiB", or bytes with their unit: "{value}B"', value=text[:40])
+        )
     size = parse_bytes(f"{text}GB" if plain else text, "gpu_memory")
     context = context_bytes(None) if card is None else card.context_bytes
     if size <= context:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vram_guard.capture.lora import Weights
 from vram_guard.closed_form.inputs import (
     LATENT_CHANNELS,
     InputSizes,
     image_size,
+    is_video,
     latent_patch,
     latent_size,
     prompt_tokens,
@@ -29,6 +31,9 @@ from vram_guard.language import _
 from vram_guard.plain_model import own_loss
 from vram_guard.quiet import quiet_imports
 from vram_guard.step import Precision, TrainingStep
+
+if TYPE_CHECKING:
+    from vram_guard.closed_form.from_config import EstimateRequest
 
 #: The deepest published networks have about a thousand (He et al. 2016, "Identity Mappings").
 MOST_LAYERS: Final = 10_000
@@ -58,22 +63,32 @@ def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
     return lambda: quantise(_built(transformers_class(made)))
 
 
-def step_of(config: Mapping[str, Any], sizes: InputSizes, precision: Precision, accumulate: int = 1) -> TrainingStep:
+def weights_of(request: EstimateRequest, config: Mapping[str, Any]) -> Weights:
+    """The weights that a request asks for, of the model of a config.json: in the type that it names, unless it says so.
+
+    Raises:
+        as :meth:`Weights.of`, and InvalidInputError for weights in 4 bits of another library's model.
+    """
+    if request.four_bits and "model_type" not in config:
+        raise InvalidInputError(_("--qlora is for models of transformers"))
+    return Weights.of(request, config.get("dtype") or config.get("torch_dtype"))
+
+
+def step_of(config: Mapping[str, Any], sizes: InputSizes, weights: Weights) -> TrainingStep:
     """Training of one model alone, by AdamW.
 
     Raises:
         InvalidInputError, MissingLibraryError: as :func:`constructor`.
         UnsupportedStepError: it is not known what this model's input looks like.
     """
-    build = constructor(config)
+    build = weights.applied(constructor(weights.quantised(config)))
     make = inputs_of(config, sizes)
     return TrainingStep(
         model=lambda: build().train(),
         batch=make,
         loss=_loss,
         optimizer=torch.optim.AdamW,
-        precision=precision,
-        accumulate=accumulate,
+        precision=weights.precision,
     )
 
 
@@ -81,7 +96,7 @@ class Assumed(NamedTuple):
     """What :func:`step_of` took for a model of transformers, for want of anything that says it."""
 
     sample: tuple[int, ...]
-    """Shape of one sample: (tokens,), or (channels, height, width)."""
+    """Shape of one sample: (tokens,), (channels, height, width), or that of a video's latents."""
     has_own_loss: bool
     """The model is given labels, and makes its loss of them."""
 
@@ -91,7 +106,7 @@ def assumed_of(step: TrainingStep) -> Assumed | None:
     if step.loss is not _loss:
         return None
     batch = step.batch(1)
-    samples = [batch[name] for name in ("input_ids", "pixel_values") if name in batch]
+    samples = [batch[name] for name in ("input_ids", "pixel_values", "sample", "hidden_states") if name in batch]
     return Assumed(tuple(samples[0].shape[1:]), "labels" in batch) if samples else None
 
 
@@ -149,7 +164,7 @@ def tuning_of(
         as :func:`step_of`.
     """
     if not isinstance(trained.get("_class_name"), str) and not frozen:
-        return step_of(trained, sizes, precision)
+        return step_of(trained, sizes, Weights()).with_(precision=precision)
     builders = {name: constructor(config) for name, config in frozen.items()}
     build, make = constructor(trained), inputs_of(trained, sizes)
     text = _text_encoder(trained, {name: config for name, config in frozen.items() if name != twin})
@@ -189,8 +204,21 @@ def _as(value: Any, precision: Precision) -> Any:
 
 
 def _loss(model: Any, data: dict[str, Any]) -> Tensor:
-    """The model's own loss where it has one, else the mean square of its first output."""
-    out = model(**data)
+    """The model's own loss where it has one, else the mean square of its first output.
+
+    Raises:
+        InvalidInputError: the model takes no inputs of these sizes.
+    """
+    try:
+        out = model(**data)
+    except ValueError as error:  # what the libraries raise for a picture of another size than the config's
+        raise InvalidInputError(
+            _(
+                "the model fails on an input of {shapes}: {problem}",
+                shapes=", ".join("x".join(map(str, one.shape[1:])) for one in data.values() if isinstance(one, Tensor)),
+                problem=" ".join(str(error).split()),
+            )
+        ) from error
     own = own_loss(out)
     if own is not None:
         return own
@@ -315,7 +343,7 @@ def _diffusers_shapes(name: str, config: Mapping[str, Any], sizes: InputSizes) -
     channels = whole(config, "in_channels", LATENT_CHANNELS)
     if "CogVideoX" in name:
         shape: tuple[int, ...] = (frames, channels, height, width)
-    elif any(word in name for word in ("3D", "Video", "Wan")):
+    elif is_video(config):
         shape = (channels, frames, height, width)
     else:
         shape = (channels, height, width)

@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plain_model import InputShape, step_of_model
 from vram_guard.quiet import quiet_imports
@@ -77,12 +77,15 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
     Raises:
         UnsupportedStepError: it is not known what the model's input looks like, or it is more than tensors.
     """
+    from vram_guard.capture.lora import Weights
+
     library, numbers = library_of(name), request.numbers
-    settings: Any = {"precision": request.precision or "32-true", "accumulate": numbers.get("accumulate", 1)}
     build: Callable[[], torch.nn.Module]
     shape: tuple[int, ...]
+    if request.four_bits and library != "transformers":
+        raise InvalidInputError(_("--qlora is for models of transformers"))
     if library == "transformers":
-        from vram_guard.capture.hugging_face import constructor, step_of, takes_tokens
+        from vram_guard.capture.hugging_face import constructor, step_of, takes_tokens, weights_of
         from vram_guard.closed_form.inputs import InputSizes
 
         config = transformers_config(name)
@@ -90,15 +93,16 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
         # The tokens of a text are its labels as well, of which the model makes its loss.
         if request.inputs is None or (length is not None and takes_tokens(config)):
             sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, length)
-            return step_of(config, sizes, **settings)
-        build, shape = constructor(config), _PICTURE
+            return step_of(config, sizes, weights_of(request, config))
+        build, shape = constructor(Weights.of(request).quantised(config)), _PICTURE
     elif library == "timm":
         timm: Any = _library("timm")
         build = lambda: timm.create_model(name)  # noqa: E731 - as the others are: built symbolically, later
         shape = tuple(timm.get_pretrained_cfg(name).input_size) if timm.is_model_pretrained(name) else _PICTURE
     else:
         build, shape = _torchvision_model(name, is_shape_given=request.inputs is not None)
-    return step_of_model(build, _inputs(request, shape), **settings)
+    weights = Weights.of(request)
+    return step_of_model(weights.applied(build), _inputs(request, shape), precision=weights.precision)
 
 
 def _torchvision_model(name: str, *, is_shape_given: bool) -> tuple[Callable[[], torch.nn.Module], tuple[int, ...]]:

@@ -101,7 +101,19 @@ def load_model(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Modu
                 kind=_kind(found),
             )
         )
-    return partial(_called, name, found, _fitting(name, found, arguments or {}))
+    return partial(_plain, name, found, _fitting(name, found, arguments or {}))
+
+
+def _plain(name: str, builder: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """The model that a builder makes.
+
+    Raises:
+        InvalidInputError: it makes a step.
+    """
+    made = _called(name, builder, arguments)
+    if isinstance(made, TrainingStep):
+        raise InvalidInputError(_("--input is for a plain model; {name} makes a TrainingStep with its own", name=name))
+    return made
 
 
 def _refuse_plain(name: str, made: object) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._configuration import configuration, parsed
+from vram_guard.cli._configuration import check_said_once, configuration, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options, asked_budget
+from vram_guard.cli.options import DEVICE, SIZES, add_options, among, asked_budget, assigns, counted, is_number, listed
 from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
+from vram_guard.closed_form.from_config import PRECISION_NAMES
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -36,10 +38,20 @@ def add(commands: Any) -> None:
         "configs", action="extend", nargs="*", metavar="CONFIG", default=[], help=_("training configs, YAML")
     )
     add_options(parser, "config", action="append", dest="configs", default=argparse.SUPPRESS)
-    add_options(parser, "model", "input", "lr-rule")
+    add_options(parser, "model", *SIZES, "dtype", "lora", "qlora", "lr-rule")
+    add_options(parser, "batch", action="list", accepts=is_number, help=_("several batch sizes, each with each config"))
+    add_options(
+        parser,
+        "precision",
+        action="list",
+        accepts=among(lambda: PRECISION_NAMES),
+        help=_("several, each with each config"),
+    )
     parser.add_argument(
         "--set",
-        action="append",
+        action="list",
+        accepts=assigns,
+        apart=True,
         metavar="A=1,B=2",
         help=_("an additional configuration: the first config (or none) with these values; repeatable"),
     )
@@ -115,11 +127,6 @@ def _variants(options: argparse.Namespace) -> int:
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
 
-def listed(names: str) -> list[str]:
-    """``a,b`` as a list."""
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
 def _print(answer: Comparison, options: argparse.Namespace, required: RequiredReleases) -> None:
     from vram_guard.report import text
     from vram_guard.report.comparison import comparison_dict, show
@@ -136,22 +143,28 @@ def _print(answer: Comparison, options: argparse.Namespace, required: RequiredRe
 
 
 def _something_to_compare(options: argparse.Namespace) -> None:
-    if not options.configs and not options.set:
-        raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4 --set batch_size=8"))
+    if not options.configs and not options.set and not options.batch:
+        raise InvalidInputError(_("name configs to compare, or give --step with --batch-size 4 8"))
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
-    """The configs as they are, and the first of them (or none) with each ``--set``."""
+    """The configs as they are, and the first of them (or none) with each ``--set``, at each batch and precision."""
     from vram_guard.config_file import load_config
 
     configs = [(Path(path).stem, load_config(path)) for path in options.configs]
     changes = [parsed(text) for text in options.set or ()]
-    given = {"model": options.model, "input": options.input}
-    for name, config in configs:
-        yield configuration(name, config, {}, given)
+    for change in changes:
+        check_said_once(change, options)
     base = configs[0][1] if configs else {}
-    for text, change in zip(options.set or (), changes, strict=True):
-        yield configuration(text, base, change, given)
+    described = [(name, config, dict[str, Any]()) for name, config in configs]
+    described += [(text, base, change) for text, change in zip(options.set or (), changes, strict=True)]
+    batches: list[int | None] = [*counted("batch", options.batch)] or [None]
+    for (name, config, change), size, precision in product(
+        described or [("", {}, {})], dict.fromkeys(batches), dict.fromkeys(listed(options.precision or "")) or [None]
+    ):
+        words = [name, "" if size is None else _("batch {count}", count=size), precision or ""]
+        given = {**said(options), "batch": size, "precision": precision}
+        yield configuration(_(", ").join(filter(None, words)), config, change, given, options)
 
 
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from vram_guard.capture.config_step import NUMBERS
+from vram_guard.cli._arguments import count
+from vram_guard.cli.options import WEIGHTS, assigns
 from vram_guard.cli.printing import tell
+from vram_guard.cli.ways import check_read, of_model
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _, marked
 
@@ -18,15 +22,25 @@ if TYPE_CHECKING:
 
 _RATES = ("lr", "learning_rate")
 
-#: Of models of transformers, by whether they make their loss themselves.
-_ASSUMED_OF_TRANSFORMERS = {
+#: Of models of transformers and diffusers, by whether they make their loss themselves.
+_ASSUMED_OF_LIBRARIES = {
     True: marked(
-        "assumed for {model}: AdamW; as loss the model's own. A TrainingStep says what your training really does"
+        "assumed for {model}: {weights}; AdamW; as loss the model's own. A TrainingStep says what your training really "
+        "does"
     ),
     False: marked(
-        "assumed for {model}: AdamW; as loss the mean square of its first output. A TrainingStep says what your "
-        "training really does"
+        "assumed for {model}: {weights}; AdamW; as loss the mean square of its first output. A TrainingStep says what "
+        "your training really does"
     ),
+}
+
+#: What a precision means for the weights.
+_WEIGHTS_OF = {
+    "32-true": marked("weights in float32 (--dtype, --precision)"),
+    "bf16-mixed": marked("weights as they are, and autocast to bfloat16 (bf16-mixed)"),
+    "16-mixed": marked("weights as they are, and autocast to float16 (16-mixed)"),
+    "bf16-true": marked("weights, gradients and optimizer states in bfloat16 (bf16-true)"),
+    "16-true": marked("weights, gradients and optimizer states in float16 (16-true)"),
 }
 
 
@@ -51,7 +65,7 @@ def parsed(text: str) -> dict[str, Any]:
 def add_set(parser: Any) -> None:
     """Add ``--set``, of the commands that read one config."""
     parser.add_argument(
-        "--set", action="append", metavar="A=1,B=2", help=_("values in place of the config's; repeatable")
+        "--set", action="list", accepts=assigns, metavar="A=1,B=2", help=_("values in place of the config's")
     )
 
 
@@ -65,30 +79,76 @@ def changed(config: dict[str, Any], options: argparse.Namespace, model: str | No
         return config
     from vram_guard.closed_form.from_config import parse_request
 
-    change = parsed(",".join(options.set))
+    change = parsed(options.set)
+    check_said_once(change, options)
     merged = _with(config, change)
     _check_used(change, config, parse_request(merged, {"model": model}).model)
     return merged
 
 
-def configuration(name: str, config: dict[str, Any], change: dict[str, Any], given: Mapping[str, Any]) -> Configuration:
+#: Options that say something before the config does, by the names that :func:`parse_request` has for them.
+_SAID: Final = ("model", "input", *(name.replace("-", "_") for name in (*WEIGHTS, "pixels")))
+
+
+def said(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of a training, for :func:`~vram_guard.closed_form.from_config.parse_request`."""
+    numbers = {
+        name: getattr(options, name) for name in ("batch", *NUMBERS) if isinstance(getattr(options, name, None), str)
+    }
+    return {
+        **{name: getattr(options, name, None) for name in _SAID},
+        **{one: count(one, text) for one, text in numbers.items()},
+    }
+
+
+def check_said_once(change: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Refuse a value of ``--set`` that an option says as well, which would win without a word.
+
+    Raises:
+        InvalidInputError: names both.
+    """
+    from vram_guard.closed_form.from_config import NAMES
+
+    for option, names in NAMES.items():
+        for name in change:
+            if option in options.given and name.lower() in names:
+                raise InvalidInputError(
+                    _(
+                        "--set {name} and {option} say the same thing: give one of them",
+                        name=name,
+                        option=options.given[option],
+                    )
+                )
+
+
+def configuration(
+    name: str,
+    config: dict[str, Any],
+    change: dict[str, Any],
+    given: Mapping[str, Any],
+    options: argparse.Namespace | None = None,
+) -> Configuration:
     """Read a training from a config, with some values changed.
 
     Args:
         name: for messages and tables.
         config: a file's entries; may be empty.
         change: entries that are put in their place.
-        given: what options say before the config does: "model" (the name of a step), "batch", "input".
+        given: what options say before the config does, see :func:`said`.
+        options: those of which each that is given has to be read; None: any.
 
     Raises:
-        InvalidInputError: it names no model that can be built, has no batch size, or a value makes no sense.
+        InvalidInputError: it names no model that can be built, has no batch size, a value makes no sense, or the model
+            does not read an option that is given.
     """
-    from vram_guard.capture.config_step import is_buildable, step_from_config
+    from vram_guard.capture.config_step import is_buildable, kind_of, other_network, step_from_config
     from vram_guard.closed_form.from_config import parse_request
     from vram_guard.plan.comparison import Configuration
 
     merged = _with(config, change)
     request = parse_request(merged, given)
+    if other := other_network(request, merged):
+        raise InvalidInputError(other)
     if not is_buildable(request.model):
         raise InvalidInputError(
             _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
@@ -96,11 +156,9 @@ def configuration(name: str, config: dict[str, Any], change: dict[str, Any], giv
     if "batch" not in request.numbers:
         raise no_batch(name)
     _check_used(change, config, request.model)
-    step = step_from_config(request, merged)
-    step = step.with_(
-        precision=request.precision or step.precision, accumulate=request.numbers.get("accumulate", step.accumulate)
-    )
-    return Configuration(name, step, request.numbers["batch"], _rate(merged))
+    if options is not None:
+        check_read(options, of_model(kind_of(request)))
+    return Configuration(name, step_from_config(request, merged), request.numbers["batch"], _rate(merged))
 
 
 def no_batch(name: str) -> InvalidInputError:
@@ -125,7 +183,8 @@ def tell_assumed(step: TrainingStep, name: str, given: str | None) -> None:
         else:
             shape = "x".join(map(str, assumed.sample))
             name = _("{model} with inputs of {shapes}", model=name, shapes=shape)
-        tell(_(_ASSUMED_OF_TRANSFORMERS[assumed.has_own_loss], model=name))
+        weights = _(_WEIGHTS_OF[step.precision])
+        tell(_(_ASSUMED_OF_LIBRARIES[assumed.has_own_loss], model=name, weights=weights))
     if is_assumed(step):
         if given is None:
             name = _("{model} with inputs of {shapes}", model=name, shapes=shapes_of(step.batch(1)))

@@ -6,13 +6,14 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import counts, gpu_memory, number, unknown_model
-from vram_guard.cli._configuration import add_set, changed, no_batch, tell_assumed
+from vram_guard.cli._arguments import gpu_memory, number, unknown_model
+from vram_guard.cli._configuration import add_set, changed, no_batch, said, tell_assumed
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
 from vram_guard.cli.printing import Notes, print_json, print_now, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
+from vram_guard.cli.ways import RULE, check_needed, check_read, of_model
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.state.collector import collector_paused
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.report.symbolic import SymbolicAnswer
     from vram_guard.step import TrainingStep
-
-#: The numbers of the rule of thumb: option -> name in :data:`vram_guard.closed_form.from_config.NAMES`.
-_COUNTS = ("batch", "height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
 
 
 def add(commands: Any) -> None:
@@ -59,10 +57,9 @@ def _estimate(options: argparse.Namespace) -> int:
     from vram_guard.plan.checks import check_cudnn
 
     check_cudnn(options.cudnn)
-    required = required_releases(options)
     if options.model_path is not None:
         return estimate_folder(options)
-    from vram_guard.capture.config_step import is_buildable
+    from vram_guard.capture.config_step import is_buildable, kind_of, other_network
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.config_file import load_config
     from vram_guard.report.calculator import LINE, calculator_dict, calculator_lines
@@ -71,17 +68,29 @@ def _estimate(options: argparse.Namespace) -> int:
     config = {} if options.config is None else load_config(options.config)
     config = changed(config, options, options.model)
     request, amounts = _request(options, config)
-    if request.model is not None and request.missing() and not is_buildable(request.model):
-        raise InvalidInputError(unknown_model(request.model))
-    if options.recommend:
-        raise InvalidInputError(_("--recommend is for a model folder (--model-path); vram-guard plan says what fits"))
-    if not options.quick and "batch" not in request.numbers and _brings_its_sizes(request):
+    known = is_buildable(request.model)
+    other = None if options.quick or not known else other_network(request, config)
+    if request.missing() and (other or (request.model is not None and not known)):
+        raise InvalidInputError(other or unknown_model(request.model or ""))
+    is_built = known and other is None and not options.quick
+    if options.quick and known and request.missing():
+        lacking = ", ".join("--" + name.replace("_", "-") for name in request.missing())
+        raise InvalidInputError(_("--quick is the rule of thumb alone, which needs {options}", options=lacking))
+    kind = of_model(kind_of(request)) if is_built else RULE
+    # Beside a step of the user's own stands the rule of thumb for the same numbers; other models have their own sizes.
+    by_rule = not is_built or (":" in (request.model or "") and not request.missing())
+    check_read(options, kind._replace(reads=kind.reads | RULE.reads) if by_rule else kind)
+    if not is_built and options.gpu is not None and not {"gpu_memory", "budget"}.isdisjoint(options.given):
+        check_needed(options, ("gpu",), needs=_("a model that is built (--model)"))
+    if is_built and "batch" not in request.numbers:
         raise no_batch(request.model or "")
+    required = required_releases(options) if is_built else None
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
-    by_rule = options.quick or not _tells_its_sizes(request)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
     notes = Notes(verbose=bool(options.verbose))
-    step = None if options.quick else _step(request, config, notes)
+    if request.model is not None and not is_built and not options.quick:
+        notes.add(other or unknown_model(request.model, suggest=False))
+    step = _step(request, config, notes) if is_built else None
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
@@ -116,7 +125,7 @@ def _estimate(options: argparse.Namespace) -> int:
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
     if symbolic is not None and step is not None:
         tell_assumed(step, request.model or "", options.input)
-    if symbolic is not None:
+    if symbolic is not None and required is not None:
         tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
 
@@ -131,34 +140,16 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
 
     amounts: dict[str, Any] = {"memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
     own = {} if options.from_settings.keys() & AMOUNTS else amounts
-    request = parse_request(
-        config, {**counts(options, *_COUNTS), "model": options.model, "input": options.input, **own}
-    )
+    request = parse_request(config, {**said(options), **own})
     if options.device is None and (request.memory is not None or request.gpu is not None):
         amounts = {"memory": request.memory, "gpu": request.gpu, "budget": own.get("budget")}
     return request, amounts
 
 
-def _tells_its_sizes(request: EstimateRequest) -> bool:
-    """True where the model brings its sizes itself, and the rule of thumb lacks some of its numbers."""
-    return _brings_its_sizes(request) and bool(request.missing())
-
-
-def _brings_its_sizes(request: EstimateRequest) -> bool:
-    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable
-
-    return is_buildable(request.model) and (request.model or "").lower() not in EXAMPLE_NAMES
-
-
 def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> TrainingStep | None:
-    """The step that is described, where it can be built; otherwise a message says why not, and the rule remains."""
-    from vram_guard.capture.config_step import is_buildable, step_from_config
+    """The step that is described; where it cannot be built, a message says why not, and the rule remains."""
+    from vram_guard.capture.config_step import step_from_config
 
-    if request.model is None:
-        return None
-    if not is_buildable(request.model):
-        notes.add(unknown_model(request.model, suggest=False))
-        return None
     try:
         return step_from_config(request, config)
     except InvalidInputError:

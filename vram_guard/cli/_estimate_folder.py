@@ -13,6 +13,7 @@ from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import asked_budget
 from vram_guard.cli.printing import Notes, print_json, print_now, progress_shown
 from vram_guard.cli.releases import required_releases, tell_differences
+from vram_guard.cli.ways import FOLDER, check_needed, check_read
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
 from vram_guard.terminal import terminal_width
@@ -35,9 +36,12 @@ def estimate_folder(options: argparse.Namespace) -> int:
     from vram_guard.closed_form.inputs import InputSizes
     from vram_guard.closed_form.recommend import combined_savings, individual_savings
 
-    sizes = InputSizes(**counts(options, "height", "width", "num_frames", "seq_length"))
+    check_read(options, FOLDER)
+    if options.quick:
+        check_needed(options, ("cudnn", "releases", "ignore_releases"), needs=_("the symbolic answer (no --quick)"))
     batch = count("batch_size", options.batch) or 1
     folder = read_folder(Path(options.model_path).expanduser())
+    sizes = sizes_for(folder, options, InputSizes(**counts(options, "height", "width", "num_frames", "seq_length")))
     required = None if options.quick else required_releases(options)
     tuning = tuning_of_folder(folder, options, sizes, batch)
     budget = _budget(options)
@@ -68,13 +72,38 @@ def estimate_folder(options: argparse.Namespace) -> int:
     return EXIT_DOES_NOT_FIT if fits is False else EXIT_DONE
 
 
+def sizes_for(folder: ModelFolder, options: argparse.Namespace, sizes: InputSizes) -> InputSizes:
+    """The sizes that the options give, as the model that is trained is given them.
+
+    Raises:
+        InvalidInputError: it has no such size, or ``--pixels`` and nothing says how many of them are one latent.
+    """
+    from vram_guard.closed_form.inputs import latents_of, sizes_read
+
+    one = (*folder.chosen("--train", options.train or folder.usually_trained), *folder.components.values())[0]
+    read = sizes_read(one.config)
+    for name in ("height", "width", "num_frames", "seq_length", "pixels"):
+        if name in options.given and name not in read:
+            others = _(", ").join("--" + one.replace("_", "-") for one in sorted(read))
+            said = _(
+                "{option} is not read for {name}, only {others}",
+                option=options.given[name],
+                name=one.name,
+                others=others,
+            )
+            raise InvalidInputError(said)
+    if options.pixels and not (sizes.height or sizes.width or sizes.num_frames):
+        check_needed(options, ("pixels",), needs="--height, --width, --num-frames")
+    return latents_of(sizes, folder.path) if options.pixels else sizes
+
+
 def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: InputSizes, batch: int) -> Tuning:
     """The training that the options mean.
 
     Raises:
         InvalidInputError: a component is not there, or has no weights that can be read.
     """
-    from vram_guard.closed_form.inputs import sample_of
+    from vram_guard.closed_form.inputs import compression_of, latent_size, sample_of, sample_shape
     from vram_guard.closed_form.tuning import Tuning, checked_dtype, stored_dtype, transformer_shape
 
     trained = folder.chosen("--train", options.train or folder.usually_trained)
@@ -89,6 +118,8 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: In
         if not one.weights.numbers:
             raise InvalidInputError(_no_weights(one.name, one.weights.pickles))
     main = (trained or frozen)[0] if trained or frozen else None
+    compressed = compression_of(folder.path) if main is not None and "_class_name" in main.config else None
+    source = compressed.source_of(latent_size(main.config, sizes)) if compressed and main else None
     numbers, text, tokens = (0, 0, 0) if main is None else sample_of(main.config, sizes)
     return Tuning(
         trained=trained,
@@ -97,6 +128,8 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: In
         dtype=checked_dtype(options.dtype) if options.dtype else stored_dtype((*trained, *frozen)),
         sample_numbers=numbers,
         text_numbers=text,
+        sample=() if main is None else sample_shape(main.config, sizes),
+        source=source,
         shape=None if main is None else transformer_shape(main.config, tokens),
     )
 

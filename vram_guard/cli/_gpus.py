@@ -14,6 +14,7 @@ from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import FOLDER, NETWORK, add_options
 from vram_guard.cli.printing import print_columns, print_json, say
 from vram_guard.cli.releases import add_release_options
+from vram_guard.cli.ways import CARDS, check_read
 from vram_guard.language import _
 
 
@@ -41,7 +42,11 @@ def add(commands: Any) -> None:
     add_set(group)
     add_release_options(group)
     group.add_argument(
-        "--resolutions", metavar="LIST", help=_('several in one table: "64,128,256x512" (height x width)')
+        "--resolutions",
+        action="list",
+        accepts=lambda word: word[:1].isdigit() and "x" in word.lower(),
+        metavar="LIST",
+        help=_('several in one table: "64,128,256x512" (height x width)'),
     )
     parser.set_defaults(run=_gpus)
 
@@ -53,6 +58,7 @@ def _gpus(options: argparse.Namespace) -> int:
     cards = catalogue() if options.name is None else (find_gpu(options.name),)
     if asks_about_a_model(options):
         return gpus_for_model(options, cards)
+    check_read(options, CARDS)
     margin = checked_margin(options.margin)
     if options.json:
         print_json({"kind": "cards", "gpus": [_gpu_facts(card, margin) for card in cards]})

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import checked_margin, counts, number, unknown_model, whole_number
-from vram_guard.cli._configuration import changed, tell_assumed
+from vram_guard.cli._configuration import changed, parsed, said, tell_assumed
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.printing import print_columns, print_json, progress_shown, say
+from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
 from vram_guard.cli.releases import required_releases, tell_differences
+from vram_guard.cli.ways import FOLDER, RULE, check_needed, check_read, of_model
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
     from vram_guard.step import TrainingStep
-
-_COUNTS = ("height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element")
 
 #: (height, width) -> what every card holds.
 Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
@@ -59,43 +58,42 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
-    from vram_guard.capture.config_step import EXAMPLE_NAMES, is_buildable, step_from_config
-    from vram_guard.closed_form.from_config import parse_request
+    from vram_guard.capture.config_step import is_buildable, kind_of, other_network, step_from_config
+    from vram_guard.closed_form.from_config import NAMES, parse_request
     from vram_guard.config_file import load_config
 
     config = {} if options.config is None else load_config(options.config)
-    given: dict[str, Any] = counts(options, *_COUNTS)
+    given = said(options)
     config = changed(config, options, options.model)
+    for name in parsed(options.set) if options.set else ():
+        if name.lower() in NAMES["batch"]:
+            raise InvalidInputError(_("--set {name} is not read: gpus looks for the largest batch", name=name))
     sizes = _resolutions(options.resolutions)
     if sizes and options.input is not None:
         raise InvalidInputError(_("--resolutions and --input both say how large a sample is: leave one out"))
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
-    found = parse_request(config, {**given, "model": options.model, "input": options.input, "batch": 1})
-    if options.quick or found.model is None:
-        _refuse_input(options)
+    found = parse_request(config, {**given, "batch": 1})
+    if options.quick and found.model is not None and found.missing() and is_buildable(found.model):
+        lacking = ", ".join("--" + name.replace("_", "-") for name in found.missing())
+        raise InvalidInputError(_("--quick is the rule of thumb alone, which needs {options}", options=lacking))
+    known = found.model is not None and not options.quick and is_buildable(found.model)
+    other = other_network(found, config) if known else None
+    if found.model is not None and not options.quick and (other or not known):
+        if found.missing():
+            raise InvalidInputError(other or unknown_model(found.model))
+        tell(other or unknown_model(found.model, suggest=False))
+    if not known or other:
+        check_read(options, RULE)
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
         return _RULE, rows
-    if not is_buildable(found.model):
-        raise InvalidInputError(unknown_model(found.model))
-    own = found.model.lower() in EXAMPLE_NAMES
-    if own:
-        _refuse_input(options)
-        found.network()  # raises where a number is missing
+    check_read(options, of_model(kind_of(found)))
     margin = checked_margin(options.margin)
-    wanted: list[tuple[int, int] | None] = list(sizes) or [_own(found) if own else None]
+    wanted: list[tuple[int, int] | None] = list(sizes) or [None]
     steps = {size: step_from_config(_sized(found, size), config) for size in wanted}
     rows = {size: _symbolic(step, cards, margin) for size, step in steps.items()}
-    tell_assumed(steps[wanted[0]], found.model, options.input)
+    tell_assumed(steps[wanted[0]], found.model or "", options.input)
     return _SYMBOLIC, rows
-
-
-def _refuse_input(options: argparse.Namespace) -> None:
-    """Where nothing reads the shape of an input, none may be given."""
-    if options.input is not None:
-        raise InvalidInputError(
-            _("--input is for a model of a library or of your own; here --height and --width say how large a sample is")
-        )
 
 
 _RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"
@@ -133,19 +131,20 @@ def _symbolic(step: TrainingStep, cards: Sequence[GPU], margin: float | None) ->
 def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
     """By the closed form: the symbolic answer for one card is ``estimate --model-path``'s."""
     from vram_guard.budget import Budget
-    from vram_guard.cli._estimate_folder import tuning_of_folder
+    from vram_guard.cli._estimate_folder import sizes_for, tuning_of_folder
     from vram_guard.closed_form.folder import read_folder
     from vram_guard.closed_form.inputs import InputSizes
     from vram_guard.plan.every_gpu import OnGpu
 
-    _refuse_input(options)
+    check_read(options, FOLDER)
+    check_needed(options, ("releases", "ignore_releases"), needs=_("the symbolic answer (--model)"))
     given = counts(options, "height", "width", "num_frames", "seq_length")
     margin = checked_margin(options.margin)
     folder = read_folder(Path(options.model_path).expanduser())
 
     def table(size: tuple[int, int] | None) -> tuple[OnGpu, ...]:
         own = given if size is None else {**given, "height": size[0], "width": size[1]}
-        tuning = tuning_of_folder(folder, options, InputSizes(**own), 1)
+        tuning = tuning_of_folder(folder, options, sizes_for(folder, options, InputSizes(**own)), 1)
 
         def one(card: GPU) -> OnGpu:
             usable = Budget.of(card, margin).usable

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
+from vram_guard.cli.options import DEVICE, add_config, add_options, among, asked_budget, assigns
 from vram_guard.cli.printing import print_json, say, tell
+from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vram_guard.budget import Budget
     from vram_guard.optimize.batch import BatchChoice
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from vram_guard.optimize.rules import Advice
     from vram_guard.step import TrainingStep
     from vram_guard.watch.throughput import Measured
+
+
+def _setting_names() -> Iterable[str]:
+    from vram_guard.optimize.names import SETTINGS
+
+    return SETTINGS
 
 
 def add(commands: Any) -> None:
@@ -43,9 +50,19 @@ def add(commands: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
     parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
     parser.add_argument("--target", type=float, default=0.8, help=_("share of the memory that a batch may fill (0.8)"))
-    parser.add_argument("--keep", default="", metavar="A,B", help=_("settings to keep: batch_size,precision,..."))
     parser.add_argument(
-        "--key", action="append", metavar="A=PATH", help=_("path of a setting in the config: batch_size=train.bs")
+        "--keep",
+        action="list",
+        accepts=among(_setting_names),
+        metavar="A,B",
+        help=_("settings to keep: batch_size,precision,..."),
+    )
+    parser.add_argument(
+        "--key",
+        action="list",
+        accepts=assigns,
+        metavar="A=PATH",
+        help=_("path of a setting in the config: batch_size=train.bs"),
     )
     parser.add_argument("--existing-only", action="store_true", help=_("change existing entries only; add none"))
     parser.add_argument(
@@ -67,11 +84,13 @@ def _optimize(options: argparse.Namespace) -> int:
 
     if not options.config:
         raise InvalidInputError(_("name the config to rewrite: CONFIG, or --config FILE"))
-    keep = frozenset(name.strip() for name in options.keep.split(",") if name.strip())
+    keep = frozenset(name.strip() for name in (options.keep or "").split(",") if name.strip())
     for name in keep - set(SETTINGS):
         raise InvalidInputError(
             _("unknown setting {name}; expected one of {known}", name=name, known=", ".join(SETTINGS))
         )
+    if not options.benchmark:
+        check_needed(options, ("benchmark_seconds",), needs="--benchmark")
     if not 0 < options.target <= 1:
         raise InvalidInputError(_("--target must be above 0 and at most 1 (0.8 for 80%)"))
     if not 0 < options.benchmark_seconds <= 3600:
@@ -80,7 +99,7 @@ def _optimize(options: argparse.Namespace) -> int:
     document = Document(options.config)
     output = _output(options)
     entries = document.entries()
-    found = find(entries, _chosen(options.key or ()))
+    found = find(entries, _chosen((options.key or "").split(",") if options.key else ()))
     check(found)
     if "batch_size" not in found:
         names = ", ".join(SETTINGS["batch_size"])
@@ -94,6 +113,8 @@ def _optimize(options: argparse.Namespace) -> int:
         "accumulate" in found or (trainer is not None and not options.existing_only)
     )
     step, precision = _step(options, document)
+    if step is None or options.benchmark:
+        check_needed(options, ("target",), needs=_("a step (--step), whose memory is predicted, and no --benchmark"))
     batch, measured = None, list[Any]()
     if step is not None and ("batch_size" not in keep or options.benchmark):
         batch, measured = _batch(options, step, precision, found, budget, keep, can_accumulate=can_accumulate)

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, counts, unknown_model, whole_number
-from vram_guard.cli._compare import listed
-from vram_guard.cli._configuration import add_set, configuration, parsed, tell_assumed
+from vram_guard.cli._arguments import count, unknown_model, whole_number
+from vram_guard.cli._configuration import add_set, check_said_once, configuration, parsed, said, tell_assumed
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
+from vram_guard.cli.options import (
+    DEVICE,
+    SIZES,
+    WEIGHTS,
+    add_config,
+    add_options,
+    among,
+    asked_budget,
+    is_name,
+    is_number,
+    listed,
+)
 from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
+from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
@@ -25,8 +37,8 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.plan.comparison import Configuration
 
-#: How large a sample is.
-_SIZES = ("height", "width", "seq-length")
+#: How large a sample is, and what the weights are.
+_SHAPES = (*SIZES, *WEIGHTS)
 
 
 def add(commands: Any) -> None:
@@ -41,7 +53,7 @@ def add(commands: Any) -> None:
     )
     add_config(parser, _("the training config, YAML; or a step or a model: file.py:name, resnet50"))
     add_set(parser)
-    add_options(parser, "model", "batch", *_SIZES, "input", *DEVICE, "allow", "cudnn", "json")
+    add_options(parser, "model", "batch", *_SHAPES, *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
@@ -51,17 +63,31 @@ def add(commands: Any) -> None:
     several.add_argument("--node-gpus", metavar="N", help=_("GPUs of a node (default: 8)"))
     several.add_argument(
         "--link",
+        action="list",
+        accepts=lambda word: re.match("([0-9]+x)?(nvlink|pcie|ib|roce|ethernet)", word) is not None,
         metavar="A,B",
         help=_('what connects the GPUs of a node, and the nodes, such as "nvlink,ib400" (default: usual for the GPU)'),
     )
     several.add_argument(
-        "--layouts", metavar="A,B", help=_("ways to spread that are tried (default: {all})", all=",".join(LAYOUTS))
+        "--layouts",
+        action="list",
+        accepts=among(lambda: LAYOUTS),
+        metavar="A,B",
+        help=_("ways to spread that are tried (default: {all})", all=",".join(LAYOUTS)),
     )
     several.add_argument(
-        "--compare-gpus", metavar="N,M", help=_("other numbers of GPUs for the same training, as a table")
+        "--compare-gpus",
+        action="list",
+        accepts=is_number,
+        metavar="N,M",
+        help=_("other numbers of GPUs for the same training, as a table"),
     )
     parser.add_argument(
-        "--cards", metavar="A,B", help=_("GPUs in the plots of batch sizes and budgets (default: common ones)")
+        "--cards",
+        action="list",
+        accepts=is_name,
+        metavar="A,B",
+        help=_("GPUs in the plots of batch sizes and budgets (default: common ones)"),
     )
     parser.add_argument(
         "--annotations",
@@ -141,13 +167,12 @@ def _check_exists(name: str, *, beside_model: bool) -> None:
 
 
 def _names_model(text: str) -> bool:
-    """True for an example, or a model of an installed library, where no file is called so."""
-    from vram_guard.capture.config_step import EXAMPLE_NAMES
+    """True for a model of an installed library, where no file is called so."""
     from vram_guard.capture.model_names import library_of
 
     if Path(text).exists() or Path(text).suffix in (".yaml", ".yml", ".json"):
         return False
-    return text.lower() in EXAMPLE_NAMES or library_of(text) is not None
+    return library_of(text) is not None
 
 
 @collector_paused()  # imports make hundreds of thousands of objects that all stay
@@ -160,9 +185,15 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
 
+    if options.gpus is None:
+        check_needed(options, ("node_gpus", "link", "layouts", "compare_gpus"), needs="--gpus")
+    if not (options.html or options.plot_batch or options.plot_budgets):
+        check_needed(options, ("cards",), needs="--html, --plot-batch, --plot-budgets")
+    if options.json and not (options.html or options.annotations):
+        check_needed(options, ("title",), needs="--html")
     check_pictures(options, options.plot_budgets)
     if options.plot_budgets and options.gpus is not None:
-        raise InvalidInputError(_("plans for several budgets are of trainings on one GPU"))
+        raise InvalidInputError(_("--plot-budgets is of trainings on one GPU: leave --gpus out"))
     if options.annotations is not None:
         check_annotations(options.annotations)
     _one_of(options)
@@ -173,9 +204,9 @@ def _plan(options: argparse.Namespace) -> int:
         Budget.of(card)  # an unknown one is an error before any work
     name = options.title or (Path(options.config).name if options.config else options.model)
     config = load_config(options.config) if options.config else {}
-    sizes = counts(options, "batch", "height", "width", "seq_length")
-    given = {"model": options.model, "input": options.input, **sizes}
-    one = configuration(name, config, parsed(",".join(options.set)) if options.set else {}, given)
+    change = parsed(options.set) if options.set else {}
+    check_said_once(change, options)
+    one = configuration(name, config, change, said(options), options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     with progress_shown() as progress:
         made = plan(

@@ -3,10 +3,57 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def among(known: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
+    """Accept words that are all among known names."""
+    return lambda word: set(filter(None, word.split(","))) <= set(known())
+
+
+def assigns(word: str) -> bool:
+    """Accept ``NAME=VALUE``."""
+    return "=" in word and not Path(word).exists()
+
+
+def is_number(word: str) -> bool:
+    """Accept whole numbers."""
+    return word.isascii() and word.replace(",", "").isdigit()
+
+
+def is_name(word: str) -> bool:
+    """Accept what is neither a file nor an object reference."""
+    return ":" not in word and not Path(word).suffix and not Path(word).exists()
+
+
+def listed(names: str) -> list[str]:
+    """``a,b`` as a list."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def counted(name: str, numbers: str | None) -> list[int]:
+    """The whole numbers of an option of several.
+
+    Raises:
+        InvalidInputError: one is none, or below 1.
+    """
+    from vram_guard.cli._arguments import whole_number
+
+    return [whole_number(name, one) for one in listed(numbers or "")]
+
+
+def _techniques() -> Iterable[str]:
+    from vram_guard.plan.techniques import TECHNIQUES
+
+    return TECHNIQUES
 
 
 class _Option(NamedTuple):
@@ -15,20 +62,24 @@ class _Option(NamedTuple):
     metavar: str
     help: str
     choices: tuple[str, ...] = ()
+    accepts: Callable[[str], bool] | None = None
+    """Of an option of several values: which words are one."""
 
 
 _OPTIONS: Final[dict[str, _Option]] = {
-    "allow": _Option("A,B", marked("what a plan may change where it does not fit")),
+    "allow": _Option("A,B", marked("what a plan may change where it does not fit"), (), among(_techniques)),
     "batch": _Option("N", marked("batch size")),
     "budget": _Option("AMOUNT", marked('memory that PyTorch may reserve, such as "24GiB"')),
     "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
     "config": _Option("FILE", marked("training config in YAML: the numbers are read from it")),
     "cudnn": _Option("FILE", marked("libcudnn.so.9 to ask for workspaces; ask: the installed one; off: none")),
     "device": _Option("N", marked("CUDA device of this machine whose free memory counts (0, cuda:1)")),
-    "dtype": _Option("TYPE", marked("type of the weights: float32, float16, bfloat16 (default: as stored)")),
-    "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice")),
+    "dtype": _Option(
+        "TYPE", marked("type of the weights: float32, float16, bfloat16 (default: as stored, or as a config.json says)")
+    ),
+    "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice"), (), is_name),
     "gpu": _Option("NAME", marked('GPU by name, such as "RTX 4090" (default: the GPU of this machine)')),
-    "gpu-memory": _Option("SIZE", marked('memory of the GPU: 24 is 24 GB, "24GiB", "80GB"')),
+    "gpu-memory": _Option("SIZE", marked('memory of the GPU: 24 is 24 GB, "24GiB" or "24G", "80GB"')),
     "height": _Option("N", marked("height of the input")),
     "hidden-dim": _Option("N", marked("channels between the layers")),
     "input": _Option(
@@ -36,6 +87,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     ),
     "json": _Option("", marked("answer as JSON")),
     "ignore-releases": _Option("", marked("do not compare with the releases that files in this folder ask for")),
+    "lora": _Option("A=1,B=2", marked("train LoRA alone, built by peft: r=16,alpha=32,target=q_proj+v_proj")),
     "lr-rule": _Option(
         "", marked("rule that scales learning rates with the batch"), ("linear", "sqrt", "none", "auto")
     ),
@@ -43,12 +95,15 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "model": _Option(
         "MODEL",
         marked(
-            "module:function of a step or a model, a config.json, a model of timm or torchvision, or an example: fno, "
-            "unet, transformer"
+            "module:function of a step or a model, a config.json, or a model of transformers, timm or torchvision by "
+            "its name"
         ),
     ),
     "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
     "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
+    "pixels": _Option("", marked("--height, --width and --num-frames are of the picture or video, not of its latents")),
+    "precision": _Option("P", marked("32-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true")),
+    "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes")),
     "num-layers": _Option("N", marked("number of layers")),
     "quick": _Option("", marked("the closed form alone: no model is built")),
     "releases": _Option("FILE", marked("lock file or requirements of the training (default: those in this folder)")),
@@ -56,7 +111,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
         "N", marked("time steps or tokens (default: 1; of a text model by name its context, 512 at most)")
     ),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
-    "train": _Option("NAMES", marked('components to train ("none": inference)')),
+    "train": _Option("NAMES", marked('components to train ("none": inference)'), (), is_name),
     "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
     "width": _Option("N", marked("width of the input")),
 }
@@ -69,13 +124,13 @@ _ALIASES: Final = {
     "verbose": ("-v",),
 }
 
+#: How large a sample is, and what a model that is built by its name has for weights.
+SIZES: Final = ("height", "width", "num-frames", "seq-length", "input", "pixels")
+WEIGHTS: Final = ("precision", "dtype", "lora", "qlora")
 #: What the rule of thumb asks for, and the model of which it is asked.
-NETWORK: Final = (
-    *("height", "width", "hidden-dim", "num-layers", "seq-length", "bytes-per-element"),
-    *("threshold", "model", "input", "quick"),
-)
+NETWORK: Final = (*SIZES, "hidden-dim", "num-layers", "bytes-per-element", "threshold", "model", *WEIGHTS, "quick")
 #: What is asked about a folder with a model.
-FOLDER: Final = ("model-path", "train", "frozen", "num-frames", "dtype")
+FOLDER: Final = ("model-path", "train", "frozen")
 #: How much memory there is: a card's, PyTorch's part, what is free here; and the share to leave free.
 DEVICE: Final = ("gpu", "budget", "gpu-memory", "device", "margin")
 
@@ -93,6 +148,8 @@ def add_options(parser: Any, *names: str, **settings: Any) -> None:
         kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {"action": "store_true"}
         if option.choices:
             kind = {"choices": option.choices, "default": option.choices[0]}
+        if option.accepts is not None:
+            kind |= {"action": "list", "accepts": option.accepts}
         flags = (f"--{name}", *_ALIASES.get(name, ()))
         parser.add_argument(*flags, **{"help": _(option.help), **kind, **settings})
 

@@ -6,7 +6,7 @@ import argparse
 import gettext
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -20,15 +20,45 @@ from vram_guard.terminal import fitting, wrapped
 DOMAIN = "argparse"
 
 
+class _Given(argparse.Action):
+    """An option that notes in ``namespace.given`` that it was given: destination -> as it is written."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if values is not self.default:  # argparse calls positional arguments with their defaults too
+            namespace.__dict__.setdefault("given", {}).setdefault(self.dest, option or str(self.metavar or self.dest))
+        super().__call__(parser, namespace, values, option)
+
+
 class _Once(argparse.Action):
     """Keep an option's value; of two, the second would silently replace the first."""
 
     def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: str | None = None) -> None:
-        given = namespace.__dict__.setdefault("given_once", set())
-        if self.dest in given:
+        once = namespace.__dict__.setdefault("given_once", set())
+        if self.dest in once:
             raise argparse.ArgumentError(self, _("given twice"))
-        given.add(self.dest)
+        once.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+class Several(argparse.Action):
+    """An option of several values: with commas, with spaces, or given again; kept as one text with commas.
+
+    Args:
+        accepts: word -> whether it is another value, and not what the command itself is given.
+        apart: keep what stands in each word apart, as a list.
+    """
+
+    def __init__(self, *, accepts: Callable[[str], bool], apart: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.accepts, self._apart = accepts, apart
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: str | None = None) -> None:
+        """Add a value, as argparse asks for it."""
+        before = getattr(namespace, self.dest, None) or []
+        if self._apart:
+            setattr(namespace, self.dest, [*before, values])
+        else:
+            setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,8 +71,10 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", Formatter)
         super().__init__(**settings)
         self._passes_on = passes_on  # what it does not know is for another parser
-        for name in (None, "store"):
-            self.register("action", name, _Once)
+        own = {None: _Once, "store": _Once, "list": Several}
+        for name in (*own, "store_true", "append", "extend"):
+            kind = own.get(name) or self._registry_get("action", name)
+            self.register("action", name, type(kind.__name__, (_Given, kind), {}))
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage before it."""
@@ -50,10 +82,31 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; a command's own parser ends with what it does not know, its nearest options at hand."""
-        found, unknown = super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        found, unknown = super().parse_known_args(self._each_value_apart(list(words)), namespace)
+        found.__dict__.setdefault("given", {})
         if not self._passes_on:
             refuse_unknown(self, unknown)
         return found, unknown
+
+    def _each_value_apart(self, words: list[str]) -> list[str]:
+        """``--batch-size 4 8`` as ``--batch-size 4 --batch-size 8``."""
+        lists = {flag: one for one in self._actions if isinstance(one, Several) for flag in one.option_strings}
+        made, flag, values = list[str](), "", 0
+        for index, word in enumerate(words):
+            if word == "--":
+                return [*made, *words[index:]]
+            if word.startswith("-"):
+                name, equals, _value = word.partition("=")
+                flag, values = name if name in lists else "", int(bool(equals))
+            elif flag:
+                if values and lists[flag].accepts(word):
+                    made.append(flag)
+                elif values:
+                    flag = ""
+                values += 1
+            made.append(word)
+        return made
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

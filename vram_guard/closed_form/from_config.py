@@ -69,6 +69,10 @@ _PRECISION_WORDS: Final = {
 }
 
 
+#: What a precision may be called.
+PRECISION_NAMES: Final = (*PRECISIONS, *_PRECISION_WORDS)
+
+
 @dataclass(frozen=True)
 class EstimateRequest:
     """A request for an estimate, from a config and its options; None: given in neither."""
@@ -85,6 +89,14 @@ class EstimateRequest:
     """Name -> its path in the config."""
     inputs: str | None = None
     """Shapes of a plain model's inputs, as ``--input`` takes them."""
+    dtype: str | None = None
+    """Of the weights, where it is asked for: float32, float16 or bfloat16."""
+    lora: str | None = None
+    """Settings of LoRA as ``--lora`` takes them ("" for the usual ones); None: every weight is trained."""
+    four_bits: bool = False
+    """The weights that LoRA leaves as they are lie in 4 bits."""
+    pixels: bool = False
+    """Height, width and frames are those of the picture or video that latents are made of."""
 
     def missing(self) -> list[str]:
         """Names of the numbers that the rule needs and that are not given."""
@@ -107,7 +119,8 @@ class EstimateRequest:
                     names=known,
                 )
             )
-        of_one = self.numbers.get("bytes_per_element") or (FLOAT32 if self.precision in (None, "32-true") else HALF)
+        own = self.numbers.get("bytes_per_element")
+        of_one = own or (FLOAT32 if self.precision in (None, "32-true") else HALF)
         return Network(
             **{name: self.numbers[name] for name in NEEDED},
             seq_length=self.numbers.get("seq_length", 1),
@@ -120,8 +133,8 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
 
     Args:
         config: the file's entries; may be empty.
-        options: numbers by the names of :data:`NAMES`, and "precision", "memory", "gpu", "budget",
-            "model", "input"; None: not given.
+        options: numbers by the names of :data:`NAMES` and "num_frames", and "precision", "dtype", "lora", "qlora",
+            "pixels", "memory", "gpu", "budget", "model", "input"; None: not given.
 
     Raises:
         InvalidInputError: a number is none, or stands in two places with different values.
@@ -141,15 +154,53 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
             for name, value in (("height", height), ("width", width))
             if value is not None and name not in numbers
         }
-    precision = options.get("precision")
+    if options.get("num_frames") is not None:
+        numbers["num_frames"] = checked_count("num_frames", options["num_frames"])
+    precision, dtype, lora = _wanted_precision(options)
     if precision is None:
         mixed = found.one("mixed precision", MIXED, several=_stronger)
-        precision = None if mixed is None else _precision(found.path_of("mixed precision"), mixed)
+        precision = None if mixed is None else precision_word(found.path_of("mixed precision"), mixed)
     memory, gpu = options.get("memory"), options.get("gpu")
     if memory is None and gpu is None and options.get("budget") is None:
         memory, gpu = found.one("GPU memory", MEMORY), found.text("GPU", GPU)
     model = options.get("model") or found.model()
-    return EstimateRequest(numbers, precision, memory, gpu, model, found.places, options.get("input"))
+    return EstimateRequest(
+        numbers,
+        precision,
+        memory,
+        gpu,
+        model,
+        found.places,
+        options.get("input"),
+        dtype,
+        lora,
+        options.get("qlora") is not None,
+        bool(options.get("pixels")),
+    )
+
+
+def _wanted_precision(options: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
+    """(Precision, type of the weights, settings of LoRA) that the options ask for; None: they do not say.
+
+    Weights in half precision are a precision of their own ("bf16-true"). Under LoRA they are a property of the model:
+    its adapters stay in float32, and autocast may come on top.
+
+    Raises:
+        InvalidInputError: a word is not known, or two of the options contradict each other.
+    """
+    from vram_guard.closed_form.tuning import PRECISION_OF, checked_dtype
+
+    precision, dtype, lora, qlora = (options.get(name) for name in ("precision", "dtype", "lora", "qlora"))
+    precision = None if precision is None else precision_word("--precision", precision)
+    dtype = None if dtype is None else checked_dtype(dtype)
+    if lora and qlora:
+        raise InvalidInputError(_("--lora and --qlora both give settings of LoRA: give them once"))
+    lora = (lora or qlora or "") if lora is not None or qlora is not None else None
+    given = [name for name in ("precision", "dtype", "bytes_per_element") if options.get(name) is not None]
+    if len(given) > 1 and (lora is None or "bytes_per_element" in given):
+        names = _(" and ").join("--" + name.replace("_", "-") for name in given)
+        raise InvalidInputError(_("{names} say the same thing: give one of them", names=names))
+    return (PRECISION_OF[dtype] if dtype is not None and lora is None else precision), dtype, lora
 
 
 class _Entries:
@@ -241,7 +292,7 @@ def _stronger(values: list[Any]) -> Any:
     return (on or values)[0]
 
 
-def _precision(path: str, value: Any) -> str:
+def precision_word(path: str, value: Any) -> str:
     """Lightning's word for what a config says of precision.
 
     Raises:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
+from vram_guard.config_file import load_json
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.step import checked_count
@@ -80,15 +82,119 @@ def image_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, 
     return whole(config, "num_channels", 3), sizes.height or height, sizes.width or width
 
 
+#: Latents with longer sides than this many times those of the config are taken for pixels: positional embeddings end
+#: there, and one latent stands for 8 pixels or more.
+MOST_LATENTS: Final = 2
+
+
+def is_video(config: Mapping[str, Any]) -> bool:
+    """True for a diffusion model whose input has frames."""
+    name = str(config.get("_class_name"))
+    return "sample_frames" in config or any(word in name for word in ("CogVideoX", "3D", "Video", "Wan"))
+
+
+def sees_pictures(config: Mapping[str, Any]) -> bool:
+    """True for a model of transformers that is given pictures."""
+    return not {"image_size", "num_channels"}.isdisjoint(config)
+
+
+def sizes_read(config: Mapping[str, Any]) -> frozenset[str]:
+    """The names of :class:`InputSizes` that the model of a config.json has; "pixels" where they are of latents."""
+    if isinstance(config.get("_class_name"), str):
+        return frozenset({"height", "width", "pixels", *(("num_frames",) if is_video(config) else ())})
+    return frozenset({"height", "width"} if sees_pictures(config) else {"seq_length"})
+
+
 def latent_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
-    """(frames, height, width) of what a diffusion model is given."""
+    """(frames, height, width) of what a diffusion model is given.
+
+    Raises:
+        InvalidInputError: a side is that of a picture in pixels, see :data:`MOST_LATENTS`.
+    """
     height, width = whole_sides(config, "sample_size", USUAL_LATENT)
-    height = sizes.height or whole(config, "sample_height", height)
-    width = sizes.width or whole(config, "sample_width", width)
+    height, width = whole(config, "sample_height", height), whole(config, "sample_width", width)
+    # Three channels are pixels, and more are latents.
+    if not {"sample_size", "sample_height"}.isdisjoint(config) and whole(config, "in_channels", LATENT_CHANNELS) > 3:
+        for name, given, own in (("height", sizes.height, height), ("width", sizes.width, width)):
+            if given is not None and given > MOST_LATENTS * own:
+                raise InvalidInputError(
+                    _(
+                        "--{name} {given} is in latents, and the model's own {name} is {own}: if pixels and frames of "
+                        "the picture or video are meant, add --pixels",
+                        name=name,
+                        given=given,
+                        own=own,
+                    )
+                )
     # Configs count frames of the video; its latents have one for the first and one for every four more.
     every = whole(config, "temporal_compression_ratio")
     frames = sizes.num_frames or (whole(config, "sample_frames") - 1) // every + 1
-    return frames, height, width
+    return frames, sizes.height or height, sizes.width or width
+
+
+class Compression(NamedTuple):
+    """Of a VAE: so many frames, and points in each direction, become one latent."""
+
+    frames: int
+    side: int
+
+    def latents_of(self, sizes: InputSizes) -> InputSizes:
+        """Sizes of the latents of a picture or video of these sizes.
+
+        Raises:
+            InvalidInputError: a side is no multiple of the compression.
+        """
+        for name, side in (("height", sizes.height), ("width", sizes.width)):
+            if side is not None and side % self.side:
+                raise InvalidInputError(
+                    _("--{name} {given} is no multiple of the VAE's {side}", name=name, given=side, side=self.side)
+                )
+        frames = sizes.num_frames
+        return replace(
+            sizes,
+            height=sizes.height and sizes.height // self.side,
+            width=sizes.width and sizes.width // self.side,
+            num_frames=frames and (frames - 1) // self.frames + 1,
+        )
+
+    def source_of(self, latents: tuple[int, int, int]) -> tuple[int, int, int]:
+        """(frames, height, width) of the longest picture or video that has these latents."""
+        frames, height, width = latents
+        return (frames - 1) * self.frames + 1, height * self.side, width * self.side
+
+
+def compression_of(pipeline: Path) -> Compression | None:
+    """The compression of the VAE in a pipeline's folder; None where there is none, or its config does not say.
+
+    AutoencoderKL halves each side after every block but the last; others name their ratio.
+    """
+    path = pipeline / "vae" / "config.json"
+    if not path.is_file():
+        return None
+    config = load_json(path)
+    named = next(
+        (config[name] for name in ("spatial_compression_ratio", "scale_factor_spatial") if name in config), None
+    )
+    blocks = config.get("block_out_channels")
+    side = named or (2 ** (len(blocks) - 1) if isinstance(blocks, list) and blocks else None)
+    every = next(
+        (config[name] for name in ("temporal_compression_ratio", "scale_factor_temporal") if name in config), 1
+    )
+    return None if side is None else Compression(checked_count("vae", every), checked_count("vae", side))
+
+
+def latents_of(sizes: InputSizes, pipeline: Path) -> InputSizes:
+    """Sizes of latents for ``--pixels``, by the VAE in a pipeline's folder.
+
+    Raises:
+        InvalidInputError: it has none, or a side is no multiple of its compression.
+    """
+    found = compression_of(pipeline)
+    if found is None:
+        raise InvalidInputError(
+            _("--pixels needs vae/config.json in {path}, which says how many pixels are one latent", path=pipeline)
+        )
+    return found.latents_of(sizes)
 
 
 def latent_patch(config: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -97,6 +203,19 @@ def latent_patch(config: Mapping[str, Any]) -> tuple[int, int, int]:
     listed = config.get("patch_size")
     across = listed[0] if isinstance(listed, (list, tuple)) and len(listed) == 3 else config.get("patch_size_t")
     return checked_count("patch_size", 1 if across is None else across), height, width
+
+
+def sample_shape(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, ...]:
+    """Shape of one sample: (tokens,), (channels, height, width), or of a video (channels, frames, height, width).
+
+    Raises:
+        InvalidInputError: a number of the config is none.
+    """
+    if isinstance(config.get("_class_name"), str):
+        frames, height, width = latent_size(config, sizes)
+        channels = whole(config, "in_channels", LATENT_CHANNELS)
+        return (channels, *((frames,) if is_video(config) else ()), height, width)
+    return image_size(config, sizes) if sees_pictures(config) else (sequence_length(config, sizes),)
 
 
 def sample_of(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
@@ -116,7 +235,7 @@ def sample_of(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, i
         prompt = 0 if text is None else prompt_tokens(config)
         tokens = -(-frames // across) * max(height // down, 1) * max(width // along, 1)
         return numbers, prompt * (text or 0), tokens + prompt
-    if "image_size" in config:
+    if sees_pictures(config):
         channels, height, width = image_size(config, sizes)
         down, along = whole_sides(config, "patch_size")
         return channels * height * width, 0, max(height // down, 1) * max(width // along, 1) + 1

@@ -61,6 +61,8 @@ class Tuning:
         dtype: of the weights, a key of :data:`DTYPES`.
         sample_numbers: numbers of one sample as the trained model is given it (latents or pixels).
         text_numbers: numbers of one sample's encoded prompt.
+        sample: shape of one sample: (tokens,), or (channels, frames, height, width); without frames for pictures.
+        source: (frames, height, width) of the video or picture that the latents are made of, where that is known.
         shape: of the trained transformer; None where it is another kind of network.
         checkpointed: every layer computes its forward again in the backward pass.
         state_bytes: bytes of one number of the optimizer's; None: as the weights.
@@ -73,6 +75,8 @@ class Tuning:
     dtype: str
     sample_numbers: int = 0
     text_numbers: int = 0
+    sample: tuple[int, ...] = ()
+    source: tuple[int, int, int] | None = None
     shape: Shape | None = None
     checkpointed: bool = False
     state_bytes: int | None = None

@@ -62,12 +62,41 @@ def tuning_lines(tuning: Tuning, width: int | None = None) -> Iterator[str]:
     frozen = ", ".join(one.name for one in tuning.frozen) or _("none")
     yield _("🔢 training {trained}; frozen: {frozen}", trained=trained, frozen=frozen)
     yield _("   batch {batch}, {dtype}", batch=tuning.batch, dtype=tuning.dtype)
+    if sample := _sample(tuning):
+        yield "   " + sample
     rows = [(_(_PARTS[name]), _amount(held)) for name, held in tuning.parts().items() if held != 0]
     total = amount(tuning.total) if tuning.complete else _("at least {amount}", amount=amount(tuning.total))
     lines = list(_aligned([*rows, (_("in all"), total)], width))
     yield from lines[:-1]
     yield "   " + "-" * (max(map(display_width, lines)) - 3)
     yield lines[-1]
+
+
+def _sample(tuning: Tuning) -> str:
+    """The sizes of one sample that were taken."""
+    shape, source = "×".join(map(str, tuning.sample)), tuning.source
+    if len(tuning.sample) == 1:
+        return _("one sample: {count} tokens", count=shape)
+    if source is not None and source[0] > 1:
+        frames, height, width = source
+        return _(
+            "one sample: {shape} latents (channels, frames, height, width), "
+            "a video of {frames} frames of {height}×{width}",
+            shape=shape,
+            frames=frames,
+            height=height,
+            width=width,
+        )
+    if source is not None:
+        return _(
+            "one sample: {shape} latents (channels, height, width), a picture of {height}×{width}",
+            shape=shape,
+            height=source[1],
+            width=source[2],
+        )
+    if len(tuning.sample) == 4:
+        return _("one sample: {shape} latents (channels, frames, height, width)", shape=shape)
+    return _("one sample: {shape} (channels, height, width)", shape=shape) if tuning.sample else ""
 
 
 def verdict_lines(tuning: Tuning, budget: Budget) -> Iterator[str]:
@@ -133,6 +162,8 @@ def tuning_dict(tuning: Tuning) -> dict[str, Any]:
         "frozen": [one.name for one in tuning.frozen],
         "batch": tuning.batch,
         "dtype": tuning.dtype,
+        "sample": list(tuning.sample),
+        "source": None if tuning.source is None else list(tuning.source),
         "parts": tuning.parts(),
         "total_bytes": tuning.total,
         "lower_bound": not tuning.complete,
