@@ -73,3 +73,10 @@ class MissingLibraryError(VramGuardError, ImportError):
 
 class RecoveryFailedError(VramGuardError, RuntimeError):
     """Memory ran out while training and the training cannot go on from there; says what state the weights are in."""
+
+
+class RecomputationError(VramGuardError, RuntimeError):
+    """A checkpointed block computed something else when its forward ran again: its gradients would be wrong.
+
+    It is raised before an optimizer has stepped with them.
+    """

@@ -99,6 +99,11 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return func.overloadpacket.__name__.startswith("bernoulli") or not shares or any(share != 0 for share in shares)
 
 
+def compared_while_training() -> str:
+    """The words for blocks whose forward runs twice."""
+    return _("checkpointed blocks: each recomputation is compared with the first forward while training")
+
+
 def but_for_statistics() -> str:
     """The end of a sentence about a proof of micro-batches, where a model normalises over its batch."""
     return _(", but for the statistics of batch normalisation, which stand still in the proof")

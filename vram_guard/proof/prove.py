@@ -19,10 +19,9 @@ from vram_guard.proof._cost import memory_lacking, seconds_needed
 from vram_guard.proof._cut_batches import differ_in_size
 from vram_guard.proof._reduction import not_known, reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
-from vram_guard.proof.effects import but_for_statistics, other_calls, other_draws
+from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_calls, other_draws
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
-from vram_guard.proof.single_blocks import run_single_blocks
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques.cpu_as_gpu import without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -136,9 +135,14 @@ class _Prover:
 
     def verdict(self) -> Proof | Disproof:
         proof = self._verdict()
-        if self._unseen is None or isinstance(proof, Disproof):
+        if isinstance(proof, Disproof):
             return proof
-        return replace(proof, notes=(*proof.notes, not_in_copy(sharding_words(self._unseen))))
+        notes = [*proof.notes]
+        if self._recipe.checkpoint:
+            notes.append(compared_while_training())
+        if self._unseen is not None:
+            notes.append(not_in_copy(sharding_words(self._unseen)))
+        return replace(proof, notes=tuple(notes))
 
     def with_evaluation(self, change: SmallerEvaluation) -> Proof | Disproof:
         """Of smaller batches of an evaluation first: most other changes are made beside them or not at all."""
@@ -365,7 +369,7 @@ class _Prover:
         part = self._by_parts(reason)
         if not self._splits or isinstance(part, Disproof):
             return part
-        beside = (part.words, *part.notes) if self._recipe else ()
+        beside = tuple(one for one in (part.words, *part.notes) if one)
         if self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
         kind, why = reduction(self._captured, self._graph, self._plan, self.layout())
@@ -410,35 +414,14 @@ class _Prover:
         return why or (joined and not_known(joined))
 
     def _by_parts(self, reason: str) -> Proof | Disproof:
-        """What does not depend on how the batch is cut: single blocks, and the optimizer over small weights."""
+        """What does not depend on how the batch is cut: the optimizer on the host, over small weights."""
         optimizer = self._small_steps(AS_WRITTEN.with_(optimizer_on_host=self._recipe.optimizer_on_host))
-        if optimizer is not None and optimizer.refutation:
+        if optimizer is None:
+            # Recomputations are compared while training; what autograd saves comes back from the host as it was.
+            return Proof("")
+        if optimizer.refutation:
             return Disproof("offload_optimizer", optimizer.refutation)
-        notes = () if optimizer is None else (optimizer.words(),)
-        if not (self._recipe.checkpoint or self._recipe.offload_activations or self._recipe.frozen_on_host):
-            return Proof(_("not proven by running a whole step ({reason})", reason=reason), notes=notes)
-        if not self._seconds:
-            return self._unproven(reason, notes)
-        try:
-            blocks = run_in_fork(
-                lambda _progress: run_single_blocks(self._captured, self._recipe), most_seconds=self._most_seconds
-            )
-        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
-            return self._unproven(f"{reason}; {type(error).__name__}: {error}", notes)
-        if blocks.difference is not None:
-            said = _("run by itself, {difference}", difference=blocks.difference.words())
-            return Disproof(blocks.techniques[-1], said)
-        said = _(
-            "proven by running single blocks ({count} kinds): each learns the same; {reason}",
-            count=blocks.kinds,
-            reason=reason,
-        )
-        return Proof(said, notes=notes)
-
-    @staticmethod
-    def _unproven(reason: str, notes: tuple[str, ...]) -> Proof:
-        said = _("not proven by running ({reason}); the trace found nothing that the plan changes", reason=reason)
-        return Proof(said, notes=notes)
+        return Proof(_("not proven by running a whole step ({reason})", reason=reason), notes=(optimizer.words(),))
 
 
 def _compared(one: Rehearsed, other: Rehearsed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:

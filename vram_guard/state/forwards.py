@@ -13,9 +13,12 @@ from vram_guard.state.containers import alike
 from vram_guard.state.random_generators import RandomState
 from vram_guard.tensors import version_of
 
-_NORMALISATION = (
+INSTANCE_NORMALISATION = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+#: Modules whose kernels work from the batch's own statistics in training, and write running ones.
+NORMALISATION = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *INSTANCE_NORMALISATION,
 )
 
 _ABSENT: Any = object()
@@ -48,7 +51,7 @@ class FirstForward:
         # Normalisation in training works from the batch's own statistics, whatever the running ones are.
         with torch.no_grad():
             self._buffers = [
-                (owner, name, one, version_of(one), None if isinstance(owner, _NORMALISATION) else one.detach().clone())
+                (owner, name, one, version_of(one), None if isinstance(owner, NORMALISATION) else one.detach().clone())
                 for owner in self._modules
                 for name, one in owner._buffers.items()
                 if one is not None and not one.is_inference()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vram_guard.state.forwards import FirstForward, SecondForward
 from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
+from vram_guard.techniques._recomputed import BlockCall, Recomputations
 from vram_guard.techniques.selective import AVAILABLE, keeping_contexts
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str], keeps: Collection
     (running statistics, the vectors of spectral normalisation) are written once, and so are attributes of modules that
     it sets (a counter of calls). An empty cache of keys and values is kept from the blocks, as transformers' own
     checkpointing does, or a second forward would append to it twice; a block whose cache is filled already runs as
-    written. What else a forward leaves behind (a list it appends to) it leaves twice, as with torch's own: plans leave
+    written. Each recomputation is compared with the first forward, see :mod:`vram_guard.techniques._recomputed`.
+    What else a forward leaves behind (a list it appends to) it leaves twice, as with torch's own: plans leave
     such blocks out, see :mod:`vram_guard.techniques.purity`.
 
     Args:
@@ -42,16 +44,29 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str], keeps: Collection
 
     Raises:
         InvalidInputError: no module has such a name; nothing was changed.
+        RecomputationError: later, by the optimizer's step: a block has not computed the same again.
     """
-    kept = frozenset(keeps)
-    return patch_forwards(model, names, lambda module: Checkpointed(module, kept))
+    kept, found = frozenset(keeps), Recomputations()
+    named = {id(module): name for name, module in model.named_modules()}
+    put_back = patch_forwards(model, names, lambda module: Checkpointed(module, named.get(id(module), ""), found, kept))
+    stop_watching = found.watch()
+
+    def undo() -> None:
+        put_back()
+        stop_watching()
+
+    return undo
 
 
 class Checkpointed(PatchedForward):
     """A module's forward under ``torch.utils.checkpoint``."""
 
-    def __init__(self, module: nn.Module, keeps: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, found: Recomputations, keeps: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(module)
+        self.name = name
+        self.found = found
         self.keeps = keeps
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +87,11 @@ class Checkpointed(PatchedForward):
         # Keyword arguments go as positional ones: only those are saved as autograd saves tensors, which notices when
         # one is changed in place before the forward runs again.
         run = partial(_with_names, forward, len(args), tuple(kwargs))
-        return checkpoint(run, *args, *kwargs.values(), **settings)
+        if torch.compiler.is_compiling():  # both forwards come from one graph
+            return checkpoint(run, *args, *kwargs.values(), **settings)
+        self.found.check(wait=False)
+        with BlockCall(self.name, module, self.found).first() as determinism_check:
+            return checkpoint(run, *args, *kwargs.values(), determinism_check=determinism_check, **settings)
 
     def _forward(self) -> Callable[..., Any]:
         """The forward that was there before, as Dynamo can follow it: it knows no construction of a bound method."""

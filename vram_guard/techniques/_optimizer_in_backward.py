@@ -13,6 +13,7 @@ import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.techniques._recomputed import check_recomputations
 from vram_guard.techniques.compatibility import EACH_BY_ITSELF
 
 
@@ -82,6 +83,7 @@ class _Step:
         self._step = getattr(step, "__wrapped__", step)
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        check_recomputations()
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = [{**self._group, "params": [parameter]}]
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.techniques import FORMS
-from vram_guard.proof.effects import but_for_statistics, other_draws
+from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_draws
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -73,12 +73,11 @@ class Judge:
             batch_norm: whether its slices have batch normalisation's statistics of their own.
         """
         steps = self._small_steps(plan.recipe)
-        if steps is None:
-            return self._of_model(plan, batch_norm=batch_norm)
-        if steps.refutation:
+        if steps is not None and steps.refutation:
             return Verdict({FORMS[plan.recipe.optimizer]: steps.refutation})
         verdict = self._of_model(plan, batch_norm=batch_norm)
-        return replace(verdict, notes=(*verdict.notes, steps.words()))
+        compared = (compared_while_training(),) if plan.recipe.checkpoint else ()
+        return replace(verdict, notes=(*verdict.notes, *compared, *(() if steps is None else (steps.words(),))))
 
     def _of_model(self, plan: LaunchPlan, *, batch_norm: bool) -> Verdict:
         said = plan.slices and self._settings.loss_weight is not None and not self._only_by_running
@@ -100,8 +99,7 @@ class Judge:
 
     def _by_graph(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
         if not slices:
-            not_run = _("checkpointed and offloaded blocks were not run for a proof: {why}", why=proof.why_not)
-            return Verdict(notes=(*notes, not_run))
+            return Verdict(notes=notes)
         if self._only_by_running:
             return Verdict({"accumulate": only_running_shows(proof.why_not)})
         why = self._why_not_by_graph()
