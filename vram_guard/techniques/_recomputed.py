@@ -198,6 +198,7 @@ class BlockCall:
         self._found = found
         self._apart = apart
         self._is_first = True
+        self.saved_count = 0
         self._places: dict[tuple[object, ...], torch.Tensor] = {}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._buffers = {
@@ -230,6 +231,7 @@ class BlockCall:
         kind = _Kind(tuple(tensor.shape), tensor.dtype, tensor.device)
         if not self._is_first:
             return _Again(kind, tensor)
+        self.saved_count += 1
         base = _base_of(tensor)
         if tensor.dim() == 1 and any(tensor.numel() % channels == 0 for channels in self._channels):
             return _First(self, kind, None, [])
@@ -254,12 +256,13 @@ class BlockCall:
         if first.place is not None:
             now = first.place.now(again)
             values = [] if now is None else self._values(now)
-        if not values:
-            return
-        found = self._values(again)
-        if [one is None for one in found] != [one is None for one in values]:
-            raise differing([self.block])
-        self._pairs += [(a, b) for a, b in zip(values, found, strict=True) if a is not None and b is not None]
+        if values:
+            found = self._values(again)
+            if [one is None for one in found] != [one is None for one in values]:
+                raise differing([self.block])
+            self._pairs += [(a, b) for a, b in zip(values, found, strict=True) if a is not None and b is not None]
+        if first.number == self.saved_count:  # the last, which a result that is not used does not have
+            self._found.begin(None)
 
     def _values(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """Values at some places of a tensor, or of those that it wraps; None where they are not compared."""
@@ -309,6 +312,7 @@ class _First:
 
     def __init__(self, call: BlockCall, kind: _Kind, place: _Place | None, values: list[torch.Tensor | None]) -> None:
         self.call = call
+        self.number = call.saved_count
         self.kind = kind
         self.place = place
         self.values = values
