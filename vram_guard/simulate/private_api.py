@@ -253,6 +253,11 @@ _TOLD_APART = "test_equal_meshes_of_two_traces_are_told_apart"
 PARALLEL_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.distributed.distributed_c10d:_world", "groups of a trace's own", _OWN_GROUP),
     PrivateName("torch.distributed.distributed_c10d:_World.pg_map", "groups of a trace's own", _OWN_GROUP),
+    PrivateName(
+        "torch.distributed.distributed_c10d:_default_pg_init_method",
+        "the default group is as it was",
+        "test_nothing_of_torch_is_another_after_a_plan_over_several_gpus",
+    ),
     PrivateName("torch._C._distributed_c10d:_unregister_process_group", "groups of a trace's own", _OWN_GROUP),
     PrivateName("torch._C._distributed_c10d:_resolve_process_group", "who takes part in a collective", _DIMENSIONS),
     PrivateName("torch._C._distributed_c10d:ProcessGroup._set_group_desc", "names of mesh dimensions", _DIMENSIONS),

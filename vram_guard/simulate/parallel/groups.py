@@ -92,8 +92,8 @@ def _own_world() -> Iterator[None]:
     world = _world_class()()
     _forget_meshes()
     with (
+        default_group_kept(),
         replaced(c10d, {"_world": world}),
-        replaced(sys, {"excepthook": sys.excepthook}),  # a group that is made puts its rank before every line
         # DTensor's generators are those of the first mesh that it has seen; draws of a trace have no values.
         replaced(generators, {"_rng_tracker": None}),
         replaced(distributed_tensor._op_dispatcher, {"_random_ops": frozenset()}),
@@ -101,9 +101,29 @@ def _own_world() -> Iterator[None]:
         try:
             yield
         finally:
-            _forget_meshes()
             for group in world.pg_map:
                 _unregister_process_group(group.group_name)
+
+
+#: Globals of ``torch.distributed.distributed_c10d`` beside its groups, which a group that is made sets.
+_OF_DEFAULT_GROUP = ("_backend", "_default_pg_init_method")
+
+
+@contextlib.contextmanager
+def default_group_kept() -> Iterator[None]:
+    """After the block, what a default group that is made in it changes beside the groups is as before."""
+    import torch.distributed.distributed_c10d as c10d
+
+    default = {name: getattr(c10d, name) for name in _OF_DEFAULT_GROUP if hasattr(c10d, name)}
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    # It would empty Dynamo's tables, and polyfills would be missing in those that come after.
+    kept = {} if rules is None else {"clear_lru_cache": lambda: None}
+    hook = {"excepthook": sys.excepthook}  # of a group that is made: it puts its rank before every line
+    with replaced(c10d, default), replaced(rules, kept), replaced(sys, hook):
+        try:
+            yield
+        finally:
+            _forget_meshes()
 
 
 def _world_class() -> Any:
@@ -140,6 +160,10 @@ def _forget_meshes() -> None:
     propagate = distributed_tensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     getattr(propagate, "cache", propagate).cache_clear()  # torch 2.4 has one cache for all threads
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # since torch 2.10
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()  # since torch 2.10
+    infos = getattr(redistribute, "_gen_transform_infos", None)
+    getattr(infos, "cache_clear", lambda: None)()
 
 
 def _distributed_tensors() -> tuple[Any, Any]:

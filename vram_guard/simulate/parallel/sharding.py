@@ -15,6 +15,7 @@ from vram_guard.patching import replaced
 from vram_guard.private_names import PrivateName, missing_names
 from vram_guard.simulate.device.cuda_module import accelerator_answers
 from vram_guard.simulate.device.fake_cuda import FakeCudaState
+from vram_guard.simulate.parallel.groups import default_group_kept
 from vram_guard.simulate.private_api import FSDP_NAMES
 
 if TYPE_CHECKING:
@@ -175,8 +176,9 @@ def _mesh_of(ranks: int) -> Iterator[Any]:
         finally:
             dist.destroy_process_group(group)
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield init_device_mesh("cuda", (ranks,))
-    finally:
-        dist.destroy_process_group()
+    with default_group_kept():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            yield init_device_mesh("cuda", (ranks,))
+        finally:
+            dist.destroy_process_group()
