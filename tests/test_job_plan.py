@@ -11,6 +11,7 @@ from torch import nn
 from vram_guard import Budget, Job, TrainingStep, assert_fits, cli, plan, trace
 from vram_guard.errors import DoesNotFitError
 from vram_guard.job import Evaluation, Saving
+from vram_guard.plan.descriptions import Why
 from vram_guard.plan.variants import variants
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import html_report
@@ -346,3 +347,9 @@ def test_commands_show_the_phases_of_a_file_with_a_job(command, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert cli.main(command) == 0
     assert "validation, after step 2" in capsys.readouterr().out
+
+
+def test_the_figures_of_steps_that_do_not_fit_are_said_to_be_theirs_alone(fitting):
+    short = plan(step_of(validation_of(4000)), 1000, "20MiB", margin=0, allow=())
+    assert Why.FIRST_STEPS_ALONE in {reason.kind for reason in short.reason_values}
+    assert Why.FIRST_STEPS_ALONE not in {reason.kind for reason in fitting.reason_values}

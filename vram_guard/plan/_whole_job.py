@@ -72,8 +72,8 @@ def with_whole_job(
         why_not: why batches of evaluations may not be made smaller; None: they may, where a framework does it.
         progress: called with a line of text before each slow part.
     """
-    if not made.fits:
-        return made  # neither does a run of such steps
+    if not made.fits:  # neither does a run of such steps
+        return replace(made, reason_values=(*made.reason_values, Reason(Why.FIRST_STEPS_ALONE)))
     option, size = Option(made.precision, made.splits, made.recipe), made.micro_batch_size
     progress(_("following the whole job"))
     try:

@@ -95,6 +95,10 @@ class Why(Enum):
     SMALLER_EVALUATION = marked(
         "With batches of {size} in place of {batch}, {phase} fits beside the step. It is not applied: {why}."
     )
+    FIRST_STEPS_ALONE = marked(
+        "The figures are those of the first two steps: as these do not fit, the rest of the job was not followed, "
+        "which may take more."
+    )
     EVALUATION_CUT = marked(
         "With batches of {size} in place of {batch}, {phase} fits beside the step: the same samples, in more batches."
     )
