@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
 import pickle
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -720,3 +722,179 @@ def test_flex_attention_is_refused_with_the_reason():
     )
     with pytest.raises(UnsupportedStepError, match="flex_attention"):
         trace(step)
+
+
+@dataclasses.dataclass
+class Fields:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Mover:
+    """As torch_geometric's batches: no container, and it moves itself."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.zeros(4, 16), torch.zeros(4, 16)
+
+    def keys(self) -> list[str]:
+        return ["x", "y"]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return getattr(self, name)
+
+    def __iter__(self) -> Any:
+        yield from ((name, self[name]) for name in self.keys())
+
+    def to(self, device: Any) -> Mover:
+        self.x, self.y = self.x.to(device), self.y.to(device)
+        return self
+
+
+def _pops(model, batch):
+    target = batch.pop("y")
+    return (model(batch.pop("x")) - target).square().mean()
+
+
+def _pops_last(model, batch):
+    target = batch.pop()
+    return (model(batch.pop()) - target).square().mean()
+
+
+def _sets(model, batch):
+    batch.x = model(batch.x)
+    batch.y = batch.y * 2
+    return (batch.x - batch.y).square().mean()
+
+
+def _mapping() -> dict[str, torch.Tensor]:
+    return {"x": torch.zeros(4, 16), "y": torch.zeros(4, 16)}
+
+
+WRITTEN = {
+    "dict": (_mapping, _pops),
+    "mapping": (lambda: UserDict(_mapping()), _pops),
+    "list": (lambda: list(_mapping().values()), _pops_last),
+    "data class": (lambda: Fields(**_mapping()), _sets),
+    "object that moves itself": (Mover, _sets),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_step_may_write_into_its_batch(kind: str) -> None:
+    made, loss = WRITTEN[kind]
+    batch = made()
+    before = [*vars(batch).values()] if hasattr(batch, "__dict__") else list(batch)
+    assert trace(step_of(linear, loss, lambda _size: batch)).blocks
+    after = [*vars(batch).values()] if hasattr(batch, "__dict__") else list(batch)
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+class Linear(nn.Module):
+    """As torch_geometric's and speechbrain's: a name is no promise of attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(100, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class PipelineModule(nn.Sequential):
+    """As a user may call a model; DeepSpeed has a class of that name."""
+
+
+def test_classes_that_have_the_names_of_known_ones_are_modules_like_any_other() -> None:
+    def loss(model, batch):
+        return F.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.long, device=batch.device))
+
+    assert plan(step_of(lambda: PipelineModule(linear(), Linear()), loss), 64, gpu="RTX 4090").fits
+
+
+@pytest.mark.parametrize("gpu", ["T4", "Tesla V100 PCIe 16GB", "GTX 1080 Ti"])
+def test_bfloat16_is_predicted_where_it_is_emulated_and_not_proposed(gpu: str) -> None:
+    def encoder() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+
+    def step(precision: str) -> TrainingStep:
+        return step_of(encoder, batch=lambda size: torch.zeros(size, 512), precision=precision)
+
+    assert plan(step("bf16-mixed"), 512, gpu=gpu).fits
+    assert not plan(step("32-true"), 4096, gpu=gpu, budget="96MiB").precision.startswith("bf16")
+
+
+class TwoEvaluations(torch.optim.Optimizer):
+    """As SAM is written: gradients are there, and the closure evaluates the loss at other weights."""
+
+    def __init__(self, params: Any, base: Any = torch.optim.AdamW) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "SAM requires closure"
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        kept = [p.data.clone() for p in own]
+        for p in own:
+            p.add_(p.grad / norm)
+            p.grad = None
+        with torch.enable_grad():
+            loss = closure()
+        for p, before in zip(own, kept, strict=True):
+            p.data = before
+        self.base.step()
+        return loss
+
+
+class EvaluatesFirst(torch.optim.AdamW):
+    """Needs its closure, although it has a default."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [TwoEvaluations, EvaluatesFirst])
+def test_optimizers_that_call_a_closure_are_followed(kind: Any) -> None:
+    forwards: list[int] = []
+
+    def loss(model, batch):
+        forwards.append(len(batch))
+        return model(batch).square().mean()
+
+    plain = estimate(step_of(linear), 4).peak_allocated
+    assert estimate(step_of(linear, loss, optimizer=kind), 4).peak_allocated >= plain
+    each = 2 if kind is TwoEvaluations else 1
+    assert len(forwards) % (2 * each) == 0
+
+
+def test_an_optimizer_that_was_made_before_the_trace_goes_over_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    made = adamw(model.parameters())
+    torch.optim.lr_scheduler.StepLR(made, 1)  # puts a step of its own on it
+    fresh = estimate(step_of(model, batch=lambda size: torch.zeros(size, 64)), 4)
+    before = estimate(step_of(model, batch=lambda size: torch.zeros(size, 64), optimizer=lambda _p: made), 4)
+    assert before.breakdown == fresh.breakdown
+    assert not made.state
+    model(torch.zeros(2, 64)).sum().backward()
+    made.step()
+    resumed = estimate(step_of(model, batch=lambda size: torch.zeros(size, 64), optimizer=lambda _p: made), 4)
+    assert resumed.breakdown["optimizer_states"] == fresh.breakdown["optimizer_states"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SparseAdam])
+def test_sparse_gradients_are_followed_by_the_optimizers_that_take_them(kind: Any) -> None:
+    step = step_of(
+        lambda: nn.Embedding(100, 16, sparse=True),
+        lambda model, ids: model(ids).square().mean(),
+        lambda size: torch.zeros(size, 8, dtype=torch.long),
+        optimizer=kind,
+    )
+    timeline = trace(step)
+    assert timeline.tier == "partly symbolic"
+    assert category(timeline, "optimizer_states") >= 100 * 16 * 4

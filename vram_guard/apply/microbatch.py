@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -281,7 +282,7 @@ def _read_part(part: Any, size: int, path: str) -> Layout:
         return _read_rows(part, size, path)
     if _is_plain(part):
         return _SHARED
-    if type(part).__name__ == "PackedSequence":
+    if isinstance(part, PackedSequence):
         raise CannotSplitError(path, _("a packed sequence mixes its samples; pack it inside training_step"))
     parts = children(part)
     if parts is None:

@@ -21,6 +21,7 @@ from vram_guard.apply import microbatch
 from vram_guard.capture.apart import SampleSizes, arranged, elements, leaf_shapes
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.state.containers import own_copy
 from vram_guard.state.random_generators import random_state_kept
 
 #: Samples read where all look alike, and where they differ in size and the largest is looked for.
@@ -118,7 +119,8 @@ class Reading:
         if self._whole is not None and size < self._whole[2]:
             return microbatch.first_samples(self._whole[0], self._whole[1], size)
         with random_state_kept():
-            return self.loader.collate_fn([self.samples[index % len(self.samples)] for index in range(size)])
+            samples = [own_copy(self.samples[index % len(self.samples)]) for index in range(size)]
+            return self.loader.collate_fn(samples)  # which may write into them
 
 
 def read_loader(loader: Any, *, endless: bool = False) -> Sample:
@@ -281,9 +283,11 @@ def _read_ready_batches(loader: Any, source: Any) -> Sample:
         batch = loader.collate_fn(batch) if isinstance(loader, DataLoader) else batch
     size = microbatch.batch_size(batch)
     reason = _("the loader delivers ready batches (batch_size=None), whose size it does not decide")
-    return Sample(
-        lambda wanted: resized(batch, wanted), size, None, loader, lambda count: resized(batch, count), reason
-    )
+
+    def make(count: int) -> Any:
+        return own_copy(resized(batch, count))
+
+    return Sample(make, size, None, loader, make, reason)
 
 
 def set_batch_size(loader: Any, size: int) -> None:

@@ -236,6 +236,8 @@ class CostModel:
 
     def logits_layer(self) -> str:
         """The layer whose result is the last product before the only cross-entropy; "" where there is none, or more."""
+        from torch import nn
+
         forward = [work for work in self._timeline(Option(self._source.precision, 1)).work if work.phase == "forward"]
         losses = [at for at, work in enumerate(forward) if work.operator.startswith("aten.nll_loss_forward")]
         first = forward[0].micro_batch if forward else 0
@@ -245,7 +247,7 @@ class CostModel:
         layers = dict(self._source.model.named_modules())
         layer = layers.get(products[-1]) if products else None
         # Fewer classes than features: the logits are smaller than what they are made of.
-        is_wide = type(layer).__name__ == "Linear" and layer.out_features > layer.in_features  # type: ignore[union-attr]
+        is_wide = type(layer) is nn.Linear and layer.out_features > layer.in_features
         return products[-1] if is_wide else ""
 
     # --- bytes ------------------------------------------------------------------------------------------------

@@ -64,6 +64,32 @@ def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     return rebuilt(part, {key: mapped(child, function) for key, child in parts.items()})
 
 
+def own_copy(part: Any) -> Any:
+    """A copy, down to the objects in nested containers, whose tensors and arrays are those of the original.
+
+    What is written to its containers and attributes does not reach the original. What cannot be copied is returned as
+    it is.
+    """
+    shared: dict[int, Any] = {}
+    _note_arrays(part, shared, set())
+    try:
+        return copy.deepcopy(part, shared)
+    except Exception:  # noqa: BLE001 - other people's objects
+        return part
+
+
+def _note_arrays(part: Any, found: dict[int, Any], seen: set[int]) -> None:
+    if id(part) in seen or isinstance(part, (str, bytes, int, float, type)):
+        return
+    seen.add(id(part))
+    if hasattr(part, "dtype") and hasattr(part, "shape"):
+        found[id(part)] = part
+        return
+    parts = children(part)
+    for child in list((getattr(part, "__dict__", {}) if parts is None else parts).values()):
+        _note_arrays(child, found, seen)
+
+
 # --- content of mutable containers ----------------------------------------------------------------------------
 
 

@@ -83,6 +83,9 @@ def cuda_answers(capability: Capability, total_memory: int = ASSUMED_MEMORY) -> 
             L2_cache_size=40 * 2**20,
         )
 
+    def bfloat16(including_emulation: bool = True) -> bool:
+        return including_emulation or capability.says(HAS_BFLOAT16)  # every card can, if slowly
+
     constant = {
         **dict.fromkeys(("is_available", "is_initialized"), True),
         "device_count": 1,
@@ -98,7 +101,7 @@ def cuda_answers(capability: Capability, total_memory: int = ASSUMED_MEMORY) -> 
         **{name: _answering(value) for name, value in constant.items()},
         "get_device_capability": lambda *args, **kwargs: capability.version,
         "get_device_properties": properties,
-        "is_bf16_supported": lambda *args, **kwargs: capability.says(HAS_BFLOAT16),
+        "is_bf16_supported": bfloat16,
         "memory_stats": lambda *args, **kwargs: {},
         **GENERATOR_ANSWERS,
         "device": _DeviceGuard,

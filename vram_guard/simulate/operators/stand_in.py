@@ -17,6 +17,8 @@ from vram_guard.tensors import map_tensors_in, tensors_in
 #: Larger stand-ins are not computed for real: it would cost host memory and time.
 LARGEST_STAND_IN = 64 * 2**20
 
+_TORCHS_OWN = ("aten.", "prim.", "prims.", "quantized.")
+
 
 def stand_in_result(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, error: Exception
@@ -48,6 +50,8 @@ def stand_in_result(
         size += tensor.numel() * tensor.element_size()
         if size > LARGEST_STAND_IN:
             raise UnsupportedOperatorError(no_kernel(recorder, name, _("and its inputs are too large to try")))
+        if tensor.layout != torch.strided:
+            return _empty_sparse(tensor)
         bounds = bounds_of(tensor)
         # The largest one: what counts how often each is there is as long.
         value = 0 if bounds is None or tensor.dtype == torch.bool else bounds.end - 1
@@ -56,7 +60,7 @@ def stand_in_result(
     try:
         results = func(*map_tensors_in(real, args), **{key: map_tensors_in(real, kwargs[key]) for key in kwargs})
     except (NotImplementedError, RuntimeError) as second:
-        why = _("and fails on the CPU: {error}", error=second)
+        why = _("and fails on the CPU: {error}", error=str(second).partition(". ")[0])  # torch lists its backends
         raise UnsupportedOperatorError(no_kernel(recorder, name, why)) from error
     recorder.note(
         Message(
@@ -75,8 +79,25 @@ def stand_in_result(
     return made
 
 
+def _empty_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of this shape without elements: how many there are is not known."""
+    if tensor.layout != torch.sparse_coo:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).to_sparse(layout=tensor.layout)
+    sparse, dense = tensor.sparse_dim(), tensor.shape[tensor.sparse_dim() :]
+    indices, values = torch.zeros((sparse, 0), dtype=torch.int64), torch.zeros((0, *dense), dtype=tensor.dtype)
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True)
+
+
 def no_kernel(recorder: Recorder, name: str, why: str) -> str:
-    """The message about an operator that cannot be followed."""
+    """The message about an operator that cannot be followed; its kernels are for its library to register."""
+    if name.startswith(_TORCHS_OWN):
+        return _(
+            "PyTorch's operator {name} (at {line}) is not followed {why}; predict the step without it, or measure it "
+            "on a GPU",
+            name=name,
+            line=recorder.source() or _("an unknown line"),
+            why=why,
+        )
     return _(
         "the operator {name} (at {line}) cannot be run symbolically {why}; register a fake kernel for it with "
         "torch.library.register_fake",

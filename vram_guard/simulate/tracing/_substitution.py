@@ -83,6 +83,13 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     yield sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp
 
 
+#: Package -> its classes that wrap a model and run its collectives.
+_WRAPPERS = {
+    **dict.fromkeys(("torch", "fairscale"), ("FullyShardedDataParallel",)),
+    "deepspeed": ("DeepSpeedEngine", "PipelineEngine", "PipelineModule"),
+}
+
+
 def check_module(model: nn.Module) -> None:
     """Refuse models that are not plain torch modules, before anything is touched.
 
@@ -102,7 +109,7 @@ def check_module(model: nn.Module) -> None:
                     library=library,
                 )
             )
-        if kind in ("FullyShardedDataParallel", "DeepSpeedEngine", "PipelineModule"):
+        if kind in _WRAPPERS.get(type(module).__module__.partition(".")[0], ()):
             raise UnsupportedStepError(
                 _(
                     "{path} is wrapped in {kind}, which cannot be run symbolically; give vram_guard the model before "

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.state.containers import children, rebuilt
+from vram_guard.state.containers import children, own_copy, rebuilt
 
 
 def leading_size(batch: Any) -> int:
@@ -64,7 +65,7 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
 
 def _plain(batch: Any) -> Any:
     """Mappings that pytree does not know (Hugging Face's BatchEncoding) become dicts."""
-    if not isinstance(batch, (dict, torch.Tensor)) and hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
         return {key: batch[key] for key in batch}
     return batch
 
@@ -88,11 +89,10 @@ def resized(batch: Any, size: int) -> Any:
 
 
 def batch_source(batch: Any) -> Callable[[int], Any]:
-    """``batch_size -> batch`` from either form that a TrainingStep allows."""
+    """``batch_size -> batch`` from either form that a TrainingStep allows; a step may write into what it is given."""
     if callable(batch) and not isinstance(batch, torch.Tensor):
-        source: Callable[[int], Any] = batch
-        return source
-    return lambda size: resized(batch, size)
+        return lambda size: own_copy(batch(size))
+    return lambda size: own_copy(resized(batch, size))
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
@@ -100,10 +100,26 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """The batch with ``function`` applied to its tensors; custom containers through their own ``.to``-like map."""
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], batch: Any, device: torch.device | None = None
+) -> Any:
+    """The batch with ``function`` applied to its tensors.
+
+    Args:
+        function: of a tensor.
+        batch: nested containers.
+        device: for objects that are no containers and move themselves (``.to``: graphs of torch_geometric), as
+            frameworks have them do; None: they stay as they are.
+    """
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        moves = device is not None and callable(getattr(leaf, "to", None)) and not isinstance(leaf, (type, nn.Module))
+        return leaf.to(device) if moves else leaf
+
     plain = _plain(batch)
-    moved = _mapped(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, plain)
+    moved = _mapped(change, plain)
     if plain is batch:
         return moved
     try:

@@ -14,6 +14,7 @@ from vram_guard.checks import checked_count, known_names, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.simulate.device import constants
+from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
@@ -119,7 +120,7 @@ class PlayedRun:
     def load(self, batch: Any) -> Any:
         """The batch on the simulated GPU."""
         with self._recorder.loading():
-            return map_tensors(self._loop.to_device, batch)
+            return map_tensors(self._loop.to_device, batch, CUDA)
 
     @contextlib.contextmanager
     def phase(self, name: PhaseName, label: str = "") -> Iterator[None]:

@@ -17,7 +17,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.observed_phases import ObservedPhases
-from vram_guard.simulate.tracing.optimizer_states import classify_states
+from vram_guard.simulate.tracing.optimizer_states import classify_states, closure_use
 from vram_guard.techniques.optimizers import needs_closure
 from vram_guard.tensors import inner_tensors
 
@@ -60,6 +60,8 @@ class Loop:
         self.input_dtype = run.input_dtype
         fp16 = run.step.precision == "16-mixed" and optimizer is not None
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
+        self._again = False
+        """Whether the optimizer evaluates the loss once more."""
         self.batch: Any = None
         self.loss: Any = None
         self.returned: Any = None
@@ -85,8 +87,10 @@ class Loop:
     def _run(self, numbers: Iterable[int]) -> None:
         if self.optimizer is None:
             return self._infer(numbers)
-        if needs_closure(self.optimizer):
+        use = "alone" if needs_closure(self.optimizer) else closure_use(self.optimizer, self.recorder)
+        if use == "alone":
             return self._run_with_closure(self.optimizer, numbers)
+        self._again = use == "behind backward"
         rounds = traced_micro_batches(self.step)
         for number in numbers:
             if self.step.zero_grad == "before_forward":
@@ -154,7 +158,7 @@ class Loop:
         # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
         # MMEngine's loops end the function that held it.
         self.batch = None
-        self.batch = map_tensors(self.to_device, real)
+        self.batch = map_tensors(self.to_device, real, CUDA)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of a batch on the device."""
@@ -219,11 +223,21 @@ class Loop:
         assert self.optimizer is not None
         if self.step.clip_grad_norm is not None or self.step.clip_grad_value is not None:
             self.clip()
-        if self.scaler is None:
+        if self._again:
+            self.optimizer.step(self._evaluated_again)
+        elif self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    def _evaluated_again(self) -> Any:
+        """The closure of an optimizer that evaluates the loss at other weights (SAM): forward and backward."""
+        number = self.recorder.phases[-1].step
+        self._forward(number)
+        self._backward(number, first=False)
+        self.recorder.phase("optimizer", number)
+        return self.loss
 
     def clip(self) -> None:
         """Gradients as the step's limits leave them."""

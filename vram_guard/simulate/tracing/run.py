@@ -54,7 +54,7 @@ from vram_guard.simulate.tracing._substitution import (
 )
 from vram_guard.simulate.tracing.job_run import PlayedRun
 from vram_guard.simulate.tracing.loop import TRUE_DTYPES, Loop, traced_micro_batches
-from vram_guard.simulate.tracing.optimizer_states import classify_states
+from vram_guard.simulate.tracing.optimizer_states import classify_states, over_twins
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported, uncompiled
 from vram_guard.state.collector import collector_paused
 from vram_guard.state.containers import leaves
@@ -204,6 +204,8 @@ class _Run:
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.growth: tuple[Growth, ...] = ()
         self.take_off: Callable[[], None] = lambda: None
+        self.real: dict[str, torch.Tensor] = {}
+        """The model's parameters by name, without their twins."""
 
     @property
     def _by_engine(self) -> bool:
@@ -226,6 +228,7 @@ class _Run:
             self._note_hooks(model)
             note_absent_kernels(model, self.recorder)
             module_call = nn.Module.__call__
+            self.real = {name.removeprefix("module."): one for name, one in model.named_parameters()}
             self._take_plain_attributes(model)
             # Nothing of the trace may outlive the substitution: the frames below hold symbolic tensors.
             with (
@@ -434,7 +437,7 @@ class _Run:
         """The user's optimizer over the symbolic parameters; None for inference, or where nothing is trained."""
         if self.step.optimizer is None or not any(p.requires_grad for p in model.parameters()):
             return None
-        optimizer = optimizer_for(self.step.optimizer(model.parameters()), self.step.recipe)
+        optimizer = optimizer_for(self._over_twins(self.step.optimizer(model.parameters()), model), self.step.recipe)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(is_symbolic(p) for p in own):
             raise UnsupportedStepError(
@@ -449,6 +452,15 @@ class _Run:
         step_where((optimizer,), self.step.recipe)
         return optimizer
 
+    def _over_twins(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        """One that was made over the model's real parameters (LightningCLI's) goes over the symbolic ones."""
+        # DDP puts a name before those of its module.
+        symbolic = {name.removeprefix("module."): one for name, one in model.named_parameters()}
+        twins = {id(one): symbolic[name] for name, one in self.real.items() if name in symbolic}
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        real = bool(own) and not any(is_symbolic(p) for p in own) and all(id(p) in twins for p in own)
+        return over_twins(optimizer, twins) if real else optimizer
+
     def _lower_bound(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, why: str) -> None:
         """The step could not be followed: weights, gradients and optimizer state are known all the same."""
         said = Message("{why}. What follows from there on is not counted", why=why)
@@ -462,7 +474,8 @@ class _Run:
                 self.recorder.track(parameter.grad, "")
         self.recorder.classify([p.grad for p in model.parameters()], "gradients")
         self.recorder.phase("optimizer", 1)
-        optimizer.step()
+        with contextlib.suppress(UnsupportedOperatorError):  # it may be the one that has been named
+            optimizer.step()
         classify_states(self.recorder, optimizer)
 
 
