@@ -19,9 +19,11 @@ from vram_guard.user_code import (
     is_installed_file,
     is_users_file,
     is_users_module,
+    leads_to_stand_ins,
     level_of_user,
     line_of_error,
     line_of_frame,
+    said_of_failure,
 )
 
 
@@ -127,3 +129,25 @@ def test_a_warning_stands_at_the_line_of_the_user() -> None:
     with pytest.warns(UserWarning, match="here") as told:
         library(lambda: warnings.warn("here", stacklevel=level_of_user()))
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "ours", "not_ours"),
+    [
+        ("NotImplementedError", "Cannot copy out of meta tensor; no data!", False, True),
+        ("ValueError", "found invalid values: tensor(..., device='cuda:0', size=(2,), dtype=torch.int64)", False, True),
+        ("AttributeError", "'Linear' object has no attribute 'out_features'", True, True),
+        ("AttributeError", "'Net' object has no attribute 'head'", False, False),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", True, False),
+        ("ValueError", "odd", False, False),
+    ],
+)
+def test_a_failure_of_tensors_without_values_is_not_laid_on_the_users_code(
+    kind: str, message: str, ours: bool, not_ours: bool
+) -> None:
+    with speaking("en"):
+        stand_ins = leads_to_stand_ins(kind, message, ours=ours)
+        assert stand_ins is not_ours
+        said = said_of_failure("train.py, line 12", f"{kind}: {message}", "--verbose", stand_ins=stand_ins)
+    assert ("train.py, line 12 fails" in said) is not not_ours
+    assert message.rstrip(".") in said

@@ -133,20 +133,67 @@ def raised_here(error: BaseException) -> bool:
     return bool(frames) and frames[-1].startswith(tuple(_own))
 
 
-def said_of_failure(line: str, problem: str, asked: str) -> str:
-    """A sentence about the user's code that fails in a trace.
+#: Parts of messages about tensors that have no values: torch's, and their own text (``Tensor.__repr__`` in a trace).
+_WITHOUT_VALUES = ("meta tensor", "'Meta' backend", "device='meta'", "FakeTensor", "tensor(..., device=")
+#: Errors that no kernel of torch raises: where this package's frame raises one, it is this package that fails.
+_PYTHONS_OWN = ("AttributeError", "KeyError", "NameError", "AssertionError", "NotImplementedError")
+
+
+def is_of_stand_ins(error: BaseException) -> bool:
+    """True for an error that this package's tensors without values have led to, and not the user's code by itself.
+
+    Example:
+        >>> is_of_stand_ins(NotImplementedError("Cannot copy out of meta tensor; no data!"))
+        True
+        >>> is_of_stand_ins(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        False
+    """
+    return leads_to_stand_ins(type(error).__name__, str(error), ours=raised_here(error))
+
+
+def leads_to_stand_ins(kind: str, message: str, *, ours: bool) -> bool:
+    """The same of an error that was told in words.
+
+    Args:
+        kind: the name of its class.
+        message: its text.
+        ours: whether this package raised it.
+    """
+    return any(part in message for part in _WITHOUT_VALUES) or (ours and kind in _PYTHONS_OWN)
+
+
+def said_of_failure(line: str, problem: str, asked: str, *, stand_ins: bool) -> str:
+    """A sentence about the user's code that fails in a trace, or that a trace cannot follow.
 
     Args:
         line: of the user's code, as :func:`line_of_error` has it.
         problem: "RuntimeError: ...".
         asked: the setting that shows the traceback.
+        stand_ins: whether it is one of :func:`is_of_stand_ins`.
     """
+    if stand_ins:
+        return _("{said}; {setting} shows the traceback", said=not_followed(line, problem), setting=asked)
     return _(
         "{line} fails: {problem}. It ran on tensors without values, at first with batches of a few samples; {setting} "
         "shows the traceback",
         line=line,
         problem=problem.rstrip("."),
         setting=asked,
+    )
+
+
+def not_followed(line: str, problem: str) -> str:
+    """A sentence about a line whose values a trace does not have.
+
+    Args:
+        line: of the user's code; "" if none is known.
+        problem: "RuntimeError: ...".
+    """
+    return _(
+        "vram_guard does not follow {line}, which needs values that are not known without running on a GPU "
+        "({problem}). Compute them before the step, or leave this line out of what is predicted",
+        line=line or _("a line of a library"),
+        problem=problem.rstrip("."),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vram_guard.user_code import line_of_error, said_of_failure
+from vram_guard.user_code import is_of_stand_ins, line_of_error, said_of_failure
 
 
 def failure_of_users_code(error: Exception) -> str | None:
@@ -11,4 +11,6 @@ def failure_of_users_code(error: Exception) -> str | None:
     The line of code is the innermost one outside libraries: what a model raises is found there, whatever raised it.
     """
     line = line_of_error(error)
-    return said_of_failure(line, f"{type(error).__name__}: {error}", "--verbose") if line else None
+    if not line:
+        return None
+    return said_of_failure(line, f"{type(error).__name__}: {error}", "--verbose", stand_ins=is_of_stand_ins(error))

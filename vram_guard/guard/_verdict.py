@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.language import _
-from vram_guard.user_code import said_of_failure
+from vram_guard.user_code import leads_to_stand_ins, said_of_failure
 
 if TYPE_CHECKING:
     from vram_guard.guard._ranks import Outcome
@@ -55,7 +55,8 @@ def judge_failure(outcome: Outcome[Any], mode: Mode, *, verbose: bool) -> str:
         outcome.unwrap()
     why = failure.message
     if failure.foreign and failure.line:
-        why = said_of_failure(failure.line, f"{failure.kind}: {why}", "verbose=True")
+        stand_ins = leads_to_stand_ins(failure.kind, why, ours=failure.ours)
+        why = said_of_failure(failure.line, f"{failure.kind}: {why}", "verbose=True", stand_ins=stand_ins)
     said = _("no prediction for this training, which is left unchanged: {why}", why=why)
     told = failure.line and not failure.ours and not verbose
     if failure.unsupported or outcome.error is None or told:

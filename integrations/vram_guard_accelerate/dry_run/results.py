@@ -13,7 +13,7 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.proof.joined_samples import Reaching
 from vram_guard.timeline import Timeline
-from vram_guard.user_code import line_of_error, line_of_frame, with_line
+from vram_guard.user_code import is_of_stand_ins, line_of_error, line_of_frame, not_followed, with_line
 from vram_guard_accelerate.dry_run._model_calls import ModelCall
 from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
@@ -114,8 +114,10 @@ class DryRunFailure:
         text = "".join(tracebacks.format_exception(error))
         if isinstance(error, VramGuardError):
             return cls(type(error).__name__, str(error), text)
-        message = _("the script fails: {error}", error=f"{type(error).__name__}: {error}")
-        return cls(UnsupportedStepError.__name__, with_line(message, line_of_error(error, script)), text)
+        line, problem = line_of_error(error, script), f"{type(error).__name__}: {error}"
+        if is_of_stand_ins(error):
+            return cls(UnsupportedStepError.__name__, not_followed(line, problem), text)
+        return cls(UnsupportedStepError.__name__, with_line(_("the script fails: {error}", error=problem), line), text)
 
     def as_error(self) -> VramGuardError:
         """The error, to be raised in another process."""
