@@ -5,14 +5,19 @@ Lightning modules with random weights, data sets of a few random samples. "here"
 twice on four samples, or, where that would take longer than --limit, the graph of the loss. "cpu" is processor time,
 also of the copies, which other work on the machine hardly changes; "memory" the most that a process of the proof held,
 with what it shares with its original. Exits with 1 where a proof takes more processor time than --limit.
+
+The last lines are the price of comparing each recomputation while training: processor seconds of a step of checkpointed
+transformer layers on one thread, with and without, by turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple, NoReturn
@@ -20,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.harness.command import arguments_of
@@ -34,6 +40,7 @@ from vram_guard.patching import replaced
 from vram_guard.plan import plan
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Proof, prove
+from vram_guard.techniques import Recipe, _checkpointing, install
 from vram_guard.units import format_bytes
 from vram_guard_lightning import VramGuard
 
@@ -43,6 +50,8 @@ BATCH, SAMPLES = 8, 16
 #: Enough for the step as written: two micro-batches are pinned, so that no search is in the seconds.
 BUDGET = "75GiB"
 LIMIT = 20.0
+#: Of the training whose recomputations are compared.
+LAYERS, STEPS = 2, 12
 #: A proof that is run whatever its estimate says, to be compared with it.
 NO_LIMIT = 1e6
 
@@ -62,6 +71,12 @@ def main() -> int:
     if options.json:
         write(results, options.json)
     _print(results.rows)
+    for width, tokens in ((256, 128), (512, 512)):
+        without, compared = ask(recomputed, width, tokens, limit=None).checked()
+        print(
+            f"{LAYERS} layers of {width}, {tokens} tokens: {without:.3f} s a step, {compared:.3f} s compared "
+            f"({compared / without - 1:+.1%})"
+        )
     return int(any(row.details["proof_cpu"] > options.limit for row in results.rows) and not options.run)
 
 
@@ -85,6 +100,38 @@ def measured(model: str, limit: float) -> dict[str, Any]:
     }
     title = workload.title.partition(",")[0]
     return asdict(Row(title, "proof", None, None, "", here.wall, details=details))
+
+
+def recomputed(width: int, tokens: int) -> tuple[float, float]:
+    """In a worker: seconds of a step of checkpointed layers, without and with a comparison of both forwards."""
+    torch.set_num_threads(1)
+    layers = [nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True) for _ in range(LAYERS)]
+    model, batch = nn.Sequential(*layers), torch.randn(1, tokens, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    install(model, Recipe(checkpoint=tuple(str(at) for at in range(LAYERS))))
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2 * STEPS):
+        compares = turn % 2 == 0
+        with contextlib.nullcontext() if compares else replaced(_checkpointing, {"BlockCall": _Uncompared}):
+            began = time.process_time()
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            seconds[compares].append(time.process_time() - began)
+    without, compared = (statistics.median(seconds[way][2:]) for way in (False, True))
+    return without, compared
+
+
+class _Uncompared:
+    """A checkpointed call as torch makes it."""
+
+    def __init__(self, *_about: Any) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[str]:
+        """Torch's own check: shapes and types."""
+        yield "default"
 
 
 class _Module(LightningModule):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -184,19 +184,11 @@ class BlockCall:
         block: its name.
         module: it.
         found: where differences go.
-        apart: a context for our own operators in the first forward.
     """
 
-    def __init__(
-        self,
-        block: str,
-        module: nn.Module,
-        found: Recomputations,
-        apart: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    def __init__(self, block: str, module: nn.Module, found: Recomputations) -> None:
         self.block = block
         self._found = found
-        self._apart = apart
         self._is_first = True
         self.saved_count = 0
         self._places: dict[tuple[object, ...], torch.Tensor] = {}
@@ -242,8 +234,7 @@ class BlockCall:
             base = None if statistics is None else tensor.detach()
         if base is not None:
             return _First(self, kind, _Place(base, tensor.stride(), tensor.storage_offset()), [])
-        with self._apart():
-            return _First(self, kind, None, self._values(tensor))
+        return _First(self, kind, None, self._values(tensor))
 
     def compare(self, first: _First, again: torch.Tensor) -> None:
         """Collect what is to be compared of one tensor.
