@@ -35,6 +35,7 @@ from vram_guard.simulate.device.cuda_streams import current_stream, number_of, s
 from vram_guard.simulate.device.data_dependent import ScalarQueries
 from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.simulate.device.managed_memory import ManagedMemory
+from vram_guard.simulate.device.packed_sequences import lengths_known
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.device.triton_launches import TritonLaunches
 from vram_guard.simulate.memory.recorder import Recorder
@@ -534,6 +535,7 @@ def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[Non
             on_accelerator = {name: answers[name] for name in ("current_stream", "set_stream", "synchronize")}
             stack.enter_context(replaced(torch.accelerator, on_accelerator))
         stack.enter_context(streams_noted(lambda: state.recorder.streams))
+        stack.enter_context(lengths_known(state.recorder))
         compiled = CompiledKernels(state, stack)
         taken_over = TritonLaunches(state, capability, stack), ManagedMemory(state, stack), compiled
 

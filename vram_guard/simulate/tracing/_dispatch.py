@@ -161,7 +161,8 @@ class SymbolicMode(TorchDispatchMode):
             return self._collective
         if name in HANDLERS:
             handled = self._handled(HANDLERS[name], self._in_place if _writes(func) else self._generic)
-            return self._counting_labels(handled) if name in constants.COUNTING_LABELS else handled
+            # Lengths of sequences are sorted before they are packed.
+            return self._deriving(handled) if name in constants.COUNTING_LABELS or name == "aten::sort" else handled
         if func.namespace not in _TORCHS_OWN and (kernel := kernel_of(func)) is not None:
             return self._by_python(kernel)
         if name.startswith(_foreach):
@@ -206,7 +207,7 @@ class SymbolicMode(TorchDispatchMode):
 
         return run
 
-    def _counting_labels(self, runner: Runner) -> Runner:
+    def _deriving(self, runner: Runner) -> Runner:
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = runner(func, args, kwargs)
             constants.derive(func, args, kwargs, out)
