@@ -205,7 +205,8 @@ def test_an_option_is_read_or_refused_by_its_name(place, monkeypatch, capsys, co
     as_json = [] if command in ("doctor", "monitor") else ["--json"]
     plain = {option: run(capsys, command, *asked, *option) for option in ((), tuple(as_json))}
     assert plain[()][0] in (0, 1), plain
-    assert run(capsys, command, *asked, *as_json) == plain[tuple(as_json)]
+    if as_json:  # doctor says how much memory is free just now
+        assert run(capsys, command, *asked, *as_json) == plain[tuple(as_json)]
     ignored = []
     for option in sorted(options - {"--help", *(word for word in asked if word.startswith("--"))}):
         name = f"{command}-{way}{option}"

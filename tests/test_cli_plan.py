@@ -105,7 +105,7 @@ def test_a_missing_library_is_told_before_any_work(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["plan", CONFIG, "--gpu", "RTX 4090", "--plot", "x.png"]) == 3
     captured = capsys.readouterr()
-    assert "vram-guard[plot]" in captured.err
+    assert "pip install matplotlib" in captured.err
     assert captured.out == ""
 
 

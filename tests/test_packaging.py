@@ -234,15 +234,17 @@ except ImportError as error:
 """
 
 
-def test_a_missing_framework_is_an_import_error_that_names_the_extra():
+def test_a_missing_framework_is_an_import_error_that_says_what_to_install():
     path = os.pathsep.join(filter(None, sys.path))
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_FRAMEWORKS],
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    assert "pip install 'vram-guard[lightning]'" in run.stdout
-    assert "pip install 'vram-guard[mmengine]'" in run.stdout
-    assert "pip install 'vram-guard[accelerate]'" in run.stdout
+    # The package itself is on no index: what is offered can be installed.
+    assert "pip install lightning" in run.stdout
+    assert "pip install mmengine" in run.stdout
+    assert "pip install accelerate" in run.stdout
+    assert "vram-guard[" not in run.stdout
 
 
 WITHOUT_NUMPY = """

@@ -138,7 +138,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
         "import sys; sys.modules['matplotlib'] = sys.modules['matplotlib.figure'] = None\n"
         "import vram_guard.report.plot as plot\n"
         "try: plot.new_figure(4)\n"
-        "except ImportError as error: sys.exit('vram-guard[plot]' not in str(error))\n"
+        "except ImportError as error: sys.exit('pip install matplotlib' not in str(error))\n"
         "sys.exit(2)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

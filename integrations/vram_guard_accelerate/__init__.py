@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["guard"]
 
+#: Packages that have to be there; of each group one.
+NEEDS = (("accelerate",),)
+
 add_own_package(__file__)
 
 
@@ -29,7 +32,7 @@ def __getattr__(name: str) -> object:
         if error.name != "accelerate":
             raise
         raise ImportError(
-            _("vram_guard_accelerate needs Accelerate, which is not installed: pip install 'vram-guard[accelerate]'")
+            _("vram_guard_accelerate needs Accelerate, which is not installed: pip install accelerate")
         ) from error
 
     globals()[name] = guard

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VramGuard"]
 
+#: Packages that have to be there; of each group one.
+NEEDS = (("lightning", "pytorch_lightning"),)
+
 add_own_package(__file__)
 
 

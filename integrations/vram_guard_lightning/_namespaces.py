@@ -23,13 +23,11 @@ def installed() -> list[ModuleType]:
     """The namespaces that are here, imported.
 
     Raises:
-        ImportError: when neither is, naming the extra that brings one.
+        ImportError: when neither is, naming what installs one.
     """
     here = [import_module(name) for name in NAMESPACES if _exists(name)]
     if not here:
-        raise ImportError(
-            _("vram_guard_lightning needs Lightning, which is not installed: pip install 'vram-guard[lightning]'")
-        )
+        raise ImportError(_("vram_guard_lightning needs Lightning, which is not installed: pip install lightning"))
     return here
 
 

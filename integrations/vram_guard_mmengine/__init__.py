@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GuardFlexibleRunner", "GuardRunner", "VramGuardHook"]
 
+#: Packages that have to be there; of each group one.
+NEEDS = (("mmengine",), ("pkg_resources",))
+
 add_own_package(__file__)
 
 _HOME = {"GuardFlexibleRunner": "_runner", "GuardRunner": "_runner", "VramGuardHook": "hook"}
@@ -38,7 +41,7 @@ def __getattr__(name: str) -> object:
                 _("mmengine needs pkg_resources, which setuptools 81 dropped: pip install 'setuptools<81'")
             ) from error
         raise ImportError(
-            _("vram_guard_mmengine needs MMEngine, which is not installed: pip install 'vram-guard[mmengine]'")
+            _("vram_guard_mmengine needs MMEngine, which is not installed: pip install mmengine 'setuptools<81'")
         ) from error
     value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value

@@ -16,7 +16,7 @@ from vram_guard.cli.printing import print_json, print_now
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.closed_form.from_config import PRECISION_NAMES, precision_word
 from vram_guard.config_file import load_config
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 
 #: Only keys that no other base file has: MMEngine refuses two sibling bases with a key in common.
@@ -79,7 +79,11 @@ def _add_compare(own: Any) -> None:
 def _compare(options: argparse.Namespace) -> int:
     """Print the table, or JSON."""
     from vram_guard.report.comparison import comparison_dict, show
-    from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
+
+    try:
+        from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
+    except ImportError as error:
+        raise MissingLibraryError(str(error)) from error
     from vram_guard_mmengine._compare import compare
 
     required = required_releases(options)

@@ -86,7 +86,8 @@ def no_device(problem: str) -> NoDeviceError:
     """
     message = _(
         '{problem}. Say what to plan for: budget="24GiB" (what PyTorch may reserve) or gpu="RTX 4090" '
-        "(a card by name).",
+        '(a card by name). A guard with mode="report" goes on without a prediction, and VRAM_GUARD_DISABLE=1 turns '
+        "it off.",
         problem=problem,
     )
     return NoDeviceError(message, problem)

@@ -59,6 +59,10 @@ _COMMANDS = {
 }
 
 
+#: The command whose words are those of another program.
+_LAUNCH = "launch"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. argparse itself exits with 0 for help and 2 for bad usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -106,7 +110,11 @@ def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
 
 def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputError | None) -> int:
     with argparse_locale():
-        options = _parser(given).parse_args(given)
+        parser = _parser(given)
+        if not given:
+            parser.print_help()
+            return EXIT_DONE
+        options = parser.parse_args(given)
     run: Callable[[argparse.Namespace], int] = options.run
     if problem is not None and given[0] != "doctor":  # which says what is wrong with them
         tell(_said(problem))
@@ -148,8 +156,7 @@ def _python_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
     """``--lang``, known before there is a parser, whose help speaks it; and the arguments without it.
 
-    What stands after an adapter's command stays as it is, but for a ``--lang`` right behind it: it may be meant for the
-    script that is launched.
+    What stands after ``launch`` stays as it is, but for a ``--lang`` right behind it: it may be meant for the script.
     """
     wanted, rest, command = None, list[str](), ""
     words = list(arguments)
@@ -161,7 +168,7 @@ def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
                 break  # argparse says that its value is missing
             wanted = words[1] if takes_next else value
             words = words[1 + takes_next :]
-        elif command and command not in _COMMANDS:
+        elif command == _LAUNCH:
             return wanted, [*rest, *words]
         else:
             rest.append(words.pop(0))

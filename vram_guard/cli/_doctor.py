@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
@@ -77,8 +74,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _diagnosis() -> dict[str, Any]:
     import platform
-
-    import torch
+    from importlib.metadata import version
 
     from vram_guard.settings import disabled
 
@@ -86,7 +82,7 @@ def _diagnosis() -> dict[str, Any]:
     return {
         "vram_guard": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),  # importing it takes seconds
         "gpu": gpu,
         "gpu_unreadable": unreadable,
         "host_memory": _host_memory(),
@@ -162,28 +158,15 @@ def _integrations() -> dict[str, str]:
 
 
 def _adapter_state(entry: EntryPoint) -> str:
+    """Whether what the adapter needs is installed. It is looked for and not imported: that takes seconds."""
+    from importlib.util import find_spec
+
+    adapter = entry.load()
+    if all(any(map(find_spec, names)) for names in adapter.NEEDS):
+        return marked("ready")
     try:
-        with _standard_error_dropped():
-            adapter = entry.load()
-            for name in adapter.__all__:
-                getattr(adapter, name)
-    except ImportError as error:
+        for name in adapter.__all__:
+            getattr(adapter, name)
+    except ImportError as error:  # which says what to install
         return str(error)
     return marked("ready")
-
-
-@contextmanager
-def _standard_error_dropped() -> Iterator[None]:
-    """What libraries warn of while they are imported has nothing to do with whether they can be."""
-    import os
-
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -217,6 +217,8 @@ class GuardSettings(PlanSettings):
                 _("proof_seconds must be 0 or more seconds, not {value}", value=repr(self.proof_seconds))
             )
         self._keep("pin", self.pins)
+        if self.grow:
+            self.pins.check_growth()
         if self.blocks is not None:
             self._keep("blocks", (self.blocks,) if isinstance(self.blocks, str) else tuple(self.blocks))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _
+from vram_guard.language import _, marked
 from vram_guard.optimize.names import TRAINER_ARGUMENTS, number
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.techniques import mixed_precision
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: torch.compile's GPU code generator, Triton, needs this compute capability (torch/_inductor/scheduler.py raises
 #: GPUTooOldForTriton below it).
 COMPILED_SINCE = (7, 0)
+
+#: Of a switch that does not name a type: the program's own code does.
+_SWITCHED = marked("half the bytes of activations; which half precision it is, float16 or bfloat16, your program says")
 
 #: More workers rarely help one GPU, and each holds its batches and a copy of the data set's state in host memory.
 MOST_WORKERS = 16
@@ -197,9 +200,11 @@ class _Adviser:
             elif self._at.trainer is not None:
                 self._set("precision", target, why)
             else:
-                self._set("precision", True, why, behind="batch_size", name="use_mixed_precision")
+                self._set("precision", True, _(_SWITCHED), behind="batch_size", name="use_mixed_precision")
             return
-        self._set("precision", precision_value(best[0], target), why, best[0])
+        value = precision_value(best[0], target)
+        is_switch = value is True and "bf16" not in best[0].name.lower()
+        self._set("precision", value, _(_SWITCHED) if is_switch else why, best[0])
 
     def _compile(self) -> None:
         capability = self._at.capability

@@ -91,6 +91,15 @@ class Pins:
         if "all" in (self.checkpoint, self.offload_activations) and self.checkpoint == self.offload_activations:
             raise InvalidInputError(_("pin: a block is either checkpointed or offloaded, so not all of them both ways"))
 
+    def check_growth(self) -> None:
+        """Check that nothing is fixed that a growing batch would change.
+
+        Raises:
+            InvalidInputError: the size of the micro-batches is.
+        """
+        if self.micro_batch_size is not None:
+            raise InvalidInputError(_("pin: micro_batch_size and grow contradict each other: give one of them"))
+
     def check(self, batch_size: int, capability: tuple[int, int] | None, *, grow: bool, trains: bool) -> None:
         """Check that the pins are consistent with the rest of the request.
 
@@ -114,8 +123,8 @@ class Pins:
                     nearest=next(n for n in range(min(size, batch_size), 0, -1) if batch_size % n == 0),
                 )
             )
-        if size is not None and size != batch_size and grow:
-            raise InvalidInputError(_("pin: micro_batch_size and grow contradict each other: give one of them"))
+        if grow:
+            self.check_growth()
         if size is not None and size != batch_size and not trains:
             raise InvalidInputError(_("pin: micro_batch_size needs an optimizer: there are no gradients to accumulate"))
         if self.precision and self.precision.startswith("bf16") and capability and capability < BFLOAT16_SINCE:

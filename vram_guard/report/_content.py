@@ -32,6 +32,11 @@ _TIERS = {
 
 #: Categories that a short report names.
 BRIEF_PARTS = 3
+
+#: A plan whose step takes so many times as long as written is said to be slow right behind the verdict.
+MUCH_SLOWER = 5.0
+#: Host memory of a node with eight GPUs as many have it, in bytes (NVIDIA's data sheet of the DGX A100: 1 TB).
+USUAL_NODE = 10**12
 #: Notes that a short report shows.
 BRIEF_NOTES = 3
 
@@ -217,6 +222,21 @@ class Content:
     @property
     def _tiers_differ(self) -> bool:
         return len({phase.tier for phase in self.estimate.phases}) > 1
+
+    def cautions(self) -> list[str]:
+        """What a plan costs out of the ordinary: said right behind the verdict."""
+        plan = self.plan
+        if plan is None or not plan.changed:
+            return []
+        said, on_node = [], 0 if plan.spread is None else plan.spread.host_per_node
+        if plan.slowdown is not None and plan.slowdown >= MUCH_SLOWER:
+            said.append(
+                _("Each step takes about {factor} times as long as written (modelled).", factor=f"{plan.slowdown:.0f}")
+            )
+        if on_node > USUAL_NODE:
+            amount = format_bytes(on_node)
+            said.append(_("The plan needs {amount} of host memory on each node; many have 1 TB.", amount=amount))
+        return said
 
     def leaks(self) -> list[str]:
         """The lines whose memory grows with every step, and when the budget is full."""

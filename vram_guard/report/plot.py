@@ -212,7 +212,7 @@ def new_figure(height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingLibraryError(_("plots need matplotlib: pip install 'vram-guard[plot]'")) from error
+        raise MissingLibraryError(_("plots need matplotlib: pip install matplotlib")) from error
     return Figure(figsize=(11, height), layout="constrained", facecolor="white")
 
 

@@ -115,6 +115,7 @@ def _verdict(content: Content, signs: _Signs) -> Iterator[RenderableType]:
         if line := content.headline(content.budget):
             yield words(line, "bold")
         yield words(f"{head.upper()}  {figures}", _STYLES[kind])
+    yield from _bullets("", content.cautions(), signs)
     yield from _bullets(_("Memory that grows"), content.leaks(), signs)
 
 

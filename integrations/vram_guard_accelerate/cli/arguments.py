@@ -106,7 +106,7 @@ def launch_parser() -> argparse.ArgumentParser:
         from accelerate.commands.launch import launch_command_parser
     except ImportError as error:
         raise MissingLibraryError(
-            _("vram-guard launch needs accelerate: pip install 'vram-guard[accelerate]' ({error})", error=error)
+            _("vram-guard launch needs accelerate: pip install accelerate ({error})", error=error)
         ) from error
     parser: argparse.ArgumentParser = launch_command_parser()
     return parser
