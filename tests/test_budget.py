@@ -54,7 +54,7 @@ def test_a_card_is_its_memory_less_driver_context_and_margin():
 @pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.name)
 def test_every_card_gives_a_sensible_budget(gpu):
     budget = Budget.resolve(gpu=gpu)
-    assert 0.8 * gpu.memory_bytes < budget.usable < gpu.memory_bytes
+    assert 0.75 * gpu.memory_bytes < budget.usable < gpu.memory_bytes
     assert budget.explain().count("\n") == 0
 
 
@@ -139,7 +139,7 @@ def test_a_margin_is_a_fraction_below_one(margin):
         "inf",
         "nan",
         "-1GiB",
-        "24G",
+        "24X",
         "1e9",
         b"24GiB",
         [],

@@ -29,7 +29,7 @@ def test_python_dash_m_is_the_command():
     assert done.stderr.startswith("vram-guard gpus: unrecognized arguments: --no-such-option")
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["gpus", "--no-such-option"]])
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["gpus", "--no-such-option"]])
 def test_bad_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)

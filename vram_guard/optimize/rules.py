@@ -200,10 +200,16 @@ class _Adviser:
             elif self._at.trainer is not None:
                 self._set("precision", target, why)
             else:
-                self._set("precision", True, _(_SWITCHED), behind="batch_size", name="use_mixed_precision")
+                self._set(
+                    "precision",
+                    True,
+                    _(_SWITCHED) if target == "bf16-mixed" else why,
+                    behind="batch_size",
+                    name="use_mixed_precision",
+                )
             return
         value = precision_value(best[0], target)
-        is_switch = value is True and "bf16" not in best[0].name.lower()
+        is_switch = value is True and target == "bf16-mixed" and "bf16" not in best[0].name.lower()
         self._set("precision", value, _(_SWITCHED) if is_switch else why, best[0])
 
     def _compile(self) -> None:
