@@ -43,7 +43,7 @@ class Uneven(torch.utils.data.Sampler):  # type: ignore[type-arg]
 class Module(pl.LightningModule):
     """A regression whose step does what its case asks for."""
 
-    def __init__(self, kind: str, *, breaks: bool) -> None:
+    def __init__(self, kind: str, *, breaks: bool, twice: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
@@ -51,7 +51,7 @@ class Module(pl.LightningModule):
             self.net.insert(1, nn.BatchNorm1d(32))
         self.unused = nn.Linear(2, 2) if kind == "unused" else None
         self.error = torchmetrics.MeanSquaredError(dist_sync_on_step=True) if kind == "metric" else None
-        self.kind, self.breaks = kind, breaks
+        self.kind, self.breaks, self.twice = kind, breaks, twice
         self.seen: list[int] = []
         self.steps, self.armed = 0, False
 
@@ -64,6 +64,8 @@ class Module(pl.LightningModule):
         self.steps += 1
         if self.breaks and RANK == 1 and self.steps == 3 and len(x) > 2:
             raise oom_cases.no_memory()
+        if self.twice and RANK == 1 and batch_idx == 2 and len(x) > 2:  # whole, and in micro-batches of four
+            raise oom_cases.no_memory()
         prediction = self.net(x)
         loss = nn.functional.mse_loss(prediction, y)
         if self.kind.startswith("own"):
@@ -72,6 +74,8 @@ class Module(pl.LightningModule):
         if self.kind == "gather":
             self.all_gather(loss.detach())
         if self.kind == "seldom" and batch_idx == 1:  # the trace sees the first batch
+            torch.distributed.barrier()
+        if self.kind == "late" and batch_idx == 3:  # of eight samples here, and of one there
             torch.distributed.barrier()
         if self.error is not None:
             self.log("error", self.error(prediction, y))
@@ -104,7 +108,7 @@ def main(case: str, out: Path) -> None:
         sync_batchnorm=kind == "norm",
         max_epochs=2,
     )
-    module = Module(kind, breaks="breaks" in more)
+    module = Module(kind, breaks="breaks" in more, twice="twice" in more)
     pl.seed_everything(7)
     result: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as said:

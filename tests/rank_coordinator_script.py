@@ -90,7 +90,7 @@ def main(how: str) -> None:
         parameter.grad = torch.full_like(parameter, float(dist.get_rank()))
     ranks.average_gradients()
     FOUND["gradient"] = float(model.weight.grad.mean())  # type: ignore[union-attr]
-    FOUND["verdict"] = int(ranks.agree(Verdict.OUT_OF_MEMORY if dist.get_rank() else Verdict.FINE))
+    FOUND["verdict"] = int(ranks.agree(Verdict.OUT_OF_MEMORY if dist.get_rank() else Verdict.FINE).verdict)
     if how == "closed":
         ranks.close()
         ranks.close()

@@ -76,8 +76,12 @@ def test_what_a_step_calls_decides_on_micro_batches_and_recovery() -> None:
     assert "calls all_reduce (train.py:7), for which" in refusal.reason
     assert repeated_in_parts([norm, later]) is None
     assert repeated_in_parts([]) is None
-    assert why_not_recovered([]) == ""
-    assert "calls SyncBatchNorm (train.py:3), broadcast," in why_not_recovered([norm, later])
+    assert why_not_recovered([], 2) == ""
+    assert "calls SyncBatchNorm (train.py:3), broadcast," in why_not_recovered([norm, later], 2)
+    assert "calls SyncBatchNorm (train.py:3), broadcast," in why_not_recovered([own, norm, later], 2, armed=True)
+    assert why_not_recovered([own], 2, armed=True) == ""
+    some = own._replace(ranks=2)  # of four: the others do not take part
+    assert "calls all_reduce" in why_not_recovered([some], 4, armed=True)
     assert collectives_of(None) == ()
     assert static_graph(recovered=True).reason == ""
     assert "static_graph" in static_graph(recovered=False).reason

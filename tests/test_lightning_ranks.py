@@ -30,16 +30,24 @@ REFUSED = {
     "gather+split": "the step itself calls barrier (tests/lightning_ranks_script.py:",
     "uneven+split+static": "DistributedDataParallel(static_graph=True)",
 }
-#: Trainings in which a peer could wait for a rank that ran out of memory.
-NOT_ARMED = ("own+recover", "metric+recover")
+#: Trainings in which a peer could wait for a rank that ran out of memory, or for one that has no more micro-batches;
+#: what both end with.
+ENDED = {
+    "own+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks itself"),
+    "metric+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks itself"),
+    "gather+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks itself"),
+}
+#: Undisturbed, they train as they do without the guard.
+QUIET = {"own+recover": "own+plain", "metric+recover": "metric+plain"}
 ARMED = "unused+recover"
+TWICE = "uneven+split+recover+twice"
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
     out = tmp_path_factory.mktemp("ranks")
-    cases = [*EQUAL, *dict.fromkeys(EQUAL.values()), *REFUSED, *NOT_ARMED, ARMED]
+    cases = [*EQUAL, *dict.fromkeys(EQUAL.values()), *REFUSED, *QUIET, *QUIET.values(), ARMED, TWICE]
     return run(SCRIPT, out, cases, limit=280)
 
 
@@ -67,10 +75,37 @@ def test_what_the_ranks_would_do_more_often_is_refused_before_training(results: 
     assert any("smaller micro-batches are not possible" in line and REFUSED[case] in line for line in first["said"])
 
 
-@pytest.mark.parametrize("case", NOT_ARMED)
-def test_recovery_is_not_armed_where_a_peer_could_wait(results: Any, case: str) -> None:
-    assert [rank["armed"] for rank in results[case]] == [False, False]
-    assert [rank["steps"] for rank in results[case]] == [8, 8]
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("case", QUIET)
+def test_a_step_that_calls_the_other_ranks_trains_as_it_is_written(results: Any, case: str) -> None:
+    for mine, plain in zip(results[case], results[QUIET[case]], strict=True):
+        assert (mine["armed"], mine["steps"], mine["seen"]) == (True, 8, plain["seen"])
+        assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("case", ENDED)
+def test_where_a_rank_would_wait_for_ever_both_end_with_one_error(tmp_path: Path, case: str) -> None:
+    kind, words = ENDED[case]
+    for rank in run(SCRIPT, tmp_path, [case], limit=90)[case]:
+        assert rank["error"].startswith(kind)
+        assert words in rank["error"]
+
+
+@pytest.mark.torch_since(2, 6)
+def test_a_call_that_one_rank_would_make_more_often_ends_both(tmp_path: Path) -> None:
+    first, second = run(SCRIPT, tmp_path, ["late+split+recover"], limit=90)["late+split+recover"]
+    assert "not cut into as many micro-batches on each of them" in first["error"]
+    assert "another rank stopped" in second["error"]
+
+
+def test_two_out_of_memory_errors_in_one_batch_are_recovered_from_on_both_ranks(results: Any) -> None:
+    for mine, plain in zip(results[TWICE], results["uneven+plain"], strict=True):
+        assert "error" not in mine, mine["error"]
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
 
 
 def test_a_parameter_without_gradient_is_said_where_ddp_would_stop(results: Any) -> None:

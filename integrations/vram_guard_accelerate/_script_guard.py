@@ -194,12 +194,12 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
                 return forks.fork(stack)
 
+        try:  # the copies, which leave through here, write to the stack
+            what = _("the copy of the process that looked at the training")
+            answer = forks.asked_twice(ask, what, self.settings.start_seconds, watched=True)
+        except LostCopyError as error:
+            answer = DryRunFailure.of(error)
         with contextlib.closing(stack):
-            try:
-                what = _("the copy of the process that looked at the training")
-                answer = forks.asked_twice(ask, what, self.settings.start_seconds, watched=True)
-            except LostCopyError as error:
-                answer = DryRunFailure.of(error)
             if isinstance(answer, DryRunFailure) and answer.error == LostCopyError.__name__:
                 # What was lost may be a copy of the copy's, which writes to the same file.
                 return replace(answer, message="\n".join([stack.located(answer.message), *stack.frames()]))

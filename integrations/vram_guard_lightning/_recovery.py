@@ -160,9 +160,7 @@ class Session:
             self.attempt.backward(functools.partial(own, *args, **kwargs))
 
     def _all_gather(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """``self.all_gather`` in training_step waits for all ranks: first make sure that they will come."""
-        if self.attempt is not None and not self.attempt.committed:
-            self.attempt.meet()
+        """``self.all_gather`` in validation_step waits for all ranks."""
         self.validation.gathered()
         return own(*args, **kwargs)
 

@@ -47,9 +47,18 @@ def repeated_in_parts(collectives: Sequence[Collective]) -> Refusal | None:
     )
 
 
-def why_not_recovered(collectives: Sequence[Collective]) -> str:
-    """The reason why a step may not be broken off on one rank ("" where it may); what its layout calls is not asked."""
+def why_not_recovered(collectives: Sequence[Collective], ranks: int, *, armed: bool = False) -> str:
+    """The reason why a step may not be broken off on one rank ("" where it may); what its layout calls is not asked.
+
+    Args:
+        collectives: of the step.
+        ranks: of the training.
+        armed: whether only those are asked that recovery does not notice. Before others the ranks tell each other how
+            they fare, and where one ran out of memory, all end.
+    """
     own = [one for one in collectives if not of_layout(one)]
+    if armed:
+        own = [one for one in own if one.phase == "optimizer" or one.name == SYNCHRONISED_NORM or 1 < one.ranks < ranks]
     if not own:
         return ""
     return _(

@@ -117,8 +117,9 @@ class Guard:
     def _report_lines(self, decision: Decision) -> list[str]:
         """The lines that follow the prediction."""
         notes = [*decision.notes, *([self._left_alone] if self._left_alone else ()), *self.applied.notes]
-        if self.may_change and self.settings.recover and self.no_recovery:
-            notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=self.no_recovery))
+        why = self.no_recovery or why_not_recovered(decision.collectives, self.training.ranks.world_size)
+        if self.may_change and self.settings.recover and why:
+            notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=why))
         lines = [f"  - {note}" for note in notes]
         if decision.plan.changed:
             applied = (
@@ -148,7 +149,8 @@ class Guard:
             return _("the ranks would wait for a rank's part of the weights, where it ran out of memory")
         if self.decision is None:
             return unseen(self.training.ranks.world_size) or self.training.why_not_recovered({})
-        return why_not_recovered(self.decision.collectives) or self.training.why_not_recovered(self.decision.refused)
+        called = why_not_recovered(self.decision.collectives, self.training.ranks.world_size, armed=True)
+        return called or self.training.why_not_recovered(self.decision.refused)
 
     def prediction(self) -> str:
         """The last part of the message of an out-of-memory error."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.outputs import detached, merged
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
@@ -42,6 +43,8 @@ class BatchPass:
     loss_weight: LossWeight
     attempt: Attempt | None
     """The attempt of the pass, where recovery is armed."""
+    uneven: RankCoordinator | None = None
+    """The ranks, where they may run different numbers of micro-batches."""
 
     @property
     def whole(self) -> bool:
@@ -56,6 +59,8 @@ class BatchPass:
         otherwise: Callable[[Sequence[Any]], Any] | None = None,
     ) -> Any:
         """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
+        if self.uneven is not None:
+            one = self._refusing(one, self.uneven)
         if self.whole:
             return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, first=True, last=True))
         parts, weights = self._counting()
@@ -66,6 +71,16 @@ class BatchPass:
                 self.attempt.last = share.last
             outputs.append(detached(one(share)))
         return merged(outputs, parts, weights, rows=rows, otherwise=otherwise)
+
+    @staticmethod
+    def _refusing(one: Callable[[Share], Any], ranks: RankCoordinator) -> Callable[[Share], Any]:
+        """The same, but it must not call the other ranks; what is logged is reduced afterwards, once."""
+
+        def refusing(share: Share) -> Any:
+            with ranks.noticed(_refuse_calls):
+                return one(share)
+
+        return refusing
 
     def _counting(self) -> tuple[list[MicroBatch], list[Any]]:
         """The micro-batches with their weights; those without a label that counts are left out: their loss is 0 / 0."""
@@ -122,10 +137,10 @@ class MicroBatches:
     ) -> T:
         """Call ``work`` until a pass over the batch gets through; see :meth:`Recovery.run`."""
         if self.recovery is None:
-            return work(BatchPass(self._parts(batch, self.schedule.size), self._loss_weight, None))
+            return self._pass(batch, work, self.schedule.size, None)
 
         def attempted(attempt: Attempt) -> T:
-            return work(BatchPass(self._parts(batch, attempt.micro_batch_size), self._loss_weight, attempt))
+            return self._pass(batch, work, attempt.micro_batch_size, attempt)
 
         return self.recovery.run(
             attempted,
@@ -135,21 +150,23 @@ class MicroBatches:
             what=_("this batch") if what is None else what,
         )
 
-    def _parts(self, batch: Any, size: int | None) -> list[MicroBatch]:
+    def _pass(self, batch: Any, work: Callable[[BatchPass], T], size: int | None, attempt: Attempt | None) -> T:
         if size is None or self._splitter is None:
-            return [MicroBatch(batch, 1, 1)]
+            return work(BatchPass([MicroBatch(batch, 1, 1)], self._loss_weight, attempt))
         self._splitter.micro_batch_size = size
-        alone = isinstance(self._ranks, SingleProcess)
-        parts = None if alone else self._agreed(self._splitter, batch)
-        return split_or_warn(self._splitter, batch, self._why_whole(), parts)
+        number, even = (None, True) if isinstance(self._ranks, SingleProcess) else self._agreed(self._splitter, batch)
+        parts = split_or_warn(self._splitter, batch, self._why_whole(), number)
+        return work(BatchPass(parts, self._loss_weight, attempt, None if even else self._ranks))
 
-    def _agreed(self, splitter: Splitter, batch: Any) -> int:
+    def _agreed(self, splitter: Splitter, batch: Any) -> tuple[int, bool]:
         """The number of micro-batches of this rank's batch: as many as the rank needs that needs the most.
 
-        Batches differ in size where ranks have samplers of their own, and at the end of an epoch. What the step does
-        with the other ranks beyond what a trace has seen would wait for ever if one ran it more often. A batch too
+        Batches differ in size where ranks have samplers of their own, and at the end of an epoch. A batch too
         short for so many is cut into pairs of samples at least (batch normalisation needs two), if the plan's
         micro-batches have two. Where every forward waits for the others, the shortest batch decides for all.
+
+        Returns:
+            The number, and whether every rank is known to run as many.
         """
         try:
             samples = splitter.count(batch)
@@ -158,8 +175,15 @@ class MicroBatches:
         needed = -(-samples // splitter.micro_batch_size)
         most, fewest = self._ranks.parts(needed, samples)
         if self._in_step:
-            return min(most, fewest)
-        return min(most, max(needed, samples // min(splitter.micro_batch_size, 2)))
+            return min(most, fewest), True
+
+        def number(samples: int) -> int:
+            needed = -(-samples // splitter.micro_batch_size)
+            return min(most, max(needed, samples // min(splitter.micro_batch_size, 2)))
+
+        # Micro-batches in which nothing counts towards the loss are left out.
+        left_out = isinstance(self._loss_weight, Normaliser) and most > 1
+        return number(samples), number(fewest) == most and not left_out
 
     def _count(self, batch: Any) -> int:
         """The samples of a batch that is about to be cut, perhaps for the first time."""
@@ -169,3 +193,13 @@ class MicroBatches:
             size = batch_size(batch)
             self._splitter = Splitter(self.schedule.full or size, size, None if self.schedule.full else batch)
         return self._splitter.count(batch)
+
+
+def _refuse_calls() -> NoReturn:
+    raise UnsupportedStepError(
+        _(
+            "the training step calls the other ranks itself, and this batch is not cut into as many micro-batches on "
+            "each of them: some would wait for others for ever. Allow no micro-batches (leave out accumulate), or let "
+            "all ranks load batches of one size"
+        )
+    )

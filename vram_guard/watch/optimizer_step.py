@@ -95,7 +95,7 @@ class _Step:
                         raise
                     failure = drop_traceback(error)
                     self._recovery.on_failure(failure)
-            verdict = self._recovery.ranks.agree(own)
+            verdict = self._recovery.ranks.agree(own).verdict
             if verdict is Verdict.STOPPED:
                 raise self._recovery.stopped_elsewhere()
             if verdict is Verdict.FINE:

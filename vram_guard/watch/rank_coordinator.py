@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from vram_guard.watch import own_collectives
 from vram_guard.watch.process_groups import wait_for_gloo
 
 #: Gradients travel in buckets of so many bytes, as in DistributedDataParallel (bucket_cap_mb=25).
@@ -37,15 +39,34 @@ class Verdict(IntEnum):
     """The rank raises an error and takes part in nothing more."""
 
 
+class Agreement(NamedTuple):
+    """What all ranks know of each other at one point."""
+
+    verdict: Verdict
+    """The worst of all ranks."""
+    own_calls: bool = False
+    """True if the user's code called the other ranks itself, on any rank."""
+
+
 class RankCoordinator:
     """Agreement of the processes of one training. Every rank calls every method alike.
 
     As it stands here, there is one process.
     """
 
-    def agree(self, own: Verdict) -> Verdict:
-        """The worst verdict of all ranks."""
-        return own
+    def agree(self, own: Verdict, *, own_calls: bool = False) -> Agreement:
+        """Tell the other ranks how this one fares.
+
+        Args:
+            own: this rank's verdict.
+            own_calls: whether the user's code has called the other ranks itself since the batch began, or is about to.
+        """
+        return Agreement(own, own_calls)
+
+    def noticed(self, begins: Callable[[], None]) -> AbstractContextManager[None]:
+        """Inside the block, ``begins`` is called before each call for which all ranks wait."""
+        del begins
+        return contextlib.nullcontext()
 
     def least(self, own: int) -> int:
         """The smallest number of all ranks."""
@@ -110,11 +131,17 @@ class Hosts(RankCoordinator):
         self._dist = dist
         self._groups = [dist.new_group(backend="gloo")]
         """The one over which the hosts talk, until it is closed."""
+        self._own = 0
         self._end = weakref.finalize(self, _destroy, self._groups)  # at exit at the latest
 
-    def agree(self, own: Verdict) -> Verdict:
+    def agree(self, own: Verdict, *, own_calls: bool = False) -> Agreement:
         """See :class:`RankCoordinator`."""
-        return Verdict(int(self._exchange([own], self._dist.ReduceOp.MAX)[0]))
+        worst, called = self._exchange([own, own_calls], self._dist.ReduceOp.MAX).tolist()
+        return Agreement(Verdict(worst), bool(called))
+
+    def noticed(self, begins: Callable[[], None]) -> AbstractContextManager[None]:
+        """See :class:`RankCoordinator`."""
+        return own_collectives.noticed(lambda: None if self._own else begins())
 
     def least(self, own: int) -> int:
         """See :class:`RankCoordinator`."""
@@ -131,8 +158,18 @@ class Hosts(RankCoordinator):
 
     def _exchange(self, numbers: Sequence[int], operation: object) -> torch.Tensor:
         message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
-        self._dist.all_reduce(message, op=operation, group=self._groups[0])
+        with self._talking():
+            self._dist.all_reduce(message, op=operation, group=self._groups[0])
         return message
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Inside the block the ranks call each other for this object, and not for the user's code."""
+        self._own += 1
+        try:
+            yield
+        finally:
+            self._own -= 1
 
 
 class DataParallel(Hosts):
@@ -175,7 +212,8 @@ class DataParallel(Hosts):
             with _as_one(bucket, self._flat) as flat:
                 # Divided before they are added, as DistributedDataParallel does it.
                 flat.mul_(1.0 / self._ranks)
-                self._dist.all_reduce(flat)
+                with self._talking():
+                    self._dist.all_reduce(flat)
         self._stale = bool(self._buffers)
         if self._unused_allowed:
             return []

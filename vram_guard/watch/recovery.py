@@ -72,6 +72,8 @@ class Attempt:
     committed: bool = False
     last: bool = True
     """True where the next backward completes the gradients of the batch."""
+    own_calls: bool = False
+    """True if the user's code has called the other ranks itself, on any rank, as far as this one knows."""
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run the backward of one micro-batch; after the last one's, :meth:`commit`."""
@@ -101,18 +103,24 @@ class Attempt:
         if self.synchronise:
             self.recovery.say_unused(self.recovery.ranks.average_gradients())
 
-    def meet(self) -> None:
-        """Let the other ranks know that this one is fine so far; to be called before anything they wait for.
+    def meet(self, own: Verdict = Verdict.FINE) -> None:
+        """Let the other ranks know how this one is so far; to be called before anything they wait for.
 
         Raises:
-            ElsewhereError: another rank is not.
+            ElsewhereError: another rank ran out of memory, and this one did not.
             RecoveryFailedError: another rank has stopped.
         """
-        verdict = self.recovery.ranks.agree(Verdict.FINE)
+        verdict, self.own_calls = self.recovery.ranks.agree(own, own_calls=self.own_calls)
         if verdict is Verdict.STOPPED:
             raise self.recovery.stopped_elsewhere()
-        if verdict is Verdict.OUT_OF_MEMORY:
+        if verdict is Verdict.OUT_OF_MEMORY and own is Verdict.FINE:
             raise ElsewhereError
+
+    def calls_others(self) -> None:
+        """The user's code is about to call all ranks, which wait for each other."""
+        if not self.committed:
+            self.own_calls = True
+            self.meet()
 
 
 @dataclass
@@ -211,7 +219,8 @@ class Recovery:
     def _try(self, attempt: Callable[[Attempt], T], running: Attempt) -> T | Failure:
         """The attempt's value, or the out-of-memory error that all ranks now know of."""
         try:
-            value = attempt(running)
+            with self.ranks.noticed(running.calls_others):
+                value = attempt(running)
             running.commit()
         except ElsewhereError as error:
             failure = replace(drop_traceback(error), elsewhere=True)
@@ -223,8 +232,7 @@ class Recovery:
                 raise
             failure = drop_traceback(error)
             self.on_failure(failure)
-            if self.ranks.agree(Verdict.OUT_OF_MEMORY) is Verdict.STOPPED:
-                raise self.stopped_elsewhere() from None
+            running.meet(Verdict.OUT_OF_MEMORY)
         else:
             return value
         return failure
@@ -250,6 +258,9 @@ class Recovery:
             obstacle = _(
                 "that was out-of-memory error {count}, and max_recoveries is {most}", count=count, most=self.most
             )
+        if running.own_calls:
+            smaller = 0
+            obstacle = _("a batch is not recovered whose step calls other ranks itself, which wait for each other")
         smaller = self.ranks.least(smaller)
         where = _("on another rank") if failure.elsewhere else _("in {stage}", stage=running.stage)
         if not smaller:
