@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections import deque
@@ -15,7 +16,7 @@ import torch
 from architectures import ARCHITECTURES, Architecture
 from torch import nn
 
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import RecomputationError, UnsupportedStepError
 from vram_guard.plan import plan
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import Source, TraceRequest, source_of
@@ -353,7 +354,9 @@ def test_what_can_be_put_back_is_and_the_block_stays_a_candidate(kind: type[Bloc
 @pytest.mark.parametrize(("kind", "what", "name"), IMPURE)
 def test_an_impure_block_is_left_out_or_put_back(kind: type[Block], what: str, name: str) -> None:
     kinds = (Block, kind, Block, kind)
-    assert not same(trained(kinds, Recipe()), trained(kinds, Recipe(checkpoint=("1", "3")))), "there is nothing to find"
+    with contextlib.suppress(RecomputationError):  # or it differs in what it leaves alone, which is not compared
+        left = trained(kinds, Recipe(checkpoint=("1", "3")))
+        assert not same(trained(kinds, Recipe()), left), "there is nothing to find"
     step = step_of(*kinds)
     assert run_step(step, 2, (8, 0), ["1", "3"]).changes == (Change("1", what, name), Change("3", what, name))  # type: ignore[arg-type]
     made = plan(step, 64, "1GiB", blocks=["0", "1", "2", "3"], pin={"checkpoint": "all"})
