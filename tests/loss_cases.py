@@ -292,6 +292,6 @@ CASES: dict[str, Case] = {
     "largest": Case(lambda m, b: _each(m, b).max(), ""),
     "fraction of the batch": Case(lambda m, b: _each(m, b).mean() * b["mask"].double().mean(), ""),
     "loop": Case(
-        lambda m, b: torch.stack([_each(m, {**b, "x": b["x"]})[at].mean() for at in range(len(b["x"]))]).mean(), ""
+        lambda m, b: torch.stack([_each(m, {**b, "x": b["x"]})[at].mean() for at in range(len(b["x"]))]).mean(), "mean"
     ),
 }

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch.nn import functional
 
-from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, reduction_of
+from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
+from vram_guard.apply.microbatch import Layout, split
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.proof.loss_graph import LossGraph
+from vram_guard.proof.samples_apart import SamplesApart, form_over_samples
 from vram_guard.step import TrainingStep
 
 
-def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
+def losses(samples: int, device: str, x: Any = None, y: Any = None) -> dict[str, torch.Tensor]:
     """Every loss, of a batch of so many samples of five positions and six classes."""
-    x = torch.randn(samples, 5, 6, device=device, requires_grad=True)
-    y = torch.zeros(samples, 5, dtype=torch.long, device=device)
+    x = torch.randn(samples, 5, 6, device=device, requires_grad=True) if x is None else x
+    y = torch.zeros(samples, 5, dtype=torch.long, device=device) if y is None else y
     truth, weights = x.detach(), torch.ones(6, device=device, requires_grad=True)
     flat, centre = (x.flatten(0, 1), y.flatten()), x.mean()
     return {
@@ -61,106 +63,33 @@ def losses(samples: int, device: str) -> dict[str, torch.Tensor]:
     }
 
 
-MEANS = (
-    "mean",
-    "divided",
-    "of images",
-    "by hand",
-    "divided sum",
-    "batchmean",
-    "of two",
-    "binary",
-    "of attention within",
-    "convolved",
-    "picked",
-    "penalised",
-    "of weights alone",
-)
-SUMS = ("sum", "sum over a constant", "mean times samples", "labels, summed")
+EXPECTED = {
+    **dict.fromkeys(
+        ("by hand", "divided sum", "batchmean", "of two", "binary", "of attention within", "convolved", "picked",
+         "penalised", "of weights alone", "loop", "balanced"), "mean"),
+    **dict.fromkeys(("mean", "divided", "of images", "class weights"), "labels"),
+    **dict.fromkeys(("sum", "sum over a constant", "mean times samples", "labels, summed"), "sum"),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["cpu", "meta"])
-def read(request: Any) -> dict[str, tuple[str | None, str]]:
-    small, large = losses(2, request.param), losses(6, request.param)
-    terms = [{name: loss_terms(loss, behind=True) for name, loss in of.items()} for of in (small, large)]
-    return {name: reduction_of(terms[0][name], 2, terms[1][name], 6, labels_counted=(-100,)) for name in small}
+def of_sizes(name: str, device: str) -> tuple[Any, str]:
+    forms = []
+    for samples in (8, 4):
+        x = torch.randn(samples, 5, 6, device=device)
+        batch = {"x": x, "y": torch.zeros(samples, 5, dtype=torch.long, device=device)}
+        apart = SamplesApart(batch, samples, split(batch, samples, 1))
+        with apart:
+            loss = losses(samples, device, batch["x"] * torch.ones(6, device=device, requires_grad=True), batch["y"])
+        forms.append(apart.form(loss[name]))
+    found, why = form_over_samples(*forms)
+    return ("labels" if isinstance(found, Normaliser) else found), why
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_means_are_means(read: Any, name: str) -> None:
-    assert read[name] == ("mean", "")
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_are_sums(read: Any, name: str) -> None:
-    assert read[name] == ("sum", "")
-
-
-@pytest.mark.torch_since(2, 5)
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("mean and sum", "adds a mean over the batch to a sum"),
-        ("over the batch first", "not taken over the samples"),
-        ("logarithm", "LogBackward0"),
-        ("loop", "different parts at different batch sizes"),
-        ("sum, penalised", "does not depend on the batch"),
-        ("balanced", "not taken over the samples"),
-        ("compared", "joins samples"),
-        ("compared, no labels", "joins samples"),
-        ("class weights", "classes have weights"),
-        ("softmax over samples", "SoftmaxBackward0 in it joins samples"),
-        ("centred", "MeanBackward1 in it joins samples"),
-        ("pairs", "SubBackward0 in it joins samples"),
-        ("neighbours", "RollBackward0 in it joins samples"),
-        ("hardest", "TopkBackward0 in it joins samples"),
-        ("halves", "SliceBackward0 in it joins samples"),
-        ("of a graph", "MmBackward0 in it joins samples"),
-        ("of attention", "joins samples"),
-        ("of inputs' mean", "not taken over the samples"),
-        ("unknown", "of which nothing is known"),
-        ("used again", "used again"),
-    ],
-)
-def test_what_cannot_be_told_is_not_guessed(read: Any, name: str, why: str) -> None:
-    found, reason = read[name]
-    assert found is None
-    assert why in reason
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_mean_over_labels_is_one_only_of_labels_that_are_found_in_the_batch(device: str) -> None:
-    """Micro-batches hold different numbers of labels that count: that is no mean over samples."""
-
-    def terms(samples: int, ignored: int, *, known: bool = True) -> tuple[Term, ...]:
-        x = torch.randn(samples, 6, 5, device=device, requires_grad=True)
-        batch = {"at": [torch.ones(samples, device=device), torch.zeros(samples, 5, dtype=torch.long, device=device)]}
-        labels = batch["at"][1].flatten() if known else batch["at"][1].flatten() + 0
-        loss = functional.cross_entropy(x.transpose(1, 2).flatten(0, 1), labels, ignore_index=ignored) / 2
-        return loss_terms(loss, behind=True, batch=batch)
-
-    assert reduction_of(terms(2, 255), 2, terms(6, 255), 6) == (Normaliser(("at", 1), ignored=255), "")
-    found, why = reduction_of(terms(2, 255, known=False), 2, terms(6, 255, known=False), 6)
-    assert found is None
-    assert "those that are 255 do not count" in why
-    # Whoever weighs slices by the labels other than -100 himself does so for no other label.
-    unknown = terms(2, 255, known=False), 2, terms(6, 255, known=False), 6
-    assert reduction_of(*unknown, labels_counted=(-100,))[0] is None
-    assert reduction_of(*unknown, labels_counted=(255,)) == ("mean", "")
-
-
-def test_a_number_that_a_real_loss_is_divided_by_is_no_constant_if_it_was_computed() -> None:
-    """Of masks that leave nothing out it looks like the number of samples."""
-
-    def terms(samples: int) -> tuple[Term, ...]:
-        x, mask = torch.randn(samples, 3, requires_grad=True), torch.ones(samples)
-        return loss_terms(x.square().sum() / mask.sum(), behind=True)
-
-    assert terms(2)[0].computed
-    assert not loss_terms(torch.ones(2, requires_grad=True).sum() / 2)[0].computed
-    found, why = reduction_of(terms(2), 2, terms(6), 6)
-    assert found is None
-    assert "was computed" in why
+@pytest.mark.parametrize("name", losses(2, "meta"))
+def test_what_a_loss_is_over_its_batch(name: str) -> None:
+    found, why = of_sizes(name, "cpu")
+    assert found == EXPECTED.get(name), why
+    assert bool(why) == (found is None)
 
 
 def test_a_number_that_the_model_computed_is_no_constant() -> None:
@@ -204,27 +133,6 @@ def test_classes_with_weights_and_labels_are_seen() -> None:
     assert plain.of_each_element == 0.25
 
 
-@pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 5), reason="nodes do not tell sizes before 2.5"
-)
-def test_to_read_a_loss_brings_nothing_back_that_checkpointing_left_out() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    calls = []
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        return (x @ x.t()).exp().square()
-
-    x = torch.randn(3, 3, requires_grad=True)
-    loss = checkpoint(block, x, use_reentrant=False).mean()
-    terms = loss_terms(loss, behind=True)
-    assert terms[0].behind
-    assert len(calls) == 1
-    loss.backward()
-    assert len(calls) == 2
-
-
 def test_losses_of_transformers_are_told_apart() -> None:
     """A language model's mean; CTC, which Wav2Vec2 sums; a mixture of experts, whose balance is neither."""
     transformers = pytest.importorskip("transformers")
@@ -233,16 +141,24 @@ def test_losses_of_transformers_are_told_apart() -> None:
     experts = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
     models = {
         "mean": transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, **size)),
-        "sum": transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(vocab_size=64, **size, **speech)),
+        "checked": transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(vocab_size=64, **size, **speech)),
         None: transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, **size, **experts)),
     }
     for expected, model in models.items():
-        terms = []
-        for samples in (2, 6):
+        forms = []
+        for samples in (8, 4):
             labels = torch.ones(samples, 8, dtype=torch.long)
-            given = {"input_values": torch.randn(samples, 4000)} if expected == "sum" else {"input_ids": labels}
-            terms.append(loss_terms(model.train()(**given, labels=labels).loss, behind=True))
-        assert reduction_of(terms[0], 2, terms[1], 6, labels_counted=(-100,))[0] == expected
+            given = {"input_values": torch.randn(samples, 4000)} if expected == "checked" else {"input_ids": labels}
+            batch = {**given, "labels": labels.clone()}
+            apart = SamplesApart(batch, samples, split(batch, samples, 1))
+            with apart:
+                loss = model.train()(**batch).loss
+            forms.append(apart.form(loss))
+        found, why = form_over_samples(*forms)
+        # It asks whether a label is too large, and may go another way.
+        assert ("mean" if isinstance(found, Normaliser) else found) == (None if expected == "checked" else expected), (
+            why
+        )
 
 
 def shifted_by_transformers(labels: torch.Tensor) -> torch.Tensor:
@@ -283,5 +199,7 @@ def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_com
     def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return functional.cross_entropy(model(batch["ids"]).flatten(0, 1), made(batch["labels"]))
 
-    found, why = LossGraph(TrainingStep(model, batch, loss, torch.optim.SGD)).reduction(4)
+    found, why = LossGraph(TrainingStep(model, batch, loss, torch.optim.SGD)).reduction(
+        4, Layout(parts={"ids": Layout(rows=True), "labels": Layout(rows=True)})
+    )
     assert found == expected, why

@@ -202,7 +202,8 @@ def test_a_proven_cut_is_applied_and_trains_equally(loss: Any, tmp_path: Any, ca
     out = capsys.readouterr().out
     assert guard.plan is not None
     assert guard.plan.splits == 2
-    assert "proven by running 4 samples" in out
+    assert "proven by the loss graph" in out
+    assert "4 samples were run, and nothing that is learned differs" in " ".join(out.split())
     assert close(plain, guarded)
 
 
@@ -212,16 +213,16 @@ def test_random_draws_of_samples_are_no_difference(loss: Any, tmp_path: Any, cap
     trained(loss, guard, tmp_path)
     assert guard.plan is not None
     assert guard.plan.splits == 2
-    assert "proven by running 4 samples" in capsys.readouterr().out
+    assert "proven by the loss graph" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
-        (root, "the gradient of"),
-        (contrastive, "the gradient of"),
-        (counting, "the attribute counter is 2 instead of 1"),
-        (two_normalisers, "the gradient of"),
+        (root, "aten.sqrt"),
+        (contrastive, "aten.mm"),
+        (counting, "the step itself changes counter"),
+        (two_normalisers, "means over different counts"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -258,11 +259,12 @@ def test_where_running_would_take_too_long_the_graph_proves(tmp_path: Any, capsy
         (counting, "the step itself changes counter, which would be once per micro-batch"),
         (averaging, "the step itself changes average, which would be once per micro-batch"),
         (initialising, "the step itself changes head.bias, which would be once per micro-batch"),
-        (standardised, "the result of mean, which joins samples, reaches it without a graph"),
-        (less_the_mean, "the result of mean, which joins samples, reaches it without a graph"),
-        (turned_around, "the result of flip, which joins samples, reaches it without a graph"),
-        (by_a_count, "it is a sum that may be divided by a number that was computed"),
-        (of_a_mask_of_scores, "it is a mean over what a mask has picked"),
+        (standardised, "aten.sub gives samples a mean"),
+        (less_the_mean, "aten.sub gives samples a mean"),
+        (turned_around, "aten.flip joins samples"),
+        (by_a_count, "loss_weight"),
+        (of_a_mask, "picks by a mask"),
+        (of_a_mask_of_scores, "picks by a mask"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -276,7 +278,6 @@ def test_what_the_graph_does_not_show_is_not_cut_by_it(loss: Any, named: str, tm
 @pytest.mark.parametrize(
     ("loss", "named"),
     [
-        (of_a_mask, "the number of values above zero in batch[1]"),
         (weighed_by_class, "the class weights of the labels other than -100 in batch[1]"),
     ],
 )
@@ -297,8 +298,7 @@ def test_what_the_graph_s_way_does_not_compare_is_said(tmp_path: Any, capsys: An
     def keeping(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         net.kept = scores.detach()  # as long as the batch: a callback's, and no state
         net.log("spread", scores.std().item())
-        ones = torch.stack([torch.ones_like(label) for label in labels])  # a loop over samples
-        return F.cross_entropy(scores, labels * ones)
+        return F.cross_entropy(scores, labels)
 
     guard = pinned(proof_seconds=0)
     trained(keeping, guard, tmp_path)
@@ -306,14 +306,13 @@ def test_what_the_graph_s_way_does_not_compare_is_said(tmp_path: Any, capsys: An
     assert guard.plan.splits == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "not compared this way: the logged values spread" in said
-    assert "not compared this way: what is computed without a graph, as the step goes through its samples" in said
     assert "not compared this way: what the step does outside of the model" in said
 
 
 def test_a_count_of_margins_that_is_equal_in_the_samples_is_no_proof(tmp_path: Any) -> None:
     plain, _ = trained(over_active, None, tmp_path)
     guarded, said = trained(over_active, pinned(), tmp_path)
-    assert "the result of sum, which joins samples, reaches it without a graph" in said
+    assert "loss_weight" in said
     assert same(plain, guarded)
 
 
@@ -342,7 +341,7 @@ def test_weights_without_arithmetic_count_in_the_estimate(tmp_path: Any, capsys:
 
 def test_a_step_that_does_not_run_on_a_few_samples_falls_back_to_the_graph(tmp_path: Any, capsys: Any) -> None:
     def wants_whole_batches(net: Net, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if len(scores) == 4:
+        if len(scores) == 4 and not scores.is_cuda:  # on a GPU, as in a trace, it runs
             raise ValueError("4 samples are not enough")
         return mean(net, scores, labels)
 

@@ -20,6 +20,7 @@ from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.parallel import deepspeed, in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.resharding import divided_by_fsdp2
+from vram_guard.proof.watched import WatchedNumber
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
@@ -270,7 +271,8 @@ def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Calla
 def _loss_of(trainer: Trainer, module: LightningModule, heard: Heard) -> Callable[[Any, Any], Any]:
     """training_step as Lightning calls it: after the transfer hook, under its precision plugin's context."""
     after = _hook_owner(trainer, module, "on_after_batch_transfer")
-    arguments = (0,) if _takes_batch_index(module) else ()
+    number = WatchedNumber.made(0, lambda: heard.effects.read("batch_idx"))
+    arguments = (number,) if _takes_batch_index(module) else ()
     contexts = _PrecisionContexts(trainer)
     redirected: Any = trainer.strategy._forward_redirection
     whole = _layouts.whole(trainer)

@@ -22,11 +22,29 @@ if TYPE_CHECKING:
     from vram_guard.guard.places import Asked
 
 
+#: What a Trainer answers alike in every step, or what steps use to log: anything else moves on with the training.
+_STANDS = frozenset(
+    (
+        *("world_size", "num_devices", "num_nodes", "global_rank", "local_rank", "node_rank", "is_global_zero"),
+        *("device_ids", "max_epochs", "max_steps", "min_epochs", "min_steps", "max_time", "precision", "strategy"),
+        *("precision_plugin", "accelerator", "optimizers", "lr_scheduler_configs", "loggers", "logger", "callbacks"),
+        *("log_dir", "default_root_dir", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+        *("datamodule", "lightning_module", "model", "training", "validating", "testing", "predicting", "evaluating"),
+        *("sanity_checking", "log_every_n_steps", "num_training_batches", "estimated_stepping_batches", "barebones"),
+        *("limit_train_batches", "limit_val_batches", "check_val_every_n_epoch", "val_check_interval", "state"),
+        *("distributed_sampler_kwargs", "checkpoint_callback", "checkpoint_callbacks", "ckpt_path", "fast_dev_run"),
+        *("train_dataloader", "val_dataloaders", "profiler", "enable_validation", "print", "receiver", "_results"),
+    )
+)
+
+
 class TrainerView:
     """A Trainer as the user's code sees it during a trace: some answers replaced, nothing written through."""
 
     _asked: Asked | None = None
     """Told of what steps do with the place in the training; None: nobody wants to know."""
+    _effects: StepEffects | None = None
+    """Told of what steps read; None: nobody wants to know."""
 
     def __init__(self, original: Any, **answers: Any) -> None:
         vars(self)["_original"] = original
@@ -34,6 +52,8 @@ class TrainerView:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(vars(self)["_original"], name)
+        if self._effects is not None and name not in _STANDS and not name.startswith("__"):
+            self._effects.read(f"trainer.{name}")
         if self._asked is not None and name in ("current_epoch", "global_step"):
             return self._asked.answer(name, value)
         return value
@@ -60,7 +80,10 @@ def symbolic_run(
     strategy: Any = trainer.strategy
     optimizers, schedulers, wrapped = strategy.optimizers, strategy.lr_scheduler_configs, vars(strategy).get("_model")
     kept = [(part, dict(vars(part))) for part in module.modules()]
-    log = _Log(StepEffects() if effects is None else effects)
+    effects = StepEffects() if effects is None else effects
+    effects.companions = tuple(trainer.callbacks)  # type: ignore[attr-defined]
+    log = _Log(effects)
+    vars(view)["_effects"] = effects
     view.replace_loggers(log)
     try:
         for part in module.modules():

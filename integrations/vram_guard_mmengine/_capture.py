@@ -110,7 +110,9 @@ class Captured(CapturedTraining):
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
         """In MMEngine's own log nothing is seen of it."""
-        with random_state_kept(), _symbolic_run.symbolic_run(*_length(self.runner, self.sample.loader)):
+        self.effects.companions = tuple(self.runner.hooks)
+        length = _length(self.runner, self.sample.loader)
+        with random_state_kept(), _symbolic_run.symbolic_run(*length, self.effects):
             try:
                 yield
             finally:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from vram_guard.apply._autocast import autocast_now, no_autocast
-from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._slice_gradients import SummedGradients, memory_of
 from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _

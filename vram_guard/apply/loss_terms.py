@@ -8,14 +8,11 @@ and a sum that is divided by another constant look alike; of two sizes of batche
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from vram_guard.apply._normaliser import Normaliser
-from vram_guard.apply._sample_paths import Comparison, StepRecorder, kind_of
-from vram_guard.apply.loss_weight import IGNORED
 from vram_guard.language import _
 from vram_guard.state.containers import children
 from vram_guard.tensors import without_modes
@@ -47,14 +44,6 @@ class Term(NamedTuple):
     """True where labels are counted, of which it leaves out those that are to be ignored."""
     weighed: bool = False
     """True where classes have weights, so that one label counts more than another."""
-    behind: tuple[Any, ...] = ()
-    """The operations that it was computed with and the sizes of what they made, where they were asked for, without
-    those of the terms before it. Of batches of two sizes they tell whether it depends on the batch (the square of the
-    weights does not) and whether samples stay apart in it."""
-    ignored: int = IGNORED
-    """The label that is left out, where labels are counted."""
-    counts: Normaliser | None = None
-    """What its mean is taken over, where labels are counted that are a part of the batch."""
     computed: bool = False
     """True where it is multiplied with, or divided by, a number that was computed."""
     by_items: bool = False
@@ -111,61 +100,17 @@ def reductions(loss: torch.Tensor, items: float | None = None) -> list[Reduction
     return found
 
 
-def loss_terms(
-    loss: torch.Tensor, *, behind: bool = False, batch: Any = None, items: float | None = None
-) -> tuple[Term, ...]:
+def loss_terms(loss: torch.Tensor, *, items: float | None = None) -> tuple[Term, ...]:
     """The terms of a loss.
 
     Args:
         loss: one number with a graph that is not freed.
-        behind: whether to look for what the terms were computed from, as :func:`reduction_of` needs it.
-        batch: that it was computed from; labels that are a part of it are known again by their memory.
         items: of the whole optimizer step, as the script has counted them; a division by this number is told apart.
     """
-    too_long = (Term(_("a graph that is too long to read"), 1.0, ()),)
     found = reductions(loss, items)
     if found is None:
-        return too_long
-    recorder = StepRecorder(MOST_NODES)
-    terms: list[Term] = []
-    for one in found:
-        term = term_of(one, batch)._replace(by_items=one.by_items)
-        if behind and one.node is not None:
-            steps = recorder.behind(one.node)
-            if steps is None:
-                return too_long
-            term = term._replace(behind=steps)
-        terms.append(term)
-    return tuple(terms)
-
-
-def steps_behind(outputs: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...] | None, ...]:
-    """The operations that each tensor with a graph was computed with, as of :attr:`Term.behind`; None: too many."""
-    recorder = StepRecorder(MOST_NODES)
-    return tuple(recorder.behind(one.grad_fn) for one in outputs)
-
-
-def joined_behind(
-    one: Sequence[tuple[Any, ...] | None],
-    samples: int,
-    other: Sequence[tuple[Any, ...] | None],
-    other_samples: int,
-) -> str:
-    """Why samples are joined on the way to outputs; "" where they are not.
-
-    Args:
-        one: of :func:`steps_behind`, with a batch of ``samples``.
-        samples: see ``one``.
-        other: the same for a batch of another size.
-        other_samples: see ``other``.
-    """
-    known = [steps for steps in one if steps is not None]
-    twins = [steps for steps in other if steps is not None]
-    if len(known) < len(one) or len(twins) < len(other):
-        return _("a graph that is too long to read")
-    if len(known) != len(twins):
-        return _("it has different parts at different batch sizes")
-    return Comparison(known, samples, twins, other_samples, reduced=False).why
+        return (Term(_("a graph that is too long to read"), 1.0, ()),)
+    return tuple(term_of(one)._replace(by_items=one.by_items) for one in found)
 
 
 def number_of(value: torch.Tensor) -> int | None:
@@ -194,91 +139,6 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
             return False
         waiting += further
     return False
-
-
-def reduction_of(
-    one: Sequence[Term],
-    samples: int,
-    other: Sequence[Term],
-    other_samples: int,
-    *,
-    labels_counted: Collection[int] = (),
-) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
-    """Reduction of a loss over the samples of its batch, from its terms at two sizes of batches.
-
-    A mean over labels leaves some of them out, which micro-batches have in different numbers: it is no mean over
-    samples. It is weighed by its labels where the terms tell in which part of the batch they are (:attr:`Term.counts`).
-
-    Args:
-        one: terms of the loss of a batch of ``samples``, read with what is ``behind`` them.
-        samples: see ``one``.
-        other: the same for a batch of another size.
-        other_samples: see ``other``.
-        labels_counted: labels to ignore for which the caller weighs means by the other labels itself, as
-            :func:`vram_guard.apply.loss_weight.mean_shares` does: they are "mean" then.
-
-    Returns:
-        "mean", "sum", what to count, or None where it is none of these; and why it is none.
-    """
-    if len(one) != len(other):
-        return None, _("it has different parts at different batch sizes")
-    paths = Comparison([term.behind for term in one], samples, [term.behind for term in other], other_samples)
-    found: set[Literal["mean", "sum"] | Normaliser] = set()
-    independent = 0
-    for term, twin in zip(one, other, strict=True):
-        if term.behind and term == twin and not paths.depends(term.behind):
-            independent += 1
-            continue
-        kind, why = _over_samples(term, samples, twin, other_samples)
-        if kind == "mean" and term.reduction == "mean" and paths.picked(term.behind):
-            kind, why = None, _("it is a mean over what a mask has picked")
-        if kind == "mean" and term.labels and not (term.ignored in labels_counted and not term.weighed):
-            kind, why = _over_labels(term, twin)
-        if kind is None:
-            return None, why
-        found.add(kind)
-    if paths.why:
-        return None, paths.why
-    if found == {"mean", "sum"}:
-        return None, _("it adds a mean over the batch to a sum over the batch")
-    if len(found) > 1:
-        return None, _("it adds means over different counts of the batch")
-    kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
-    if kind == "sum" and independent:
-        return None, _("it is a sum over the batch plus a term that does not depend on the batch")
-    return kind, ""
-
-
-def joined_in(one: Sequence[Term], samples: int, other: Sequence[Term], other_samples: int) -> str:
-    """Why samples are joined on the way to a loss; "" where they are not. For arguments see :func:`reduction_of`."""
-    return Comparison([term.behind for term in one], samples, [term.behind for term in other], other_samples).why
-
-
-def _over_samples(
-    term: Term, samples: int, twin: Term, other_samples: int
-) -> tuple[Literal["mean", "sum"] | Normaliser | None, str]:
-    for one in (term, twin):
-        if not one.known:
-            return None, _("it comes out of {operation}", operation=one.reduction)
-        if one.computed:
-            return None, _("it is multiplied with or divided by a number that was computed")
-    if term.elements * other_samples != twin.elements * samples:
-        return None, _("a {reduction} in it is not taken over the samples", reduction=term.reduction)
-    if math.isclose(term.of_each_element, twin.of_each_element, rel_tol=1e-6):
-        return "sum", ""
-    if math.isclose(term.of_each_element * samples, twin.of_each_element * other_samples, rel_tol=1e-6):
-        return "mean", ""
-    return None, _("a sample counts in it neither as in a mean nor as in a sum")
-
-
-def _over_labels(term: Term, twin: Term) -> tuple[Normaliser | None, str]:
-    if term.counts is not None and term.counts == twin.counts:
-        return term.counts, ""
-    if term.weighed:
-        return None, _(
-            "it is a mean over labels whose classes have weights, and micro-batches have different shares of these"
-        )
-    return None, _("it is a mean over labels, of which those that are {ignored} do not count", ignored=term.ignored)
 
 
 # --- nodes ----------------------------------------------------------------------------------------------------
@@ -374,8 +234,8 @@ def number_in(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
         return tensor.item(), () if of_python else (tensor.data_ptr(),)
 
 
-def term_of(one: Reduction, batch: Any = None) -> Term:
-    """The term that ends at a node; see :func:`loss_terms` for ``batch``."""
+def term_of(one: Reduction) -> Term:
+    """The term that ends at a node; see :func:`loss_terms`."""
     node, factor, computed, _by_items = one
     if node is None:
         return Term(_("a number without a graph"), factor, ())
@@ -390,15 +250,13 @@ def term_of(one: Reduction, batch: Any = None) -> Term:
     term = Term(reduction, factor, tuple(counted.shape), computed=bool(computed))
     if not hasattr(node, "_saved_ignore_index"):
         return term
-    ignored, weighed = ignored_by(node), node._saved_weight is not None  # noqa: SLF001 - the same
-    counts = None if weighed or batch is None else _labels_in(batch, counted, ignored)
-    return term._replace(labels=True, weighed=weighed, ignored=ignored, counts=counts)
+    return term._replace(labels=True, weighed=node._saved_weight is not None)  # noqa: SLF001 - the same
 
 
-def ignored_by(node: Any) -> int:
-    """The label that a cross-entropy leaves out."""
-    shown: int = node._saved_ignore_index  # noqa: SLF001 - autograd's own
-    return shown - 2**64 if shown >= 2**63 else shown  # a negative number is shown without its sign
+def kind_of(node: Any) -> str:
+    """The operator that a node belongs to: Div for DivBackward0."""
+    name: str = node.name()
+    return name.rpartition("Backward")[0]
 
 
 def parts_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -409,57 +267,6 @@ def parts_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
     else:
         for key, part in parts.items():
             yield from parts_of(part, (*path, key))
-
-
-def is_view_of(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Check whether a tensor is another's memory with the same values in the same order, in whatever shape."""
-    return (
-        one.dtype == other.dtype
-        and one.numel() == other.numel()
-        and one.storage_offset() == other.storage_offset()
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata  # noqa: SLF001 - see simulate/private_api.py
-        and (
-            (one.is_contiguous() and other.is_contiguous())
-            or (one.shape, one.stride()) == (other.shape, other.stride())
-        )
-    )
-
-
-def _labels_in(batch: Any, labels: torch.Tensor, ignored: int) -> Normaliser | None:
-    """The part of a batch that these labels are, with or without the first of each sample; None: none."""
-    tensors = [(path, part) for path, part in parts_of(batch) if isinstance(part, torch.Tensor) and part.dim()]
-    found = [Normaliser(path, ignored=ignored) for path, part in tensors if is_view_of(labels, part)]
-    found += [
-        Normaliser(path, ignored=ignored, shifted=True)
-        for path, part in tensors
-        if part.dim() > 1 and is_view_of(labels, part[..., 1:])
-    ]
-    found = found or [
-        one
-        for path, part in tensors
-        for one in (Normaliser(path, ignored=ignored), Normaliser(path, ignored=ignored, shifted=True))
-        if _holds_values_of(labels, part, one)
-    ]
-    return found[0] if found else None  # of two that share memory, one is as good as the other
-
-
-def _holds_values_of(labels: torch.Tensor, part: torch.Tensor, counted: Normaliser) -> bool:
-    """Check whether labels are a part of the batch that was copied in a trace, cut and filled up with ignored ones."""
-    from vram_guard.simulate.device.constants import compute, of_same_origin
-
-    with without_modes():
-        if not of_same_origin(labels, part):
-            return False
-        mine, its = compute(labels), compute(part)
-        if mine is None or its is None:
-            return False
-        if counted.shifted:
-            if its.dim() < 2:
-                return False
-            its = its[..., 1:]
-            if its.numel() < mine.numel():  # as Transformers does it
-                its = torch.nn.functional.pad(its, (0, 1), value=counted.ignored)
-        return torch.equal(mine.flatten(), its.flatten().to(mine))
 
 
 def _counted(node: Any) -> torch.Tensor | None:

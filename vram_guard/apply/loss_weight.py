@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.language import _
 
 #: The reduction of the user's loss over the samples of a batch: their mean, their sum, or a mean over something else,

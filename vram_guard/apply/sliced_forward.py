@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vram_guard.apply._normaliser import Normaliser
 from vram_guard.apply._slice_run import ITEMS_IN_BATCH, SlicedModel, SlicedRun, needs_gradient
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import Layout, Splitter
+from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.outputs import rows_of, tensors_of
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _

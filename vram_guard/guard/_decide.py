@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.apply.microbatch import probe_layout, splitter_of
-from vram_guard.apply.normalisers import Normaliser
+from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, NoDeviceError, UnsupportedStepError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
@@ -165,7 +165,7 @@ def decide_alone(
         notes += splitting_notes(captured.model, settings.said_loss_weight or "sum", make, size)
     weight, unproven = proof.loss_weight, ""
     if splitter is None and spare is not None and settings.may_recover and settings.said_loss_weight is None:
-        weight, unproven = prove_cut(captured, plan, graph, settings.proof_seconds)
+        weight, unproven = prove_cut(captured, plan, graph)
     return Decision(
         plan,
         tuple(dict.fromkeys(notes)),
@@ -231,7 +231,7 @@ def _proven_plan(
         proof = prove(captured, plan, graph, settings.said_loss_weight, settings.proof_seconds)
         if isinstance(proof, Proof):
             divided = captured.step.parallel is not None or plan.recipe.sharding is not None
-            if not divided or not isinstance(proof.loss_weight, Normaliser) or plan.splits == 1:
+            if not divided or not isinstance(proof.loss_weight, Normaliser | EveryLabel) or plan.splits == 1:
                 return plan, proof
             refused["accumulate"] = left_out()
             continue

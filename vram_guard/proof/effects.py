@@ -30,10 +30,14 @@ class StepEffects:
     Attributes:
         logged: name -> the value that the step has logged.
         calls: what it has called besides, that micro-batches would call once each: a logger's own methods.
+        reads: what it has read that moves on with the training: the number of the epoch.
+        companions: objects of the training whose functions run between steps.
     """
 
     logged: dict[str, Any] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
+    companions: tuple[object, ...] = ()
     _listening: bool = False
 
     @contextlib.contextmanager
@@ -41,6 +45,7 @@ class StepEffects:
         """Inside the block, one step is heard."""
         self.logged.clear()
         self.calls.clear()
+        self.reads.clear()
         self._listening = True
         try:
             yield
@@ -56,6 +61,11 @@ class StepEffects:
         """The step has called something."""
         if self._listening:
             self.calls.append(name)
+
+    def read(self, name: str) -> None:
+        """The step has read what is another in later steps."""
+        if self._listening:
+            self.reads.append(name)
 
 
 class Listening(TorchDispatchMode):
@@ -114,6 +124,10 @@ def other_draws() -> str:
     return _("micro-batches draw other random numbers than a whole batch, from the same distributions")
 
 
-def other_calls() -> str:
-    """The words for a step that calls other functions for a batch of another size."""
-    return _("not compared this way: what is computed without a graph, as the step goes through its samples one by one")
+def unless_said(why: str) -> str:
+    """The words for micro-batches that nothing proves: they are left out unless the user asks for them."""
+    return _(
+        "{why}; they are not applied as they may be another training. If you know that they are not, say how your "
+        "loss adds up with loss_weight ('mean', 'sum', or a count of the batch)",
+        why=why,
+    )

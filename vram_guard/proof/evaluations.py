@@ -26,6 +26,7 @@ from vram_guard.guard.applied import Applied
 from vram_guard.language import _
 from vram_guard.proof.differences import TOLERANCES, differences
 from vram_guard.proof.observed import Observed, observe
+from vram_guard.proof.watched import WatchedNumber
 from vram_guard.state.random_generators import RandomState
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN
@@ -126,8 +127,7 @@ class RehearsedEvaluation(ExitStack):
         @functools.wraps(method)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
-                number = _WatchedNumber(args[position])
-                number.used = lambda: self._indices.add(name)
+                number = WatchedNumber.made(args[position], lambda: self._indices.add(name))
                 args = (*args[:position], number, *args[position + 1 :])
             return method(*args, **kwargs)
 
@@ -167,31 +167,6 @@ def _comparable(name: str, leaf: Any) -> Any:
     raise UnsupportedStepError(
         _("{name} is given a {kind}, which cannot be compared", name=name, kind=type(leaf).__name__)
     )
-
-
-class _WatchedNumber(int):
-    """A number that tells when it is looked at."""
-
-    used: Callable[[], object]
-
-
-def _telling(name: str) -> Any:
-    own = getattr(int, name)
-
-    def told(self: _WatchedNumber, *args: Any) -> Any:
-        self.used()
-        return own(self, *args)
-
-    return told
-
-
-_READ = (
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__hash__", "__index__", "__int__"),
-    *("__float__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__mod__", "__rmod__"),
-    *("__floordiv__", "__rfloordiv__", "__truediv__", "__divmod__", "__and__", "__repr__", "__str__", "__format__"),
-)
-for _name in _READ:
-    setattr(_WatchedNumber, _name, _telling(_name))
 
 
 def prove_evaluation(

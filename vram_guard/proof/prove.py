@@ -1,4 +1,8 @@
-"""Proof that a plan leaves what is learned as it was: by running one optimizer step, or by the graph of the loss."""
+"""Proof that a plan leaves what is learned as it was.
+
+Micro-batches are proven by the form of the loss, which holds for every value, or are as the user said. One optimizer
+step of a few samples is run besides, as written and under the plan: it may refuse, and proves nothing about them.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vram_guard.apply.microbatch import Layout, Splitter, probe_layout
-from vram_guard.apply.normalisers import Normaliser, find_normaliser
+from vram_guard.apply.microbatch import Layout, probe_layout
+from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cost import memory_lacking, seconds_needed
-from vram_guard.proof._cut_batches import differ_in_size
-from vram_guard.proof._reduction import not_known, reduction
+from vram_guard.proof._reduction import reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
-from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_calls, other_draws
+from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_draws, unless_said
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.small_steps import SmallSteps, small_steps
-from vram_guard.techniques.cpu_as_gpu import without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -71,29 +73,29 @@ def prove(
         plan: that changes it.
         graph: of its loss.
         loss_weight: as the user said; None: to be found out.
-        seconds: that a rehearsal may take; where it would take longer, the graph of the loss has to prove it.
+        seconds: that a rehearsal may take; where it would take longer, there is none.
     """
     prover = _Prover(captured, plan, graph, loss_weight, seconds, splits=plan.splits > 1)
     return prover.verdict() if plan.evaluation is None else prover.with_evaluation(plan.evaluation)
 
 
-def prove_cut(
-    captured: CapturedTraining, plan: Plan, graph: LossGraph, seconds: float
-) -> tuple[LossWeight | None, str]:
+def prove_cut(captured: CapturedTraining, plan: Plan, graph: LossGraph) -> tuple[LossWeight | None, str]:
     """The weight of the losses of micro-batches that may be needed later; None, and why, where there is none.
 
     Args:
         captured: the training, in a copy of its process.
         plan: that does not cut its batches.
-        graph: of its loss, which is asked first.
-        seconds: that a rehearsal may take, where the graph does not tell.
+        graph: of its loss, which alone decides.
     """
-    prover = _Prover(captured, plan, graph, None, seconds, splits=True)
-    weight, why = reduction(captured, graph, plan, prover.layout())
-    if weight is not None or seconds == 0:
-        return weight, why
-    verdict = prover.verdict()
-    return (verdict.loss_weight, "") if isinstance(verdict, Proof) else (None, why)
+    return reduction(captured, graph, plan, _layout_of(captured))
+
+
+def _layout_of(captured: CapturedTraining) -> Layout | None:
+    """How batches are cut; None where they cannot be."""
+    try:
+        return probe_layout(captured.sample.make)
+    except UnsupportedStepError:
+        return None
 
 
 def not_in_copy(change: str) -> str:
@@ -122,6 +124,7 @@ class _Prover:
         self._seconds = seconds
         self._plan = plan
         self._splits = splits
+        self._weight = loss_weight
         sharding = plan.recipe.sharding
         shown = sharding is not None and captured.rehearses(sharding)
         self._recipe = plan.recipe.with_(
@@ -195,10 +198,14 @@ class _Prover:
     def _of_model(self) -> Proof | Disproof:
         if not self._splits and not self._recipe:
             return Proof("")
+        if self._splits and self._said is None:
+            self._weight, why = reduction(self._captured, self._graph, self._plan, _layout_of(self._captured))
+            if self._weight is None:
+                return Disproof("accumulate", unless_said(why))
         try:
             return self._by_running()
         except _NotRun as reason:
-            return self._by_graph(str(reason))
+            return self._not_run(str(reason))
 
     # --- by running ------------------------------------------------------------------------------------------------
 
@@ -219,27 +226,17 @@ class _Prover:
         needed = seconds_needed(self._captured, self._plan, samples)
         if needed > self._seconds:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
-        layout = self.layout()
-        whole, way = self._as_written(Rehearsal(samples, samples, layout))
-        found_out = self._weight(way) if self._splits and self._said is None else None
-        weight = self._said or found_out or "mean"
+        whole, way = self._as_written(Rehearsal(samples, samples, _layout_of(self._captured)))
+        weight = self._weight or "mean"
         changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
         found = self._differences(whole, changed)
-        # A count that is the same in both halves of these samples (margins that all are exceeded) is no proof.
-        why = "" if found or not self._splits or self._said else self._unseen_in_run(whole, known=bool(found_out))
-        if why:
-            return Disproof("accumulate", _("{why}; pass loss_weight", why=why))
-        if not found:
-            notes = (other_draws(),) if whole.random and self._splits else ()
-            return Proof(self._words(samples, weight), None if self._said is not None else weight, notes)
-        return self._blamed(whole, way, found)
-
-    def layout(self) -> Layout | None:
-        """How batches are cut; None where they cannot be."""
-        try:
-            return probe_layout(self._captured.sample.make)
-        except UnsupportedStepError:
-            return None
+        logged = tuple(one for one in found if one.kind is Kind.LOGGED) if self._splits else ()
+        found = tuple(one for one in found if one not in logged)
+        if found:
+            return self._blamed(whole, way, found)
+        notes = [other_draws()] if whole.random and self._splits else []
+        notes += [_("in micro-batches, {difference}", difference=one.words()) for one in logged]
+        return Proof(self._words(samples), None if self._said is not None else self._weight, tuple(notes))
 
     def _micro(self, samples: int) -> int:
         return -(-samples // 2) if self._splits else samples
@@ -270,24 +267,6 @@ class _Prover:
     def _most_seconds(self) -> float:
         return 10 * max(self._seconds, 1.0)
 
-    def _weight(self, way: Rehearsal) -> LossWeight | None:
-        """The loss graph's weight, which also holds where these samples do not show it; None where it has none."""
-
-        def look(_progress: object) -> LossWeight | None:
-            for samples in dict.fromkeys((way.samples, min(SAMPLES, way.samples))):  # as many classes would mislead
-                batch = self._captured.sample.distinct(samples)
-                parts = Splitter(samples, self._micro(samples), layout=way.layout).split(batch)
-                with without_gpu():
-                    weight, _why = find_normaliser(self._captured.loss_of, batch, parts)
-                if weight is not None:
-                    return weight
-            return None
-
-        try:
-            return run_in_fork(look)
-        except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal shows what holds
-            return None
-
     def _differences(self, whole: Rehearsed, changed: Rehearsal) -> tuple[Difference, ...]:
         cut = changed.samples, changed.samples - changed.micro_batch_size or changed.samples
 
@@ -313,20 +292,7 @@ class _Prover:
         words = _in_words(found, way.samples)
         if technique == "accumulate" and self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight); {difference}", difference=words))
-        if technique == "accumulate" and self._differ_in_size(way):
-            words = _(
-                "{difference}; samples of different sizes come to the step unpadded: where it pads them, a "
-                "micro-batch is padded to its own largest sample, not to that of the whole batch",
-                difference=words,
-            )
-        return Disproof(technique, words)
-
-    def _differ_in_size(self, way: Rehearsal) -> bool:
-        sample, layout = self._captured.sample, way.layout
-        try:
-            return layout is not None and run_in_fork(lambda _p: differ_in_size(sample.distinct, way.samples, layout))
-        except Exception:  # noqa: BLE001 - the user's own data set is read; what differs has been found
-            return False
+        return Disproof(technique, unless_said(words) if technique == "accumulate" else words)
 
     def _parts(self) -> tuple[tuple[str, Recipe], ...]:
         """The techniques of the recipe, each by itself."""
@@ -349,19 +315,30 @@ class _Prover:
             return AS_WRITTEN
         return AS_WRITTEN.with_(checkpoint=recipe.checkpoint, checkpoint_keeps=recipe.checkpoint_keeps)
 
-    def _words(self, samples: int, weight: LossWeight) -> str:
-        said = _("proven by running {count} samples: the step learns the same", count=samples)
-        if self._splits and self._plan.cuts_batch_norm:
-            said += but_for_statistics()
-        if isinstance(weight, Normaliser):
-            said += _("; the losses of micro-batches are weighted by {count}", count=weight.words())
-        elif self._said is not None and self._splits:
-            said += _("; the losses of micro-batches are weighted as you said")
-        return said
+    def _words(self, samples: int) -> str:
+        if not self._splits:
+            return _("proven by running {count} samples: the step learns the same", count=samples)
+        ran = _("{count} samples were run, and nothing that is learned differs", count=samples)
+        return self._form(ran + (but_for_statistics() if self._plan.cuts_batch_norm else ""))
 
-    # --- by the graph of the loss ----------------------------------------------------------------------------------
+    def _form(self, ran: str) -> str:
+        """How micro-batches are known to be exact, and what else was done or not done for it."""
+        kind = self._weight
+        if self._said is not None:
+            return _("micro-batches as you said (loss_weight); {ran}", ran=ran)
+        if isinstance(kind, Normaliser):
+            return _("proven by the loss graph: the loss is divided by {count}; {ran}", count=kind.words(), ran=ran)
+        if isinstance(kind, EveryLabel):
+            return _(
+                "proven by the loss graph: means over samples and over labels, which are the same where every label "
+                "counts; {ran}",
+                ran=ran,
+            )
+        return _("proven by the loss graph: a {kind} over the samples; {ran}", kind=kind, ran=ran)
 
-    def _by_graph(self, reason: str) -> Proof | Disproof:
+    # --- where nothing is run --------------------------------------------------------------------------------------
+
+    def _not_run(self, reason: str) -> Proof | Disproof:
         if self._recipe.sharding is not None:
             return Disproof(self._parts()[0][0], reason)
         if self._recipe.optimizer_in_backward or self._recipe.chunked_head:  # nothing but a run shows what reads them
@@ -372,46 +349,17 @@ class _Prover:
         beside = tuple(one for one in (part.words, *part.notes) if one)
         if self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
-        kind, why = reduction(self._captured, self._graph, self._plan, self.layout())
-        if kind is None:
-            return Disproof("accumulate", _("{why}, and {reason}; pass loss_weight", why=why, reason=reason))
-        if isinstance(kind, Normaliser):
-            said = _(
-                "proven by the loss graph: the loss is divided by {count}; {reason}", count=kind.words(), reason=reason
-            )
-        else:
-            said = _("proven by the loss graph: a {kind} over the samples; {reason}", kind=kind, reason=reason)
-        return Proof(said, kind, (*beside, *self._unseen_by_graph()))
+        return Proof(self._form(reason), self._weight, (*beside, *self._not_compared()))
 
-    def _unseen_by_graph(self) -> tuple[str, ...]:
+    def _not_compared(self) -> tuple[str, ...]:
         """Remarks on what a symbolic run hears of and cannot compare."""
         size = self._plan.batch_size
         with self._captured.symbolic_run():
             logged, random = self._graph.unknown_logs(size), self._graph.draws(size)
-            loops = not self._graph.compares_calls(size)
         remarks = [other_draws()] if random else []
-        if loops:
-            remarks.append(other_calls())
         if logged:
             remarks.append(_("not compared this way: the logged values {names}", names=", ".join(logged)))
         return (*remarks, _("not compared this way: what the step does outside of the model"))
-
-    def _unseen_in_run(self, whole: Rehearsed, *, known: bool) -> str:
-        """What one step of few samples does not show, and symbolic runs do; "" where that is nothing.
-
-        Args:
-            whole: the step as written.
-            known: whether the graphs of real losses have told how they are divided.
-        """
-        size = self._plan.batch_size
-        try:
-            with self._captured.symbolic_run():
-                # What the step has made itself moves in the second step only.
-                why = self._graph.advanced(size, among=whole.made) if whole.made else ""
-                joined = "" if why or known else self._graph.joined(size, run=True)
-        except Exception:  # noqa: BLE001 - the user's own code runs in it; the rehearsal has shown what holds
-            return ""
-        return why or (joined and not_known(joined))
 
     def _by_parts(self, reason: str) -> Proof | Disproof:
         """What does not depend on how the batch is cut: the optimizer on the host, over small weights."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
-from vram_guard.apply.normalisers import Normaliser
+from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.apply.outputs import detached, merged
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -155,7 +155,10 @@ class MicroBatches:
             return work(BatchPass([MicroBatch(batch, 1, 1)], self._loss_weight, attempt))
         self._splitter.micro_batch_size = size
         number, even = (None, True) if isinstance(self._ranks, SingleProcess) else self._agreed(self._splitter, batch)
-        parts = split_or_warn(self._splitter, batch, self._why_whole(), number)
+        why = self._why_whole()
+        if not why and isinstance(self._loss_weight, EveryLabel):
+            why = self._loss_weight.why_whole(batch)
+        parts = split_or_warn(self._splitter, batch, why, number)
         return work(BatchPass(parts, self._loss_weight, attempt, None if even else self._ranks))
 
     def _agreed(self, splitter: Splitter, batch: Any) -> tuple[int, bool]:

@@ -16,9 +16,7 @@ from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
 from vram_guard.proof.effects import Listening
-from vram_guard.proof.joined_samples import OTHER_PLACEHOLDERS
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
-from vram_guard.simulate.device.constants import other_placeholders
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
@@ -28,7 +26,6 @@ from vram_guard_accelerate.dry_run._advancing_state import ChangesInCalls, chang
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
-from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import epoch_of
@@ -75,16 +72,14 @@ class ForkedPhase(LoopPhase):
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
         self._changes = ChangesInCalls()
-        self._weights: ReturnedWeights | None = None
+        self._listens = False
         self._heard: Listening | None = None
         self._random = False
         self.left = Leftovers(loop.tracer.recorder)
         self._compared: object = None
         """The optimizer whose steps are compared, the first that stepped: others step at other places of the loop."""
         if task.looks_again:
-            self._placeholders = other_placeholders(*OTHER_PLACEHOLDERS)
-            self._placeholders.__enter__()  # for good: the process ends with the answer
-            self._weights = ReturnedWeights(task.request.batch_size, lambda *_part: None, symbolic=True)
+            self._listens = True
         limit(allowed_seconds() if self._request.compiled else PATIENCE, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
@@ -151,7 +146,7 @@ class ForkedPhase(LoopPhase):
         """Follow what it computes without a graph."""
         if self.run.observer.reads_losses:
             self._changes.begin(model, stepped=bool(self._state))
-            if self._weights is not None and self._heard is None:
+            if self._listens and self._heard is None:
                 self._heard = Listening().__enter__()
             self.run.observer.returned.begin(model, called, self._request.batch_size)
 
@@ -168,9 +163,6 @@ class ForkedPhase(LoopPhase):
         self._returns_loss = self._returns_loss and sum(tensor.dim() == 0 for tensor in made) == 1
         if self.run.observer.reads_losses:
             self.run.observer.returned.look(model, called, made)
-        if self._weights is not None:
-            number = self._number(model)
-            self._weights.look(number, model, self._task.layouts[number], called, out)
         # A model whose outputs are as wide as its batch, or its slice, compares samples (CLIP): no slices for it.
         size = self._request.batch_size
         wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
@@ -288,17 +280,15 @@ class ForkedPhase(LoopPhase):
             returns_loss=self._returns_loss and not observer.returned.beside,
             compares_samples=self._compares,
             losses=observer.returned.terms,
-            reaching=observer.returned.reaching,
-            outputs=observer.returned.outputs,
-            reaching_outputs=observer.returned.reaching_outputs,
+            forms=observer.returned.forms,
+            joined=observer.returned.joined,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),
             changed_in_calls=self._changes.names,
         )
         if not self._task.first_look:
-            weight = None if self._weights is None else self._weights.found()
-            return TraceResult(timeline, facts, weight=weight, random=self._random)
+            return TraceResult(timeline, facts, random=self._random)
         return FirstLook(timeline, facts, profile=observer.profile(self._sample, between))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vram_guard.apply.microbatch import CannotSplitError, Layout, batch_size
+from vram_guard.apply.microbatch import CannotSplitError, batch_size
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
@@ -33,7 +33,6 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._real_samples import few_samples
-from vram_guard_accelerate.dry_run._returned_weights import ReturnedWeights
 from vram_guard_accelerate.dry_run._rows_of_calls import evaluate_once, first_rows, trains
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.forks import ParentPipe
@@ -64,8 +63,6 @@ class ProofTask:
     """The first of the samples that the batch holds, and the first that it does not; None: it holds all of them."""
     draws: Mapping[int, Any] = field(default_factory=dict)
     """The random draws of the step as written, see :attr:`RowDraws.layout`."""
-    layouts: tuple[Layout | None, ...] | None = None
-    """How the models' arguments are cut, where it is asked what the losses that they return are divided by."""
     called_with: int = 0
     """Samples that the model of a loop without a loader is called with; 0: a loader makes its batches."""
 
@@ -115,7 +112,6 @@ class ProvingPhase(Phase):
         self._depth = 0
         self._heard: Listening | None = None
         self._random = False
-        self._weights = ReturnedWeights(task.samples, self._pass_begins)
         side_effects.discard_file_writes()
         _subprocess_policy.refuse_processes(stopped)
         wrap(torch.autograd, "backward", self._backward)
@@ -197,15 +193,12 @@ class ProvingPhase(Phase):
             self._heard = Listening().__enter__()
         return given
 
-    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _called(self, *_call: Any) -> None:
         self._calls += 1
         if self._heard is not None:
             heard, self._heard = self._heard, None
             heard.__exit__(None, None, None)
             self._random = self._random or heard.random
-        if self._task.layouts is not None and self._training is not None:
-            number = next(at for at, one in enumerate(self._models) if one is model)
-            self._weights.look(number, model, self._task.layouts[number], by_name(args, kwargs), out)
         self._draw_from_the_start()
 
     def _pass_begins(self, first: int, samples: int, of: int) -> None:
@@ -231,8 +224,6 @@ class ProvingPhase(Phase):
         self._losses += [given] if isinstance(given, torch.Tensor) else list(given)
         if len(self._losses) >= self._task.backwards:
             self._draws.__exit__(None, None, None)
-            if self._task.layouts is not None:
-                self._parent.send(self._weights.found())
             # Observations travel by torch's own function: a dry run has put one in its place that saves nothing.
             replace_attributes(torch, {"save": getattr(torch.save, "__wrapped__", torch.save)})
             self._parent.send(ProofStep(self._observe(), self._draws.layout, self.run.observer.items, self._random))

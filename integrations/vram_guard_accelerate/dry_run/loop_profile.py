@@ -18,9 +18,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of, steps_behind
+from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 from vram_guard.language import marked
-from vram_guard.proof.joined_samples import Calls, Reaching
+from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard.simulate.device.constants import compute
 from vram_guard.tensors import without_modes
 from vram_guard_accelerate._patching import wrap
@@ -328,10 +328,10 @@ class ReturnedLosses:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[tuple[Term, ...], ...]] = {}
-        self._outputs: dict[int, tuple[tuple[Any, ...] | None, ...]] = {}
-        self._reaching: list[Reaching] = []
-        self._reaching_outputs: list[Reaching] = []
-        self._calls: dict[int, Calls] = {}
+        self._forms: dict[int, tuple[LossForm, ...]] = {}
+        self._joined: dict[int, tuple[str, ...]] = {}
+        self._apart: dict[int, SamplesApart] = {}
+        self._entered: set[int] = set()
         self._numbers: set[int] = set()
         self.beside = False
         """True if something else was differentiated than the losses that the models returned."""
@@ -346,17 +346,19 @@ class ReturnedLosses:
             called: its arguments by name.
             samples: of the training's batch.
         """
-        if id(model) not in self._calls:
-            self._calls[id(model)] = Calls(called, samples)
-            self._calls[id(model)].begin()
+        if id(model) not in self._apart:
+            self._apart[id(model)] = SamplesApart(called, samples, None)
+            self._apart[id(model)].__enter__()  # type: ignore[no-untyped-call]
+            self._entered.add(id(model))
 
     def end(self, model: nn.Module) -> Container[int]:
         """A forward has ended; storages that the first one has written in place."""
-        calls = self._calls.get(id(model))
-        if calls is None:
+        apart = self._apart.get(id(model))
+        if apart is None or id(model) not in self._entered:
             return ()
-        calls.end()
-        return calls.written
+        self._entered.discard(id(model))
+        apart.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return apart.written
 
     def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
         """After a forward.
@@ -373,31 +375,24 @@ class ReturnedLosses:
         if id(model) not in self._of:
             losses = [one for one in out if one.dim() == 0 and one.requires_grad and one.is_floating_point()]
             others = [one for one in out if one.dim() and one.requires_grad and one.is_floating_point()]
-            self._of[id(model)] = tuple(loss_terms(one, behind=True, batch=called) for one in losses)
-            self._outputs[id(model)] = steps_behind(others)
-            for ones, found in ((losses, self._reaching), (others, self._reaching_outputs)):
-                for one in ones:
-                    self._calls[id(model)].returned(one)
-                    found.append(self._calls[id(model)].reaching())
+            apart = self._apart[id(model)]
+            self._of[id(model)] = tuple(map(loss_terms, losses))
+            self._forms[id(model)] = tuple(map(apart.form, losses))
+            self._joined[id(model)] = tuple(map(apart.joined, others))
 
     def differentiated(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         self.beside = self.beside or not is_made_of(loss, self._numbers)
 
     @property
-    def reaching(self) -> tuple[Reaching, ...]:
-        """What was called on the way to each of :attr:`terms`."""
-        return tuple(self._reaching)
+    def forms(self) -> tuple[LossForm, ...]:
+        """How each of :attr:`terms` adds up its samples."""
+        return tuple(form for of in self._forms.values() for form in of)
 
     @property
-    def reaching_outputs(self) -> tuple[Reaching, ...]:
-        """The same of the outputs for each sample."""
-        return tuple(self._reaching_outputs)
-
-    @property
-    def outputs(self) -> tuple[tuple[tuple[Any, ...] | None, ...], ...]:
-        """The operations behind each model's outputs for each sample."""
-        return tuple(self._outputs.values())
+    def joined(self) -> tuple[str, ...]:
+        """Why samples are joined in each model's outputs for each sample; "" where they are not."""
+        return tuple(why for of in self._joined.values() for why in of)
 
     @property
     def terms(self) -> tuple[tuple[Term, ...], ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from vram_guard.apply.microbatch import Layout
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof.differences import TOLERANCES, differences
@@ -23,7 +22,6 @@ from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProofStep, ProofTask
-from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook
 
@@ -89,22 +87,6 @@ class Proofs:
         else:
             task = ProofTask(possible[0], first.request, _backwards(look), True, called_with=first.called_with)
             self._steps = _Steps(first.proof_server, task)
-
-    def loss_weight(self, layouts: Sequence[Layout | None]) -> WeightFound:
-        """The weight of the losses that models return, as calls with a few samples and with parts of them show it.
-
-        Args:
-            layouts: of each model's arguments.
-        """
-        if self._steps is None:
-            return WeightFound(None, self._why_not)
-        deadline = time.monotonic() + self._seconds
-        try:
-            return self._steps.loss_weight(deadline, tuple(layouts))
-        except UnsupportedStepError as error:
-            if not self._steps.ran:  # nor would it for a proof
-                self._steps, self._why_not = None, self._words(error, deadline)
-            return WeightFound(None, self._words(error, deadline))
 
     def of(self, plan: LaunchPlan) -> Proof:
         """Compare a plan's step with the script's own."""
@@ -176,19 +158,6 @@ class _Steps:
         """Number of samples that a step is run on."""
         return self._task.samples
 
-    @property
-    def ran(self) -> bool:
-        """True once the step as written has been run."""
-        return self._written is not None
-
-    def loss_weight(self, deadline: float, layouts: tuple[Layout | None, ...]) -> WeightFound:
-        """The weight of the losses that models return."""
-        self._run_as_written(deadline)
-        (found,) = self._answers(deadline, replace(self._task, layouts=layouts))
-        if isinstance(found, WeightFound):
-            return found
-        raise UnsupportedStepError(found.message if isinstance(found, DryRunFailure) else "")
-
     def up_to_the_first_backward(self) -> _Steps:
         """Shorter ones: what an optimizer does after the first backward pass depends on what is in the batch."""
         return self if self._task.backwards == 1 else _Steps(self._server, replace(self._task, backwards=1))
@@ -227,7 +196,7 @@ class _Steps:
                 raise _FailedStepError(step.message)
         return [step for step in steps if isinstance(step, ProofStep)]
 
-    def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | WeightFound | DryRunFailure]:
+    def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | DryRunFailure]:
         what = _("the copy that would have run a few samples")
         copies = [(self._server.fork(task), partial(self._server.fork, task)) for task in tasks]
         with without_modes():

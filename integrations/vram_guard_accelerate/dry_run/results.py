@@ -11,11 +11,10 @@ from vram_guard import errors
 from vram_guard.apply.loss_terms import Term
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
-from vram_guard.proof.joined_samples import Reaching
+from vram_guard.proof.samples_apart import LossForm
 from vram_guard.timeline import Timeline
 from vram_guard.user_code import is_of_stand_ins, line_of_error, line_of_frame, not_followed, with_line
 from vram_guard_accelerate.dry_run._model_calls import ModelCall
-from vram_guard_accelerate.dry_run._returned_weights import WeightFound
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 
 
@@ -48,12 +47,10 @@ class LoopFacts:
     """An output is as wide as the batch: samples may be compared with each other."""
     losses: tuple[tuple[Term, ...], ...]
     """The terms of the losses that models return; none where the script computes them."""
-    reaching: tuple[Reaching, ...]
-    """What the models have called on the way to each of them."""
-    outputs: tuple[tuple[tuple[Any, ...] | None, ...], ...]
-    """The operations behind each model's outputs for each sample."""
-    reaching_outputs: tuple[Reaching, ...]
-    """What the models have called on the way to each of these."""
+    forms: tuple[LossForm, ...]
+    """How each of them adds up its samples."""
+    joined: tuple[str, ...]
+    """Why samples are joined in each of the models' outputs for each sample; "" where they are not."""
     counts_items: bool
     """Models are given the number of items that their loss is divided by."""
     calls: tuple[ModelCall, ...]
@@ -72,8 +69,6 @@ class TraceResult:
     facts: LoopFacts
     evaluation_batch_size: int | None = None
     """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
-    weight: WeightFound | None = None
-    """What the losses that models return are divided by; None: it was not looked for."""
     random: bool = False
     """True if models were heard to draw random numbers, where that was listened for."""
 

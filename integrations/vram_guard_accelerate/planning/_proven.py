@@ -1,4 +1,4 @@
-"""Acceptance of a plan whose step is the script's own: seen by running it, by the loss graph, or as the user said."""
+"""Acceptance of a plan whose step is the script's own: by its graph or the user's word, if no run refutes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.language import _
 from vram_guard.plan.techniques import FORMS
-from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_draws
+from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_draws, unless_said
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
 if TYPE_CHECKING:
@@ -86,28 +86,30 @@ class Judge:
         if not ways:
             return Verdict(notes=notes)
         whole = _whole(plan, with_slices=not said)
+        if whole.slices:
+            why = self._why_not_by_graph()
+            if why:
+                return Verdict({"accumulate": unless_said(why)})
+            notes = (*notes, _("slices of a batch: proven by the loss graph"))
         proof = self._proofs.of(whole)
         if proof.why_not:
             if plan.recipe.chunked_head:  # nothing but a run shows what else the script does with its logits
                 return Verdict({"chunked_loss": proof.why_not})
-            return self._by_graph(proof, slices=whole.slices, notes=notes)
+            return self._not_run(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
             drawn = (other_draws(),) if proof.random and whole.slices else ()
             return Verdict(notes=(*notes, _proven_by_running(proof, statistics=batch_norm), *drawn))
         found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
         return Verdict(found or {ways[-1][0]: proof.refutation})
 
-    def _by_graph(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
+    def _not_run(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
         if not slices:
             return Verdict(notes=notes)
         if self._only_by_running:
             return Verdict({"accumulate": only_running_shows(proof.why_not)})
-        why = self._why_not_by_graph()
-        if why:
-            reason = _("{reason}, and a few samples were not run ({why})", reason=why, why=proof.why_not)
-            return Verdict({"accumulate": _("{reason}; pass --loss-weight", reason=reason)})
-        proven = _("slices of a batch: proven by the loss graph; a few samples were not run ({why})", why=proof.why_not)
-        return Verdict(notes=(*notes, proven, *self._remarks_by_graph()))
+        return Verdict(
+            notes=(*notes, _("a few samples were not run ({why})", why=proof.why_not), *self._remarks_by_graph())
+        )
 
 
 def _parts(plan: LaunchPlan, *, with_slices: bool) -> list[tuple[str, LaunchPlan]]:

@@ -19,6 +19,7 @@ from vram_guard.plan import Plan, plan
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
+from vram_guard.proof.effects import unless_said
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques import Recipe, find_blocks
 from vram_guard.tensors import without_modes
@@ -34,7 +35,7 @@ from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.proofs import Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._by_graph import GraphProof
-from vram_guard_accelerate.planning._proven import Judge, Verdict, only_running_shows
+from vram_guard_accelerate.planning._proven import Judge, Verdict
 from vram_guard_accelerate.planning._sharding_notes import (
     SHARDINGS,
     divided_notes,
@@ -132,7 +133,7 @@ def _decided(
         current.check(first.precision, look.profile, first.shape.ranks)
     proofs = Proofs(first, look, settings.proof_seconds)
     by_graph = GraphProof(traces, first.sample.batch_size)
-    weigh = cache(lambda: _loss_weight(first, by_graph, traces, proofs, look.facts, settings))
+    weigh = cache(lambda: _loss_weight(by_graph, look.facts, settings))
     judge = Judge(
         proofs,
         settings,
@@ -302,12 +303,7 @@ def _grows(made: Plan) -> bool:
 
 
 def _loss_weight(
-    first: FirstBatch,
-    by_graph: GraphProof,
-    traces: ForkedTraces,
-    proofs: Proofs,
-    facts: LoopFacts,
-    settings: Settings,
+    by_graph: GraphProof, facts: LoopFacts, settings: Settings
 ) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
     """The reduction of the losses that models return, or what they are divided by.
 
@@ -315,22 +311,16 @@ def _loss_weight(
     """
     if settings.loss_weight is not None:
         return settings.loss_weight, ""
-    if not facts.losses or facts.counts_items:
-        return "mean", ""  # of a number that the loss is divided by, slices see by themselves whether it was used
-    found = proofs.loss_weight(traces.layouts)
-    if found.weight is not None:
-        return found.weight, ""
-    if first.called_with:
-        return "mean", only_running_shows(found.why_not)
+    if not facts.losses:
+        return "mean", ""
     try:
         weight, why = by_graph.loss_weight()
     except VramGuardError as error:
         weight, why = "mean", str(error)
     if not why:
-        return weight, ""
-    return weight, _(
-        "cannot tell whether the model's loss is a mean or a sum: {reason}; pass --loss-weight", reason=why
-    )
+        # Of a number that the loss is divided by, slices see by themselves whether it was used.
+        return ("mean" if facts.counts_items else weight), ""
+    return weight, unless_said(_("cannot tell whether the model's loss is a mean or a sum: {reason}", reason=why))
 
 
 def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:

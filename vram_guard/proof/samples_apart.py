@@ -1,0 +1,384 @@
+"""Whether the samples of a batch stay apart in a step, operator by operator, and how its loss adds them up.
+
+What is seen is every operator of torch, with or without a graph. It is followed what each tensor was computed of
+(:mod:`vram_guard.proof._labels`): nothing of the batch, one sample for each element, or a mean or sum over samples. An
+operator of which that is not known joins samples. Nothing depends on values, so that what is found holds for every
+batch; it does not hold where the step reads values, which is written down.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vram_guard.apply.loss_terms import parts_of
+from vram_guard.apply.microbatch import MicroBatch
+from vram_guard.apply.normalisers import EveryLabel, Normaliser
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, key_of, nothing
+from vram_guard.proof._rules import _SIZES, FACTS, Call, label_of
+from vram_guard.proof.watched import ReadValue
+from vram_guard.tensors import without_modes
+
+#: Operators that hand a value to Python.
+_READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "item", "allclose"))
+#: Packages that read values to check or to count them, and never change what is trained by them.
+_READ_BY = frozenset(("torchmetrics",))
+#: Arguments that say again how many samples there are.
+_COUNTS = frozenset((("native_group_norm", "N"),))
+#: Operators that hand over a tensor that was made of numbers of Python.
+_NEW = frozenset(("lift", "lift_fresh", "lift_fresh_copy"))
+#: Elements of a real tensor whose values are told apart.
+_LARGEST = 4096
+#: Modules and functions of libraries that read values of a batch, and compute the same whatever they find, or fail.
+_READ_IN = frozenset(
+    (
+        ("torch.nn.functional", "gaussian_nll_loss"),
+        ("transformers.masking_utils", "_ignore_causal_mask_sdpa"),
+        ("transformers.masking_utils", "_ignore_bidirectional_mask_sdpa"),
+        ("transformers.modeling_attn_mask_utils", "_ignore_causal_mask_sdpa"),
+    )
+)
+
+
+class LossForm(NamedTuple):
+    """How a loss adds up the samples of one batch."""
+
+    samples: int
+    terms: tuple[Term, ...]
+    beside: bool
+    """A term was added that depends on no sample."""
+    why: str
+    """The reason why samples are joined in it; "" where they are apart."""
+
+
+class SamplesApart(TorchDispatchMode):
+    """Follows what tensors are computed of inside the block.
+
+    Args:
+        batch: that the step is given.
+        samples: of it.
+        parts: the same batch as single samples; None: its tensors hold samples where they are as long as these.
+    """
+
+    def __init__(self, batch: Any, samples: int, parts: list[MicroBatch] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._samples = samples
+        self._labels: dict[tuple[Any, ...], Label] = {}
+        self._held: list[torch.Tensor] = []
+        self._seen = 0
+        self.read = ""
+        """Where a value of the batch was read; "" where none was."""
+        self.written: set[int] = set()
+        """Storages that were written in place."""
+        with without_modes():
+            for tensor, label in _of_batch(batch, samples, parts):
+                self._labels[_place(tensor)] = label
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operator itself, followed."""
+        out = func(*args, **(kwargs or {}))
+        with without_modes():
+            self._follow(func, args, kwargs or {}, out)
+        return out
+
+    def form(self, loss: torch.Tensor) -> LossForm:
+        """How a loss adds up its samples; call it once the block has ended."""
+        with without_modes():
+            label = self.label(loss)
+            if label.why or self.read:
+                return LossForm(self._samples, (), False, self.read or label.why)
+            if label.terms is not None:
+                return LossForm(self._samples, label.terms, label.beside, "")
+            if label.const:
+                drawn = _("all samples of the batch get the same random number") if label.drawn else ""
+                return LossForm(self._samples, (), True, drawn)
+            return LossForm(self._samples, (), False, _("it depends on single samples of the batch"))
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside the block, what ``Tensor.item`` gives of a batch may be printed and logged; other uses are noted."""
+        original = torch.Tensor.item
+
+        def item(tensor: torch.Tensor) -> Any:
+            label = self.label(tensor)
+            if label.const and not label.drawn:
+                return original(tensor)
+            read, self.read = self.read, self.read or "-"  # the operator beneath tells nothing here
+            try:
+                value = original(tensor)
+            finally:
+                self.read = read
+            return ReadValue(value, lambda: self._reads((label,)))
+
+        return replaced(torch.Tensor, {"item": item})
+
+    def joined(self, output: torch.Tensor) -> str:
+        """Why samples are joined in an output for each of them; "" where they are apart."""
+        with without_modes():
+            label = self.label(output)
+        if self.read or label.why:
+            return self.read or label.why
+        return "" if label.terms is None else _("it holds a mean or a sum over the batch")
+
+    def label(self, tensor: torch.Tensor) -> Label:
+        """What a tensor was computed of; what was there before the block depends on no sample."""
+        at = _place(tensor)
+        found = self._labels.get(at)
+        if found is None:
+            self._seen += 1
+            found = constant(key_of("before", self._seen, _values(tensor)), tensor.shape, uniform=False,
+                             natural=tensor.dtype == torch.bool, held=True)  # fmt: skip
+            self._labels[at] = found
+            self._held.append(tensor)  # its memory is not given to another
+        if tuple(found.ids.shape) != () and found.ids.dim() != tensor.dim():
+            return joined(_("a tensor is used in another shape than it was made in"), tensor.dim())
+        return found
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        name = func.overloadpacket.__name__
+        if name in FACTS:
+            return
+        schema = func._schema.arguments  # noqa: SLF001 - an operator's own
+        given = {one.name: one.default_value for one in schema if one.has_default_value()}
+        given.update(zip((one.name for one in schema), args, strict=False))
+        given.update(kwargs)
+        written = [given[one.name] for one in schema if one.alias_info is not None and one.alias_info.is_write]
+        made = tuple(one for one in tree_leaves(out) if isinstance(one, torch.Tensor))
+        operands = [one for one in tree_leaves(list(given.values())) if isinstance(one, torch.Tensor)]
+        labels = tuple(self.label(one) for one in operands)
+        if name in _READS:
+            self._reads(labels)
+            return
+        library = func.namespace
+        shown = name if library in ("aten", "prims") else f"{library}.{name}"
+        # Of rows also how long they are: what is as long as the batch besides makes another number of it.
+        lengths = [
+            [size for size, own in zip(one.shape, label.ids.shape, strict=True) if own == 1]
+            for one, label in zip(operands, labels, strict=True)
+            if label.apart and not label.const
+        ]
+        key = key_of(name, [_plain(one, name, self) for at, one in given.items() if (name, at) not in _COUNTS], lengths)
+        call = Call(shown, given, labels, key, made, self._samples, self.label, _known)
+        found: Any
+        if not made and not written:
+            return
+        if library not in ("aten", "prims"):
+            found = call.unknown() if not all(label.const for label in labels) else None
+            found = found or constant(key, made[0].shape if made else (), uniform=False, drawn=True)
+        else:
+            tags = func.tags
+            found = label_of(call, pointwise=torch.Tag.pointwise in tags, reduces=torch.Tag.reduction in tags)
+        results = found if isinstance(found, list) else [found] * max(1, len(made))
+        held = name not in _NEW and any(label.held for label in labels)
+        results = [label if label.held == held else label.with_(held=held) for label in results]
+        for tensor, label in zip(made, results, strict=False):
+            if not any(tensor is one for one in written):
+                self._keep(tensor, label)
+        for tensor in (one for one in tree_leaves(written) if isinstance(one, torch.Tensor)):
+            self._write(tensor, results[0])
+
+    def _keep(self, tensor: torch.Tensor, label: Label) -> None:
+        self._labels[_place(tensor)] = label if label.ids.dim() == tensor.dim() else _fitted(label, tensor)
+
+    def _write(self, tensor: torch.Tensor, label: Label) -> None:
+        """A tensor was written in place: whatever else lies in its memory is then of the same samples."""
+        own = _place(tensor)
+        self.written.add(own[0])
+        before = self._labels.get(own)
+        self._keep(tensor, label)
+        if before is not None and before.key == label.key:
+            return
+        for at, other in list(self._labels.items()):
+            if at[0] != own[0] or at == own:
+                continue
+            if at[1:2] == own[1:2] and math.prod(at[2]) == math.prod(own[2]) and label.terms is None and not label.why:
+                self._labels[at] = self._seen_as(at, label, own)
+            elif label.const and not label.drawn and not other.why and not other.const:
+                continue  # what is put into rows leaves them rows
+            elif label.why:
+                self._labels[at] = joined(label.why, len(at[2]))
+            elif not _covers(other, label):
+                why = _("a part of a tensor is written, and another view of it is used")
+                self._labels[at] = joined(why, len(at[2]))
+
+    def _seen_as(self, at: tuple[Any, ...], label: Label, own: tuple[Any, ...]) -> Label:
+        from vram_guard.proof._labels import reshaped
+
+        if at[3] == own[3]:
+            return label
+        try:
+            return label.with_(ids=reshaped(label, own[2], at[2]))
+        except RuntimeError:
+            return joined(_("a part of a tensor is written, and another view of it is used"), len(at[2]))
+
+    def _reads(self, labels: tuple[Label, ...]) -> None:
+        if all(label.const and not label.drawn and not label.held for label in labels) or self.read:
+            return
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack is what is asked for
+        while frame is not None:
+            home = str(frame.f_globals.get("__name__", ""))
+            if (home, frame.f_code.co_name) in _READ_IN or home.partition(".")[0] in _READ_BY:
+                return
+            if home.partition(".")[0] not in ("torch", "vram_guard", "contextlib"):
+                break
+            frame = frame.f_back
+        where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        if all(label.const and not label.drawn for label in labels):
+            self.read = _(
+                "the step reads a value that the model keeps{where}, and may go another way once it changes",
+                where=where,
+            )
+        else:
+            self.read = _(
+                "the step reads a value of the batch{where}, and may go another way for another value", where=where
+            )
+
+
+def _covers(other: Label, label: Label) -> bool:
+    """True where a tensor that holds the written one is of these samples all the same."""
+    return (
+        not other.const
+        and not label.const
+        and other.terms is None
+        and label.samples >= other.samples
+        and (other.ids.shape == label.ids.shape and bool((other.ids == label.ids).all()))
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return (id(tensor),)
+    storage = int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _fitted(label: Label, tensor: torch.Tensor) -> Label:
+    if label.why:
+        return joined(label.why, tensor.dim())
+    if label.terms is not None:
+        return label.with_(ids=nothing((1,) * tensor.dim()))
+    if label.const:
+        return label.with_(ids=nothing(tensor.shape))
+    return joined(_("a result of an operator has another shape than was expected"), tensor.dim())
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor | None:
+    from vram_guard.simulate.device.constants import compute
+
+    return compute(tensor)
+
+
+def _values(tensor: torch.Tensor) -> Any:
+    """What tells two tensors apart that are made anew in every step: the values of small ones, where they are known."""
+    if tensor.numel() > _LARGEST or (tensor.is_floating_point() and tensor.requires_grad):
+        return tuple(tensor.shape)
+    known = _known(tensor)
+    if known is None or known.layout != torch.strided or known.is_meta:
+        return tuple(tensor.shape)
+    return known.flatten().tolist()
+
+
+def _plain(value: Any, name: str, apart: SamplesApart) -> Any:
+    """An argument of an operator as far as it tells two runs apart."""
+    if isinstance(value, torch.Tensor):
+        return apart.label(value).key
+    if isinstance(value, (list, tuple)):
+        if any(isinstance(one, torch.Tensor) for one in value):
+            return [_plain(one, name, apart) for one in value]
+        return None if name in _SIZES else list(value)
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Iterator[tuple[torch.Tensor, Label]]:
+    """The tensors of a batch, each with what its elements are of."""
+    whole = [(path, one) for path, one in parts_of(batch) if isinstance(one, torch.Tensor)]
+    cut: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for number, part in enumerate(parts or ()):
+        for _path, one in parts_of(part.data):
+            if isinstance(one, torch.Tensor):
+                cut.setdefault(_place(one)[0], []).append((number, one))
+    for path, tensor in whole:
+        key = key_of("batch", [key for key in path if not isinstance(key, int)], len(path))
+        pieces = cut.get(_place(tensor)[0], [])
+        ids = _samples_of(tensor, pieces)
+        if parts is None:  # by its leading size alone
+            rows = tensor.dim() > 0 and tensor.shape[0] == samples
+            ids = torch.arange(samples).view([-1] + [1] * (tensor.dim() - 1)) if rows else None
+        if ids is None:
+            yield tensor, constant(key_of("batch", path), tensor.shape, uniform=False)
+        else:
+            values = None if len(pieces) == 1 else Part(path, whole=not tensor.is_floating_point())
+            named = key if values is None else key_of("batch", path)
+            yield tensor, Label(ids, named, part=values, natural=tensor.dtype == torch.bool)
+
+
+def _samples_of(tensor: torch.Tensor, pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+    """The sample of each element; None where every sample is given all of it."""
+    if len(pieces) == 1 and _place(pieces[0][1]) == _place(tensor):
+        return torch.full((1,) * tensor.dim(), pieces[0][0])
+    if not pieces or all(one.shape == tensor.shape for _number, one in pieces):
+        return None
+    dim = next((at for at, size in enumerate(tensor.shape) if pieces[0][1].shape[at] != size), 0)
+    line = torch.full((tensor.shape[dim],), NONE)
+    for number, one in pieces:
+        first = (one.storage_offset() - tensor.storage_offset()) // max(1, tensor.stride(dim))
+        line[first : first + one.shape[dim]] = number
+    return line.view([-1 if at == dim else 1 for at in range(tensor.dim())])
+
+
+def form_over_samples(
+    one: LossForm, other: LossForm
+) -> tuple[Literal["mean", "sum"] | Normaliser | EveryLabel | None, str]:
+    """What a loss is over the samples of its batch, from its form at two sizes of batches.
+
+    Returns:
+        "mean", "sum", what to count (of means over several counts, an :class:`EveryLabel`), or None where it is none
+        of these; and why it is none.
+    """
+    for form in (one, other):
+        if form.why:
+            return None, form.why
+    terms, twins = ({(term.key, term.counted): term for term in form.terms} for form in (one, other))
+    if terms.keys() != twins.keys():
+        return None, _("it has different parts at different batch sizes")
+    found: set[Literal["mean", "sum"] | Normaliser | EveryLabel] = set()
+    for at, term in terms.items():
+        kind, why = _of_term(term, twins[at], one.samples, other.samples)
+        if kind is None:
+            return None, why
+        found.add(kind)
+    whole = [one for one in found if isinstance(one, EveryLabel)]
+    if len(found) > 1 and len(whole) >= len(found - {"mean"}):
+        return EveryLabel(tuple(label for one in whole for label in one.labels)), ""
+    if len(found) > 1:
+        if found == {"mean", "sum"}:
+            return None, _("it adds a mean over the batch to a sum over the batch")
+        return None, _("it adds means over different counts of the batch")
+    kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
+    kind = kind.labels[0] if isinstance(kind, EveryLabel) else kind
+    if kind == "sum" and (one.beside or other.beside):
+        return None, _("it is a sum over the batch plus a term that does not depend on the batch")
+    return kind, ""
+
+
+def _of_term(
+    term: Term, twin: Term, samples: int, other_samples: int
+) -> tuple[Literal["mean", "sum"] | Normaliser | EveryLabel | None, str]:
+    for one in (term, twin):
+        if any(not math.isclose(weight, one.weights[0], rel_tol=1e-9) for weight in one.weights):
+            return None, _("it does not take all samples of the batch alike")
+    if math.isclose(term.weights[0], twin.weights[0], rel_tol=1e-9):
+        return ("sum" if term.counted is None else term.counted), ""
+    if term.counted is None and math.isclose(term.weights[0] * samples, twin.weights[0] * other_samples, rel_tol=1e-9):
+        return "mean", ""
+    return None, _("a sample counts in it neither as in a mean nor as in a sum")
