@@ -17,7 +17,6 @@ import torch._dynamo
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
 from vram_guard.codec import from_json, to_json
-from vram_guard_accelerate.dry_run.early_writes import undo
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import worker
 from vram_guard_accelerate.planning._best_relaunch import best_of
@@ -42,7 +41,6 @@ def answered(folder: Path, request: DryRunRequest) -> DryRunAnswer | DryRunFailu
         sys.argv = ["worker", str(folder)]
         worker.main()
     os.waitpid(process, 0)
-    undo(folder)
     answer = read_answer(folder)
     assert answer is not None
     return answer

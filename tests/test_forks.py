@@ -27,6 +27,7 @@ from vram_guard.errors import EndedCopyError, InvalidInputError, LostCopyError, 
 from vram_guard.forks import fork, hanging, host_copies
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
+from vram_guard.forks.side_effects import BEST_WAY
 from vram_guard.forks.waiting import WaitingCopy
 
 pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="copies of processes need Linux")
@@ -147,13 +148,14 @@ def test_files_that_the_copy_writes_stay_as_they_are(tmp_path: Path) -> None:
                 again.write("third\n")
             new.write_text("new")
             folder.mkdir()
-            log.unlink()
             torch.save(torch.arange(4), saved)
             descriptor = os.open(tmp_path / "low", os.O_WRONLY | os.O_CREAT)
             os.write(descriptor, b"x")
             np.save(folder / "array.npy", np.arange(3))
             loaded = int(torch.load(saved, weights_only=True).sum())
-            return log.read_text(), new.read_text(), loaded, int(np.load(folder / "array.npy").sum())
+            read = log.read_text(), new.read_text(), loaded, int(np.load(folder / "array.npy").sum())
+            log.unlink()
+            return read
 
         assert run_in_fork(work) == ("first\nthird\n", "new", 6, 3)
     assert log.read_text() == "first\n"
@@ -194,7 +196,8 @@ def test_a_copy_that_waits_answers_more_than_once_and_raises_what_the_work_raise
     assert seen == [1, 2]
 
 
-def test_a_database_is_not_opened(tmp_path: Path) -> None:
+def test_without_an_overlay_a_database_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BEST_WAY, "python")
     with pytest.raises(UnsupportedStepError, match=r"runs\.db for writing"):
         run_in_fork(lambda _say: sqlite3.connect(tmp_path / "runs.db"))
     assert not (tmp_path / "runs.db").exists()

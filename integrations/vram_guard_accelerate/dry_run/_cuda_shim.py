@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,12 +44,10 @@ class CudaShim(TorchFunctionMode):
     Args:
         capability: of the simulated GPU.
         memory: its bytes.
-        imported: called whenever a library has been imported.
     """
 
-    def __init__(self, capability: tuple[int, int], memory: int, imported: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, capability: tuple[int, int], memory: int) -> None:
         super().__init__()
-        self._imported = imported
         self._stack = contextlib.ExitStack()
         self.active = False
         """Off while a module is imported: what it finds out then, it keeps."""
@@ -91,7 +89,7 @@ class CudaShim(TorchFunctionMode):
         self._stack.enter_context(replaced(torch.Tensor, {"record_stream": recorded}))
         self._stack.enter_context(self.loads.followed())
         torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
-        self._stack.enter_context(imports_run_for_real(self, excepted=is_users_file, after=self._imported))
+        self._stack.enter_context(imports_run_for_real(self, excepted=is_users_file))
         self.active = True
         self._stack.enter_context(self)
 

@@ -60,9 +60,7 @@ class FollowedLoop:
             memory=run.shape.memory,
         )
         self.tracer.begin()
-        if run.early_writes is not None:
-            run.early_writes.watches = False
-        side_effects.discard_file_writes()
+        side_effects.discard_saving()
         _subprocess_policy.refuse_processes(stopped)
         self.tracer.adopt(moved, shared)
         self.tracer.recorder.classify([one for one in moved if isinstance(one, nn.Parameter)], "parameters")

@@ -37,6 +37,7 @@ class ForkServer:
         if process == 0:
             self._asking.close()
             _serve(asked)
+        forks.write_apart()  # what the script writes from here on, the server's copies write again
         asked.close()
         self._process = Child(process)
         forks.running[self._process] = self
@@ -87,6 +88,7 @@ def _serve(asked: socket.socket) -> NoReturn:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             for pipe in copies.values():
                 os.close(pipe)
+            forks.write_apart()
             raise ForkEntered(pickle.loads(message), ParentPipe(pipes[0]))  # noqa: S301 - from our own original
         copies[process] = pipes[0]
         asked.sendall(_SIZE.pack(process))

@@ -112,7 +112,7 @@ class ProvingPhase(Phase):
         self._depth = 0
         self._heard: Listening | None = None
         self._random = False
-        side_effects.discard_file_writes()
+        side_effects.discard_saving()
         _subprocess_policy.refuse_processes(stopped)
         wrap(torch.autograd, "backward", self._backward)
 

@@ -1,6 +1,6 @@
 """Programs that a script starts by itself: those that report something, and change nothing, may run at any time.
 
-Until ``prepare`` a script runs for real, and so does what it starts, on a disk that it cannot write to. From then on
+Until ``prepare`` a script runs for real, and so does what it starts; its files are thrown away. From then on
 its loop runs in several copies of its process, each of which would start the program again. Which commit it is or what
 ``nvidia-smi`` says may be asked all the same: trackers and log lines do. Anything else ends the dry run, and the answer
 names the command and the line.

@@ -1,32 +1,24 @@
-"""Programs that a script starts before ``prepare``: they run on a disk that they cannot write to."""
+"""Programs that a script starts before ``prepare``: they run, and what they do beside writing files is done."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from vram_guard.forks.side_effects import way
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate._script_files import asked_by_script
 from vram_guard_accelerate.dry_run._subprocess_policy import around_starts, only_tells, shown
-from vram_guard_accelerate.dry_run._write_protection import rights, write_protected
+from vram_guard_accelerate.dry_run.results import stopped
 
 
 class EarlyPrograms:
-    """Programs that a script starts before it trains: what they would write could not be taken back.
+    """Programs that a script starts before it trains: their files are thrown away, nothing else is."""
 
-    Args:
-        scratch: a folder that is removed with the dry run, for their temporary files.
-        allowed: other folders that they may write to.
-    """
-
-    def __init__(self, scratch: Path, allowed: Sequence[Path]) -> None:
-        self._scratch = scratch
-        self._allowed = (scratch, *allowed)
+    def __init__(self) -> None:
         self._shown: dict[str, None] = {}
 
     def watch(self) -> None:
@@ -42,19 +34,17 @@ class EarlyPrograms:
     def _start(self, start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
         if only_tells(command, in_shell=in_shell):
             return start()
+        if way() == "python":
+            stopped(
+                _(
+                    "it starts a program ({command}), whose files this system cannot keep from the disk: it has "
+                    "neither an overlay for this user nor Landlock",
+                    command=shown(command),
+                )
+            )
         if asked_by_script():
             self._shown[shown(command)] = None
-        if not rights():
-            return start()
-        before = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = str(self._scratch)
-        try:
-            return write_protected(start, self._allowed)
-        finally:
-            if before is None:
-                del os.environ["TMPDIR"]
-            else:
-                os.environ["TMPDIR"] = before
+        return start()
 
     @property
     def note(self) -> str:
@@ -62,12 +52,12 @@ class EarlyPrograms:
         if not self._shown:
             return ""
         commands = ", ".join(self._shown)
-        if rights():
+        if way() == "landlock":
             return _(
                 "programs that the script started before it trains could write nothing: {commands}", commands=commands
             )
         return _(
-            "what programs that the script started before it trains have written stays, for this system cannot keep "
-            "them from it: {commands}",
+            "programs that the script started before it trains have run, and will again when it is started; only the "
+            "files that they wrote are thrown away: {commands}",
             commands=commands,
         )

@@ -22,6 +22,7 @@ from vram_guard.forks import ended, hanging
 from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.fork import fork_with_generators, write_all
 from vram_guard.forks.hanging import HangsError, Patience, abort
+from vram_guard.forks.side_effects import discard_writes, way
 from vram_guard.forks.tied import Child
 from vram_guard.language import _
 
@@ -171,7 +172,14 @@ def flushed_fork() -> int:
     process = fork_with_generators()
     if process == 0:
         running.clear()  # copies of the original's: they are not this one's to end
+        write_apart()
     return process
+
+
+def write_apart() -> None:
+    """From now on what this process writes is seen by none of those that it was copied from, or that are copied."""
+    if way():
+        discard_writes()
 
 
 def check_forks() -> None:

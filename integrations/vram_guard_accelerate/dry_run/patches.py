@@ -30,8 +30,6 @@ def install(run: DryRun) -> None:
 
     side_effects.discard_library_writes()
     side_effects.close_stdin(stopped)
-    if run.early_writes is not None:
-        run.early_writes.install()
     _refuse_processes()
     own_ranks.watch(run.shape.ranks)
     _refuse_local_sgd()

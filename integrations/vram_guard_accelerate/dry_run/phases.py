@@ -17,7 +17,6 @@ from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._script_lines import asker
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
-from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -43,7 +42,6 @@ class DryRun:
         sharding: what is changed of how the launch, or the script, shards the model.
         may_prove: whether a changed plan may be proven by running it.
         wish: the batch that is planned for.
-        early_writes: what it writes before ``prepare``; None: it is followed from there on only.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class DryRun:
         sharding: ShardingChange = AS_LAUNCHED,
         may_prove: bool = False,
         wish: Wish = Wish(),  # noqa: B008 - a value
-        early_writes: EarlyWrites | None = None,
     ) -> None:
         self.shape = shape
         self.decide = decide
@@ -66,7 +63,6 @@ class DryRun:
         self.wish = wish
         self.proof_server: ForkServer | None = None
         self.phase = Phase(self)
-        self.early_writes = early_writes
         self.loads = False
         """A loader makes a batch: loaders that it asks give it their own."""
         self.watched_loaders: set[type] = set()

@@ -53,9 +53,7 @@ class PreparingPhase(Phase):
 
     def __init__(self, run: DryRun) -> None:
         super().__init__(run)
-        writes = run.early_writes
-        watched = [] if writes is None else [writes.watch_libraries]
-        self._shim = CudaShim(run.shape.capability, run.shape.memory, *watched)
+        self._shim = CudaShim(run.shape.capability, run.shape.memory)
         self._calls = ModelCalls(self._shim.holds, self._too_early, self._follow)
 
     def begins(self) -> None:

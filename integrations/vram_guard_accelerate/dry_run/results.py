@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from vram_guard import errors
 from vram_guard.apply.loss_terms import Term
 from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard.forks.side_effects import why_not_written
 from vram_guard.language import _
 from vram_guard.proof.samples_apart import LossForm
 from vram_guard.timeline import Timeline
@@ -112,7 +113,8 @@ class DryRunFailure:
         line, problem = line_of_error(error, script), f"{type(error).__name__}: {error}"
         if is_of_stand_ins(error):
             return cls(UnsupportedStepError.__name__, not_followed(line, problem), text)
-        return cls(UnsupportedStepError.__name__, with_line(_("the script fails: {error}", error=problem), line), text)
+        parts = (with_line(_("the script fails: {error}", error=problem), line), why_not_written(error))
+        return cls(UnsupportedStepError.__name__, "; ".join(filter(None, parts)), text)
 
     def as_error(self) -> VramGuardError:
         """The error, to be raised in another process."""

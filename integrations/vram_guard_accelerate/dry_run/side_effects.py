@@ -1,20 +1,17 @@
-"""Side effects of a script, kept from happening in a dry run: what it writes, saves, logs and pushes goes nowhere."""
+"""Side effects of a script, kept from happening in a dry run: what it saves, logs and pushes goes nowhere.
+
+The files that it writes are another matter, see :mod:`vram_guard.forks.side_effects`.
+"""
 
 from __future__ import annotations
 
 import builtins
-import io
-import os
-import pathlib
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from vram_guard.forks.side_effects import CHANGES
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 
@@ -40,9 +37,6 @@ SAFETENSORS: dict[str, Any] = {
     "_remove_duplicate_names": {},
 }
 
-#: Variables that move a cache of Hugging Face's libraries away from HF_HOME.
-CACHES = ("HF_DATASETS_CACHE", "HF_EVALUATE_CACHE", "HF_METRICS_CACHE", "HF_MODULES_CACHE")
-
 #: Trackers that scripts call by themselves.
 SILENT_ENVIRONMENT = {
     "WANDB_MODE": "disabled",
@@ -66,28 +60,11 @@ def discard_library_writes() -> None:
         wrap(owner, "create_repo", _made_repository, optional=True)
 
 
-def discard_file_writes() -> None:
-    """From ``prepare`` on: what is opened for writing is thrown away, and no file is made, moved or removed.
-
-    But for the caches of Hugging Face's libraries, which read back what they wrote: metrics, data sets that are mapped.
-    """
+def discard_saving() -> None:
+    """From ``prepare`` on: nothing is made of tensors that have no values, as those of a symbolic model."""
     import torch
 
-    in_cache = below_caches()
-    for module, names in CHANGES.items():
-        for name in names:
-            wrap(module, name, partial(_nothing_outside, in_cache))
-    builtins.open = io.open = _opened(io.open, in_cache)
-    wrap(pathlib.Path, "touch", _nothing)
-    accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of `os` and `io` there
-    if accessor is not None:
-        accessor.open = staticmethod(io.open)
-        for name in CHANGES[os]:
-            if hasattr(accessor, name):
-                setattr(accessor, name, staticmethod(getattr(os, name)))
     wrap(torch, "save", _nothing)
-    for name in ("save", "savez", "savez_compressed", "savetxt"):
-        wrap(sys.modules.get("numpy"), name, _nothing, optional="numpy" not in sys.modules)
     for library in ("safetensors.torch", "safetensors.numpy"):
         for name, answer in SAFETENSORS.items():
             wrap(sys.modules.get(library), name, partial(_nothing, answer=answer), optional=True)
@@ -95,34 +72,6 @@ def discard_file_writes() -> None:
         for name in SAVING:
             if name in vars(cls):
                 wrap(cls, name, _nothing)
-
-
-def below_caches() -> Callable[[Any], bool]:
-    """A function that is true for paths in the caches of Hugging Face's libraries."""
-    from huggingface_hub import constants
-
-    named = (constants.HF_HOME, *(os.environ.get(name, "") for name in CACHES))
-    folders = tuple(os.path.realpath(name) + os.sep for name in named if name)
-
-    def is_below(path: Any) -> bool:
-        try:
-            return (os.path.realpath(os.fsdecode(path)) + os.sep).startswith(folders)
-        except (TypeError, ValueError):
-            return False
-
-    return is_below
-
-
-def for_programs() -> tuple[Path, ...]:
-    """Where programs that a script starts before it trains may write: devices, caches, and temporary files."""
-    from huggingface_hub import constants
-
-    home = Path.home()
-    caches = [os.environ.get("XDG_CACHE_HOME") or home / ".cache", home / ".triton", constants.HF_HOME]
-    named = [os.environ[name] for name in CACHES if os.environ.get(name)]
-    temporary = Path(tempfile.gettempdir()).resolve()
-    own = [] if Path.cwd().is_relative_to(temporary) else [temporary]  # the user works there
-    return tuple(map(Path, ("/dev", "/proc", *caches, *named, *own)))
 
 
 def _classes() -> set[type]:
@@ -158,23 +107,6 @@ def _nothing(_original: Any, *_args: Any, answer: Any = None, **_kwargs: Any) ->
     return answer
 
 
-def _nothing_outside(allowed: Callable[[Any], bool], original: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a function: does nothing, except where every path that it is given is allowed."""
-    paths = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, bytes, os.PathLike))]
-    inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which is allowed itself
-    return original(*args, **kwargs) if inside or (paths and all(map(allowed, paths))) else None
-
-
 def _made_repository(_original: Any, *args: Any, **kwargs: Any) -> Any:
     name = kwargs.get("repo_id") or next((value for value in args if isinstance(value, str)), "repository")
     return SimpleNamespace(repo_id=name, url=name, __str__=lambda: name)
-
-
-def _opened(original: Callable[..., Any], allowed: Callable[[Any], bool]) -> Callable[..., Any]:
-    def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-        writes = isinstance(mode, str) and any(sign in mode for sign in "wax+")
-        if writes and not (isinstance(file, int) or allowed(file)):
-            return original(os.devnull, "wb" if "b" in mode else "w", *args, **kwargs)
-        return original(file, mode, *args, **kwargs)
-
-    return opened

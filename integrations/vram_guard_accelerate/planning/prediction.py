@@ -25,10 +25,10 @@ from vram_guard.language import _, language
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
-from vram_guard_accelerate.dry_run.early_writes import undo
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning._best_relaunch import best_of
+from vram_guard_accelerate.planning.caches import make_caches, remove_empty
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ class _Watched:
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="vram-guard-"))
+        self._made = make_caches()
         self._process: subprocess.Popen[bytes] | None = None
         waiting, self._held = os.pipe()
         self._watcher = os.fork()
@@ -264,7 +265,7 @@ class _Watched:
         if process:
             with contextlib.suppress(OSError):
                 os.killpg(int(process), signal.SIGKILL)  # and what the script had started
-        undo(self.folder)
+        remove_empty(self._made)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

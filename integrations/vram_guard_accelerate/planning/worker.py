@@ -2,161 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
+import json
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from vram_guard.codec import from_json, to_json
-from vram_guard.forks import ended, tied
-from vram_guard.language import _
-from vram_guard.releases.installed import Releases
-from vram_guard.report.as_json import as_dict
-from vram_guard.report.html import page_to_keep
-from vram_guard.report.text import render
-from vram_guard_accelerate import _run_script
-from vram_guard_accelerate._script_files import imported_files
-from vram_guard_accelerate._settings import Settings
-from vram_guard_accelerate._sharding_change import AS_LAUNCHED
-from vram_guard_accelerate.dry_run import forks, own_ranks, patches
-from vram_guard_accelerate.dry_run.early_connections import EarlyConnections
-from vram_guard_accelerate.dry_run.early_programs import EarlyPrograms
-from vram_guard_accelerate.dry_run.early_writes import EarlyWrites
-from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
-from vram_guard_accelerate.dry_run.phases import DryRun
-from vram_guard_accelerate.dry_run.preparing import PreparingPhase
-from vram_guard_accelerate.dry_run.results import DryRunFailure, at_line, stopped
-from vram_guard_accelerate.dry_run.side_effects import below_caches, for_programs
-from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
-from vram_guard_accelerate.planning.decide import decide
-from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+from vram_guard.forks.side_effects import discard_writes, way
+from vram_guard_accelerate.planning.caches import caches
 
 
 def main() -> NoReturn:
-    """Follow the script that the request names, and write the answer next to the request."""
-    # Before torch 2.6 this module writes one that it imports; where it is first imported in a copy, that fails.
-    importlib.import_module("torch.distributed.nn.jit.instantiator")
+    """Follow the script that the request in the folder names, and write the answer next to the request."""
     folder = Path(sys.argv[1])
-    request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
-    early = (EarlyPrograms(folder, for_programs()), EarlyConnections())
-    try:
-        early_writes = EarlyWrites(folder, stopped, below_caches())
-        _follow(request, lambda answer: _answer(folder, answer), early_writes, early)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
-        failure = DryRunFailure.of(ended.instead_of(error), request.command[0])
-        said = (failure.message, *(one.note for one in early))
-        _answer(folder, replace(failure, message="; ".join(filter(None, said))))
+    # Before the libraries are imported: what they are is then read through the overlay, and there is one thread.
+    command = json.loads((folder / "request.json").read_text(encoding="utf-8"))["command"]
+    discard_writes((folder, *caches()), command)
+    if way() != "overlay":
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    from vram_guard_accelerate.planning.followed_script import follow
 
-
-def _follow(
-    request: DryRunRequest,
-    answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn],
-    early_writes: EarlyWrites,
-    early: Sequence[EarlyPrograms | EarlyConnections],
-) -> NoReturn:
-    """Run a script until it is planned for; never returns.
-
-    Raises:
-        StoppedError, Exception: in the original process, what ended the script before.
-    """
-    settings, began = request.settings, time.monotonic()
-
-    def decided(first: FirstBatch) -> NoReturn:
-        no_limit()
-        stood, memory = time.monotonic(), _memory()
-        found = decide(first, settings, request.budget, current=request.relaunch, may_relaunch=True)
-        if missing := ended.not_known():
-            answer(DryRunFailure.of(missing))
-        answer(
-            DryRunAnswer(
-                plan=as_dict(found.plan),
-                text=render(found.plan, unicode=True),
-                brief=render(found.plan, unicode=True, verbose=False),
-                page=page_to_keep(found.plan, title=request.command[0]),
-                launch_plan=found.launch_plan,
-                notes=(*found.notes, *filter(None, (one.note for one in early))),
-                relaunches=found.relaunches,
-                files={**imported_files(), **first.script.resumed.files},
-                fits=found.plan.fits,
-                changed=found.plan.changed or found.launch_plan.resumes_grown,
-                only_told=found.only_told,
-                seconds={"script": stood - began, "plan": time.monotonic() - stood},
-                host_memory={"script": memory, "plan": _memory()},
-                releases=Releases.here(),
-            )
-        )
-
-    shape = LaunchShape.of(request.budget, request.ranks, request.local_ranks)
-    shards = "offload_parameters" in settings.techniques
-    change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
-    tied.keep_programs()
-    run = DryRun(
-        shape,
-        decided,
-        may_shard=shards,
-        sharding=change,
-        may_prove=settings.may_prove,
-        wish=settings.wish,
-        early_writes=early_writes,
-    )
-    forks.check_forks()
-    run.phase = PreparingPhase(run)
-    own_ranks.announce(shape, request.command[0])
-    patches.install(run)
-    for one in early:
-        one.watch()
-    run.phase.begins()
-    gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it
-    limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
-    try:
-        _run_script.run(request.command, module=request.module)
-    except BaseException as error:
-        run.phase.failed(error, request.command[0])
-        raise
-    run.phase.ended()
-    stopped(
-        _(
-            "the script ended without asking for a training batch; give the options with which it trains (many need "
-            "--do_train, and one that resumes may have nothing left to train) after its name"
-        )
-    )
-
-
-def _too_long(settings: Settings) -> str:
-    return _(
-        "it has not begun to train after {seconds} s; where it needs more, --start-seconds is the time that it may "
-        "take",
-        seconds=f"{settings.start_seconds:g}",
-    )
-
-
-def _memory() -> int:
-    """Bytes of host memory that this process, or the largest of its copies, took at most."""
-    import resource
-
-    kibibytes = 1 if sys.platform == "darwin" else 1024
-    own = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return max(own) * kibibytes
-
-
-def _answer(folder: Path, answer: DryRunAnswer | DryRunFailure) -> NoReturn:
-    """Write the answer and end at once, without the script's own exit handlers (trackers, threads)."""
-    forks.end_all()
-    try:
-        # The script's `open` writes nowhere by now: the descriptor does.
-        handle = os.open(folder / ANSWER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        data = memoryview(to_json(answer).encode())
-        while data:
-            data = data[os.write(handle, data) :]
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(0)
+    follow(folder)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""Programs that a script starts before it trains run on a disk that they cannot write to, where Linux can do that.
+"""A disk on which a process can write in some folders only, where it has no overlay (Landlock, Linux 5.13 and later).
 
-What they write could not be taken back: they have none of our patches. Landlock (Linux 5.13 and later) restricts a
-thread and the processes that it starts, so the call that starts a program is made in a thread of its own. What a
-program tries to write fails there as on a disk that is read-only, and the script goes on or fails as it would then.
+What it, or a program that it starts, tries to write elsewhere fails as on a disk that is read-only.
 
 The numbers are those of ``linux/landlock.h`` and of the system calls that are the same on every architecture.
 """
@@ -14,13 +12,10 @@ import os
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _NO_NEW_PRIVILEGES = 38
@@ -45,32 +40,24 @@ def rights() -> int:
     return _WRITING | sum(right for since, right in _LATER.items() if version >= since) if version > 0 else 0
 
 
-def write_protected(start: Callable[[], T], allowed: Iterable[Path]) -> T:
-    """Call a function in a thread that, like every process that it starts, writes nothing but in these folders.
+def restrict(allowed: Iterable[Path]) -> None:
+    """Take the right to write from this process, which has one thread, and from the programs that it starts.
 
     Args:
-        start: starts a program.
         allowed: folders and devices that may be written to; those that are not there are left out.
+
+    Raises:
+        OSError: the system does not let it.
     """
-
-    def restricted() -> T:
-        _restrict(tuple(allowed))
-        return start()
-
-    with ThreadPoolExecutor(1) as alone:
-        return alone.submit(restricted).result()
-
-
-def _restrict(allowed: Iterable[Path]) -> None:
     taken = rights()
-    if not taken:
-        return
     attributes = struct.pack("=Q", taken)
     rules = _call(_CREATE_RULESET, attributes, len(attributes), 0)
+    if not taken or rules < 0:
+        raise OSError(ctypes.get_errno(), "landlock")
     try:
         for path in allowed:
             _allow(rules, path, taken)
-        if rules < 0 or _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or _call(_RESTRICT_SELF, rules, 0):
+        if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or _call(_RESTRICT_SELF, rules, 0):
             raise OSError(ctypes.get_errno(), "landlock")
     finally:
         os.close(rules)
