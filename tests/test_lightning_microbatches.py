@@ -420,10 +420,8 @@ def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(
             super().__init__()
             torch.manual_seed(0)
             self.net = torch.nn.Conv2d(3, 2, 3)
-            self.shapes: list[Any] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.shapes += [tuple(picture.shape) for picture in batch]
             return self.net(torch.stack(batch)).square().mean()
 
         def configure_optimizers(self) -> Any:
@@ -431,13 +429,15 @@ def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(
 
     def run(*guards: Any) -> Any:
         module, trainer = OfLists(), cases.make_trainer("lightning.pytorch", tmp_path, [*guards], max_epochs=1)
+        module.net.register_forward_pre_hook(lambda _net, args: shapes.append(tuple(args[0].shape)))
         trainer.fit(module, torch.utils.data.DataLoader(Pictures(), batch_size=3, collate_fn=list))
         return module
 
+    shapes: list[Any] = []
     guard = VramGuard(budget="4GiB", pin={"micro_batch_size": 1})
     guarded = run(guard)
     assert guard.plan.splits == 3
-    assert set(guarded.shapes[-9:]) == {(3, 4, 4)}
+    assert set(shapes[-9:]) == {(1, 3, 4, 4)}
     torch.testing.assert_close(cases.weights(guarded), cases.weights(run()), rtol=2e-5, atol=2e-6)
 
 
