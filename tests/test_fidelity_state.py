@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from fidelity import lightning_blocks, lightning_state
+from fidelity import lightning_blocks, lightning_state, lightning_unseen
 from fidelity.harness import check, every
 from fidelity.lightning import SUITE, of
 
 
-@every(SUITE, [*of(lightning_state), *of(lightning_blocks)])
+@every(SUITE, [*of(lightning_state), *of(lightning_blocks), *of(lightning_unseen)])
 def test_no_silent_difference(suite, case, mode):
     check(suite, case, mode)

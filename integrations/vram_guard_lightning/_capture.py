@@ -20,7 +20,6 @@ from vram_guard.longest.wish import LARGEST, Wish
 from vram_guard.parallel import deepspeed, in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.resharding import divided_by_fsdp2
-from vram_guard.proof.watched import WatchedNumber
 from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
@@ -271,14 +270,14 @@ def _batch_of(trainer: Trainer, module: LightningModule, found: Sample) -> Calla
 def _loss_of(trainer: Trainer, module: LightningModule, heard: Heard) -> Callable[[Any, Any], Any]:
     """training_step as Lightning calls it: after the transfer hook, under its precision plugin's context."""
     after = _hook_owner(trainer, module, "on_after_batch_transfer")
-    number = WatchedNumber.made(0, lambda: heard.effects.read("batch_idx"))
-    arguments = (number,) if _takes_batch_index(module) else ()
+    numbered = _takes_batch_index(module)
     contexts = _PrecisionContexts(trainer)
     redirected: Any = trainer.strategy._forward_redirection
     whole = _layouts.whole(trainer)
 
     def step(model: Any, batch: Any) -> Any:
         batch = after.on_after_batch_transfer(batch, 0)
+        arguments = (heard.effects.number("batch_idx", 0),) if numbered else ()
         with contexts():
             if model is module and not (whole and divided_by_fsdp2(model)):
                 output = model.training_step(batch, *arguments)

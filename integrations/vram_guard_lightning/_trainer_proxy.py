@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _STANDS = frozenset(
     (
         *("world_size", "num_devices", "num_nodes", "global_rank", "local_rank", "node_rank", "is_global_zero"),
-        *("device_ids", "max_epochs", "max_steps", "min_epochs", "min_steps", "max_time", "precision", "strategy"),
-        *("precision_plugin", "accelerator", "optimizers", "lr_scheduler_configs", "loggers", "logger", "callbacks"),
+        *("device_ids", "max_epochs", "max_steps", "min_epochs", "min_steps", "max_time", "precision"),
+        *("accelerator", "optimizers", "loggers", "logger"),
         *("log_dir", "default_root_dir", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
         *("datamodule", "lightning_module", "model", "training", "validating", "testing", "predicting", "evaluating"),
         *("sanity_checking", "log_every_n_steps", "num_training_batches", "estimated_stepping_batches", "barebones"),
@@ -47,11 +47,11 @@ class TrainerView:
     """Told of what steps read; None: nobody wants to know."""
 
     def __init__(self, original: Any, **answers: Any) -> None:
-        vars(self)["_original"] = original
-        vars(self).update(answers)
+        vars(self).update(_original=original, _answers=answers)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(vars(self)["_original"], name)
+        answers = vars(self)["_answers"]
+        value = answers[name] if name in answers else getattr(vars(self)["_original"], name)
         if self._effects is not None and name not in _STANDS and not name.startswith("__"):
             self._effects.read(f"trainer.{name}")
         if self._asked is not None and name in ("current_epoch", "global_step"):
@@ -66,7 +66,7 @@ class TrainerView:
     def replace_loggers(self, log: _Log) -> None:
         """Methods of loggers that write are heard by ``log`` from now on."""
         loggers = [_Logger(one, log, "logger") for one in vars(self)["_original"].loggers]
-        vars(self).update(loggers=loggers, logger=loggers[0] if loggers else None)
+        vars(self)["_answers"].update(loggers=loggers, logger=loggers[0] if loggers else None)
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def symbolic_run(
     optimizers, schedulers, wrapped = strategy.optimizers, strategy.lr_scheduler_configs, vars(strategy).get("_model")
     kept = [(part, dict(vars(part))) for part in module.modules()]
     effects = StepEffects() if effects is None else effects
-    effects.companions = tuple(trainer.callbacks)  # type: ignore[attr-defined]
+    effects.companions = (*trainer.callbacks, trainer.datamodule)  # type: ignore[attr-defined]
     log = _Log(effects)
     vars(view)["_effects"] = effects
     view.replace_loggers(log)
@@ -90,6 +90,7 @@ def symbolic_run(
             if "_trainer" in vars(part):
                 vars(part).update(_trainer=view, log=log.value, log_dict=log.values, print=_silent)
         vars(module).update(all_gather=_gathered(trainer.world_size), _current_fx_name="training_step")
+        vars(module).update(optimizers=_unheard(effects, module.optimizers))
         with contextlib.ExitStack() as stack:
             if getattr(module, "_compiler_ctx", None) is not None and hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -101,6 +102,17 @@ def symbolic_run(
         strategy.optimizers = optimizers
         strategy.lr_scheduler_configs = schedulers
         strategy.model = wrapped
+
+
+def _unheard(effects: StepEffects, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads much of a Trainer to answer what always is the same."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with effects.unheard():
+            return method(*args, **kwargs)
+
+    return call
 
 
 def _silent(*_args: Any, **_kwargs: Any) -> None:

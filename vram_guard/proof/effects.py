@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vram_guard.forks.side_effects import opened_for_writing
 from vram_guard.language import _
+from vram_guard.proof.watched import WatchedNumber
 from vram_guard.state.random_generators import RandomState
 
 if TYPE_CHECKING:
@@ -62,6 +63,19 @@ class StepEffects:
         if self._listening:
             self.calls.append(name)
 
+    def number(self, name: str, value: int) -> Any:
+        """A number that the step is given and that moves on with the training: its use is heard."""
+        return WatchedNumber(value, lambda: self.reads.append(name)) if self._listening else value
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside the block, nothing is heard."""
+        listening, self._listening = self._listening, False
+        try:
+            yield
+        finally:
+            self._listening = listening
+
     def read(self, name: str) -> None:
         """The step has read what is another in later steps."""
         if self._listening:
@@ -73,12 +87,13 @@ class Listening(TorchDispatchMode):
 
     Attributes:
         random: True where some are.
+        of_python: True where some are drawn from generators of NumPy and Python.
         written: sentences about files.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.random = False
+        self.random = self.of_python = False
         self.written: tuple[str, ...] = ()
 
     def __enter__(self) -> Self:
@@ -88,7 +103,8 @@ class Listening(TorchDispatchMode):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self.random = self.random or not self._generators.is_current()
+        self.of_python = not self._generators.is_current()
+        self.random = self.random or self.of_python
         self.written = tuple(_("writing to {path}", path=path) for path in opened_for_writing() - self._opened)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -127,7 +127,7 @@ class RehearsedEvaluation(ExitStack):
         @functools.wraps(method)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
-                number = WatchedNumber.made(args[position], lambda: self._indices.add(name))
+                number = WatchedNumber(args[position], lambda: self._indices.add(name))
                 args = (*args[:position], number, *args[position + 1 :])
             return method(*args, **kwargs)
 

@@ -26,6 +26,12 @@ _BEFORE = frozenset(
 )
 
 
+#: What functions are given to that run inside a backward pass.
+_OF_GRADIENTS = frozenset(
+    ("grad_fn", "register_hook", "register_prehook", "register_multi_grad_hook", "saved_tensors_hooks")
+)
+
+
 class CodeRun:
     """Takes down which of the user's functions run inside the block, and the iterators that they keep."""
 
@@ -49,6 +55,13 @@ class CodeRun:
         cells, names = frame.f_locals, frame.f_globals
         kept = {**{name: cells.get(name) for name in code.co_freevars}, **{n: names.get(n) for n in code.co_names}}
         self._iterators.update(dict.fromkeys(name for name, value in kept.items() if _goes_on(value)))
+
+    def takes_gradients(self) -> Iterator[str]:
+        """Sentences about functions that put themselves between operators and the backward pass."""
+        for code in self._codes:
+            for name in sorted(_OF_GRADIENTS & set(_names(code))):
+                yield _("{function} uses {name}, by which a backward pass may join samples",
+                        function=code.co_name, name=name)  # fmt: skip
 
     def changed_later(self, model: nn.Module, others: Iterable[object] = ()) -> Iterator[str]:
         """Sentences about what the functions read and other code changes.
@@ -98,6 +111,13 @@ def _between_steps(functions: Iterable[FunctionType]) -> list[FunctionType]:
         waiting += called - before
         before |= called
     return [one for one in functions if one.__name__ not in before]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_freevars)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _attributes(code: CodeType, how: str) -> set[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
+from vram_guard.proof.functions import unknown_functions
 from vram_guard.proof.later_changes import CodeRun
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples
 from vram_guard.proof.step_state import StepState, storage_of
@@ -148,12 +150,12 @@ class LossGraph:
         state = StepState(model, self._as_written.loss, self._optimizer)
         given = BatchState(batch)
         apart = SamplesApart(batch, self._size, self._single_samples(batch))
-        hooked: list[Any] = []
-        ran = CodeRun()
+        ran, functions = CodeRun(), list[type]()
         with (
             self._effects.heard(),
             Listening() as heard,
-            replaced(torch.Tensor, {"register_hook": _told(torch.Tensor.register_hook, hooked)}),
+            replaced(torch.autograd.Function, {"apply": _told(functions)}),
+            self._numbers_of_optimizer(),
             apart,
             apart.reading(),
             ran,
@@ -166,8 +168,6 @@ class LossGraph:
             written = {**(before.written if before else {}), **dict.fromkeys(state.written(apart.written))}
             kept = (_("writing to {path}", path=path) for path in given.changed(batch)) if self._read else ()
             called = dict.fromkeys((*self._effects.calls, *heard.written, *kept))
-            if hooked:
-                called[_("a hook of a tensor")] = None
             logged = {
                 name: apart.form(value) if isinstance(value, torch.Tensor) else None
                 for name, value in self._effects.logged.items()
@@ -178,9 +178,31 @@ class LossGraph:
             later = [_("the step reads {name}, which moves on with the training", name=n) for n in self._effects.reads]
             if isinstance(own, torch.nn.Module):
                 later += ran.changed_later(own, self._effects.companions)
+            later += [*ran.takes_gradients(), *unknown_functions(functions)]
+            if heard.of_python:
+                later.append(_("it draws from a generator of NumPy or Python, maybe one number for the whole batch"))
             form = apart.form(loss) if before is None else before.form  # it also makes what is made once
             self._looks[self._size] = _Look(changed, written, called, form, logged, heard.random, tuple(later))
         return returned
+
+    @contextlib.contextmanager
+    def _numbers_of_optimizer(self) -> Iterator[None]:
+        """Inside the block, uses of the learning rate and of other numbers of the optimizer are heard."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        given = [
+            (group, name, value, self._effects.number(f"param_groups[{at}][{name!r}]", value))
+            for at, group in enumerate(groups)
+            for name, value in group.items()
+            if type(value) in (int, float)
+        ]
+        for group, name, _value, number in given:
+            group[name] = number
+        try:
+            yield
+        finally:
+            for group, name, value, number in given:
+                if group.get(name) is number:
+                    group[name] = value
 
     def _know_buffers(self, model: Any) -> None:
         """Questions that the step asks of buffers are answered by what they hold."""
@@ -221,12 +243,14 @@ class _Look(NamedTuple):
     """Why it may do something else in later steps."""
 
 
-def _told(original: Any, calls: list[Any]) -> Any:
-    def told(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return original(*args, **kwargs)
+def _told(functions: list[type]) -> Any:
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
-    return told
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        functions.append(cls)
+        return original(cls, *args, **kwargs)
+
+    return classmethod(apply)
 
 
 def _is_mean(one: LossForm | None, other: LossForm | None) -> bool:

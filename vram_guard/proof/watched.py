@@ -1,4 +1,8 @@
-"""Numbers that tell when they are looked at."""
+"""Numbers that tell when they are used.
+
+They are no numbers themselves: what takes a number of Python's own, as ``range`` or an index, takes its value past
+every method of a subclass.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.utils._pytree import tree_map
-
-
-class WatchedNumber(int):
-    """Numbers that tell when they are looked at."""
-
-    used: Callable[[], object]
-
-    @classmethod
-    def made(cls, value: int, used: Callable[[], object]) -> WatchedNumber:
-        """One that calls ``used``."""
-        number = cls(value)
-        number.used = used
-        return number
-
-
-def _telling(name: str) -> Any:
-    own = getattr(int, name)
-
-    def told(self: WatchedNumber, *args: Any) -> Any:
-        self.used()
-        return own(self, *args)
-
-    return told
-
-
-_READ = (
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__hash__", "__index__", "__int__"),
-    *("__float__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__mod__", "__rmod__"),
-    *("__floordiv__", "__rfloordiv__", "__truediv__", "__divmod__", "__and__", "__repr__", "__str__", "__format__"),
-)
-for _name in _READ:
-    setattr(WatchedNumber, _name, _telling(_name))
 
 
 class ReadValue:
@@ -59,6 +31,16 @@ class ReadValue:
     def __init__(self, value: Any, used: Callable[[], object]) -> None:
         self.value, self.used = value, used
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the number, so that ``isinstance`` holds."""
+        return type(self.value)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            self.used()
+        return getattr(self.value, name)
+
     def __format__(self, spec: str) -> str:
         return format(self.value, spec)
 
@@ -73,7 +55,7 @@ class ReadValue:
         """A function of torch is given it: that is a use."""
 
         def plain(one: Any) -> Any:
-            if isinstance(one, cls):
+            if issubclass(type(one), ReadValue):
                 one.used()
                 return one.value
             return one
@@ -84,15 +66,38 @@ class ReadValue:
         return ReadValue(round(self.value, digits), self.used)
 
 
+class WatchedNumber(ReadValue):
+    """A number that tells of every use, also of being shown: a name may be made of it."""
+
+    def __format__(self, spec: str) -> str:
+        self.used()
+        return super().__format__(spec)
+
+    def __str__(self) -> str:
+        self.used()
+        return super().__str__()
+
+    def __repr__(self) -> str:
+        self.used()
+        return super().__repr__()
+
+
 def _using(name: str) -> Any:
     def use(self: ReadValue, *others: Any) -> Any:
         self.used()
-        plain = [other.value if isinstance(other, ReadValue) else other for other in others]
-        return getattr(self.value, name)(*plain)
+        plain = [other.value if issubclass(type(other), ReadValue) else other for other in others]
+        method = getattr(self.value, name, None)  # a float is no index
+        return NotImplemented if method is None else method(*plain)
 
     return use
 
 
-for _name in (*_READ, "__neg__", "__abs__", "__pow__", "__rpow__", "__rtruediv__"):
-    if _name not in ("__repr__", "__str__", "__format__", "__index__", "__and__"):
-        setattr(ReadValue, _name, _using(_name))
+for _name in (
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__hash__", "__index__", "__int__"),
+    *("__float__", "__complex__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__mod__"),
+    *("__rmod__", "__floordiv__", "__rfloordiv__", "__truediv__", "__rtruediv__", "__divmod__", "__rdivmod__"),
+    *("__pow__", "__rpow__", "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__rand__", "__or__", "__ror__"),
+    *("__xor__", "__rxor__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__trunc__", "__floor__"),
+    "__ceil__",
+):
+    setattr(ReadValue, _name, _using(_name))
