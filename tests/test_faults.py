@@ -299,7 +299,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "framework missing": (
         "ImportError naming the extra; the core still imports",
         (
-            "packaging::test_a_missing_framework_is_an_import_error_that_names_the_extra",
+            "packaging::test_a_missing_framework_is_an_import_error_that_says_what_to_install",
             "lightning_guard::test_without_lightning_the_extra_is_named_and_the_core_imports",
         ),
     ),
