@@ -508,3 +508,14 @@ def test_segments_lie_above_each_other_or_in_stretches_below_that_are_filled_upw
     # The second stretch is full with 12 MiB; 2 MiB go behind the first segment. 64 MiB hold 48 and 12, not another 12.
     offsets = [(address - first) // MIB for address in taken["below"]]
     assert offsets == [0, -32, -12, 20, -96, -48, -128]
+
+
+def test_segments_that_kernels_need_lie_above_the_weights_until_384_mib_are_full() -> None:
+    sizes = [size * MIB for size in (40, 30, 48, 98, 200, 50)]
+    loaded = replay([0, 1], sizes, placement="below", curve=True).segments
+    ran = replay([0, 1, 2, ~2, 3, 4, 5], sizes, placement="below", curve=True).segments
+    first = max(segment.address for segment in loaded)
+    assert [(segment.address - first) // MIB for segment in loaded] == [-32, 0]
+    # 48, 98 and 50 MiB take 64, 128 and 64 of the 384; 200 MiB do not fit and lie below.
+    offsets = {segment.total_size // MIB: (segment.address - first) // MIB for segment in ran}
+    assert offsets == {40: 0, 30: -32, 48: 384, 98: 256, 200: -256, 50: 192}

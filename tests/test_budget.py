@@ -233,8 +233,9 @@ def test_a_real_gpu_gives_what_torch_says_is_free():
     assert budget.compute_capability == torch.cuda.get_device_capability()
 
 
-def test_cards_that_only_native_linux_serves_have_a_known_placement_of_segments():
-    for name, placement in (("H100 SXM", "below"), ("H200", "below"), ("T4", "below"), ("RTX 4090", None)):
+def test_the_placement_of_segments_is_known_for_the_cards_that_measurements_tell_of():
+    known = {"H100 SXM": "below", "H200": "below", "T4": "below", "A100 80GB PCIe": None, "RTX 4090": None}
+    for name, placement in known.items():
         assert Budget.of(name).placement == find_gpu(name).placement == placement
     assert Budget.resolve("10GiB", gpu="T4").placement == "below"
     assert Budget.of("10GiB").placement is None

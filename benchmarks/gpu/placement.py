@@ -12,10 +12,13 @@ What the histories show (2026-11-28):
 * H100 (torch 2.6; torch 2.11 with CUDA 13.0) and H200 (torch 2.11 with CUDA 13.0), native Linux. Address space is taken
   in multiples of 32 MiB, each below the last. A segment that does not fill its stretch leaves a rest, and a later
   segment that fits is put there: behind what is there already, and into the rest that was made last. So segments of
-  20 MiB lie one below the other, 32 MiB apart, and behind them, upwards, those of 2 MiB and of 10 to 12 MiB. The
-  driver's own use of a rest, and gaps between its mappings, move single segments. With this placement the requests of
-  60 histories, from the process's beginning on, come to 59 of the recorded peaks; the other one (DDP with a checkpoint)
-  is 6.0% off with every placement. With all segments above each other 5 more differ, by up to 3.5%.
+  20 MiB lie one below the other, 32 MiB apart, and behind them, upwards, those of 2 MiB and of 10 to 12 MiB. Right
+  above the first weights 12 stretches (384 MiB) stay empty until the first kernels run; segments taken after that fill
+  them before they lie below the weights: from the top down, or, where cuDNN convolves, as one stretch. Weights may lie
+  in two rows, one of them where the host's copies of earlier weights were. Those copies, the driver's own use of a
+  rest, and gaps between its mappings move single segments. With this placement the requests of 60 histories, from the
+  process's beginning on, come to 59 of the recorded peaks; the other one (DDP with a checkpoint) is 6.0% off with
+  every placement. With all segments above each other 5 more differ, by up to 3.5%.
 * ``lm-medium-*`` (torch 2.11): addresses from 0x703a00000 on, upwards without gaps, those of 2 MiB too. Under Windows'
   Linux CUDA's address space lies between 0x207800000 and 0x1600000000 (microsoft/WSL, issue 40401).
 * ``nca-*`` (Linux, a card that nobody names): the first 256 MiB or so upwards, after that as on the H100, with 32 MiB

@@ -179,6 +179,10 @@ class CachingAllocator:
                     elif not block.is_split:
                         self._give_back(block)
 
+    def kernels_run(self) -> None:
+        """Note that the first kernels run, see :data:`vram_guard.allocator._driver.HELD_ABOVE`."""
+        self._device.let_go()
+
     def segments(self) -> list[Segment]:
         """The segments and their blocks as ``torch.cuda.memory_snapshot()`` shows them, by address."""
         views = [

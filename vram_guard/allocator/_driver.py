@@ -18,6 +18,10 @@ ALIGNMENT = 2 * 2**20
 #: fills what a segment leaves of it with later ones: ``benchmarks/gpu/placement.py`` reads it out of addresses.
 STRETCH = 32 * 2**20
 
+#: Bytes of address space above the first segment: taken until kernels run, from then on used up from the top. Read out
+#: of the addresses of an H100 and an H200; 256 or 512 MiB would come to the same peaks in all rows that were measured.
+HELD_ABOVE = 12 * STRETCH
+
 #: Where a new segment lies: "below" the earlier ones, in stretches that are filled upwards (native Linux), or "above"
 #: all of them (Windows, and Linux under it).
 Placement = Literal["below", "above"]
@@ -50,7 +54,7 @@ class SimulatedDriver:
         self.reserved = 0
         self.peak_reserved = 0
         self.events: list[SegmentEvent] = []
-        self._lowest = self._highest = BASE_ADDRESS
+        self._lowest = self._highest = self._let_go = BASE_ADDRESS
         #: What segments have left of their stretches: (first address, address behind the last), oldest first.
         self._left: list[tuple[int, int]] = []
         self._place = place
@@ -74,14 +78,23 @@ class SimulatedDriver:
             if end - address >= size:
                 break
         else:
-            index, end = len(self._left), self._lowest
-            address = self._lowest = end - _up_to(size, STRETCH)
+            index, whole = len(self._left), _up_to(size, STRETCH)
+            if self._let_go - whole >= BASE_ADDRESS:
+                end = self._let_go
+                address = self._let_go = end - whole
+            else:
+                end = self._lowest
+                address = self._lowest = end - whole
             self._left.append((address, end))
         if address + size < end:
             self._left[index] = address + size, end
         else:
             del self._left[index]
         return address
+
+    def let_go(self) -> None:
+        """Kernels run from here on: the address space above the first segment is free."""
+        self._let_go = BASE_ADDRESS + HELD_ABOVE
 
     def occupy(self, address: int, end: int) -> None:
         """Note address space that is taken already: later segments lie above or below it."""

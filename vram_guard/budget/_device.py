@@ -47,9 +47,9 @@ class DeviceMemory:
     notes: tuple[str, ...] = ()
 
 
-def placement_here() -> Placement:
-    """Where CUDA's driver puts new segments on this machine, see :attr:`vram_guard.GPU.placement`."""
-    return "below" if sys.platform == "linux" and "microsoft" not in platform.release().lower() else "above"
+def placement_here(card: Placement | None) -> Placement | None:
+    """Where CUDA's driver puts new segments on a card of this machine, which does so under native Linux."""
+    return card if sys.platform == "linux" and "microsoft" not in platform.release().lower() else "above"
 
 
 def cuda_ordinal(device: object) -> int | None:

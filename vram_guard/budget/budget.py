@@ -380,7 +380,7 @@ def _at_hand(device: object, margin: float) -> Budget:
         multiprocessors=memory.multiprocessors or (None if gpu is None else gpu.multiprocessors),
         notes=(*memory.notes, *notes, *torch_cuda.notes()),
         device_memory=memory.total if gpu is None else min(memory.total, gpu.memory_bytes - gpu.driver_reserved),
-        placement=placement_here(),
+        placement=placement_here(None if gpu is None else gpu.placement),
     )
 
 
