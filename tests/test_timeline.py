@@ -253,9 +253,9 @@ def test_another_batch_size_is_answered_without_another_trace() -> None:
 
 
 #: Two equal blocks are free, in the first segment and in the second one: whichever is taken, one segment is free as a
-#: whole or none is when 40 MiB are asked for.
-SIZES = [40, 40, 20, 20, 20, 20, 20, 40]
-FIRST_FREED = (0, 1, ~0, 2, 3, ~1, 4, 5, ~2, ~4, 6, ~3, 7)
+#: whole or none is when 40 MiB are asked for. The first two are weights: kernels begin with the block of no bytes.
+SIZES = [40, 40, 20, 20, 20, 20, 20, 40, 0]
+FIRST_FREED = (0, 1, 8, ~8, ~0, 2, 3, ~1, 4, 5, ~2, ~4, 6, ~3, 7)
 SECOND_FREED = (*FIRST_FREED[:-2], ~5, 7)
 
 
