@@ -362,6 +362,22 @@ def test_no_copy_and_no_program_of_one_outlives_the_original(number: int) -> Non
         time.sleep(0.05)
 
 
+LEAVES = """
+import os, time
+from vram_guard.forks import tied
+from vram_guard.forks.fork import run_in_fork
+
+tied.keep_programs()
+run_in_fork(lambda say: [say("is there"), time.sleep(1000)], lambda line: os._exit(7))
+"""
+
+
+def test_a_copy_that_outlasts_its_original_ends_nothing_but_itself() -> None:
+    starts = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {LEAVES!r}]).returncode)"
+    for _time in range(3):
+        assert subprocess.run([sys.executable, "-c", starts], start_new_session=True, check=False).returncode == 7
+
+
 def test_a_fatal_error_says_where_it_was(request: pytest.FixtureRequest) -> None:
     def work_that_dies(_say: object) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)

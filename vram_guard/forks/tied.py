@@ -13,11 +13,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vram_guard.forks.hanging import made_by
 from vram_guard.patching import replace_attributes
+
+#: As it is before :func:`keep_programs`, of whose effect a copy of a copy is free.
+_lead_group: Callable[[int, int], None] = getattr(os, "setpgid", lambda *_numbers: None)
 
 #: fcntl(2), Linux: the signal that is sent where a file with O_ASYNC changes.
 _F_SETSIG = 10
@@ -38,9 +41,7 @@ def prepare() -> None:
 def tie() -> None:
     """To be called first in a copy: it leads a group of its own, which is killed when its original is gone."""
     global _pipe
-    if hasattr(os, "setpgid"):
-        with contextlib.suppress(OSError):  # it leads a session already
-            os.setpgid(0, 0)
+    _lead_group(0, 0)
     keep_programs()
     held, _pipe = _pipe, None
     if held is None or sys.platform != "linux":
