@@ -67,10 +67,14 @@ def on_cpu(runner: Any) -> Any:
     return runner.model.to("cpu")
 
 
+#: What MMEngine's timer logs.
+_TIMES = ("train/time", "train/data_time")
+
+
 def logged(runner: Any) -> dict[str, Any]:
     """The values that the run has logged, but times."""
     hub = runner.message_hub.log_scalars
-    return {name: buffer.current() for name, buffer in hub.items() if "time" not in name}
+    return {name: buffer.current() for name, buffer in hub.items() if name not in _TIMES}
 
 
 def read_afterwards(runner: Any) -> bool:

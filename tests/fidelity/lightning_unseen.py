@@ -328,6 +328,22 @@ def seeded(m, number):
     return torch.rand(())
 
 
+@unseen("some rows by a mask of the batch")
+class Masked(Base):
+    def loss(self, batch):
+        x, y = batch
+        kept = y[:, 0] > 0
+        return F.mse_loss(self.net(x)[kept], y[kept])
+
+
+@unseen("a count of the batch read as a number")
+class CountRead(Base):
+    def loss(self, batch):
+        x, y = batch
+        kept = y > 0
+        return ((self.net(x) - y).square() * kept).sum() / max(1, kept.sum().item())
+
+
 @case("unseen the rate is logged", MICRO, exact=True)
 class RateLogged(Base):
     def training_step(self, batch, batch_idx):
@@ -379,6 +395,74 @@ class RunningMean(Base):
         if self.on[0] == 1:
             self.mean.mul_(0.9).add_(out.detach().mean(0), alpha=0.1)
         return F.mse_loss(out - self.mean, batch[1])
+
+
+@unseen("a mean in a private attribute")
+class PrivateMean(Base):
+    def __init__(self):
+        super().__init__()
+        self._mean = torch.zeros(4)
+
+    def loss(self, batch):
+        loss = F.mse_loss(self.net(batch[0]) - self._mean, batch[1])
+        self._mean.mul_(0.9).add_(batch[1].mean(0), alpha=0.1)
+        return loss
+
+
+@unseen("a mean in a private list")
+class PrivateList(Base):
+    def __init__(self):
+        super().__init__()
+        self._held = [torch.zeros(4)]
+
+    def loss(self, batch):
+        loss = F.mse_loss(self.net(batch[0]) - self._held[0], batch[1])
+        self._held[0].mul_(0.9).add_(batch[1].mean(0), alpha=0.1)
+        return loss
+
+
+class Holder:
+    kept = torch.zeros(4)
+
+    def __init__(self):
+        self.mean = torch.zeros(4)
+
+
+def mean_in(name: str, held: Any) -> None:
+    """A running mean of the targets in a tensor that ``held(module)`` gives."""
+
+    class Held(Base):
+        def __init__(self):
+            super().__init__()
+            self.holder, self.deque = Holder(), collections.deque([torch.zeros(4)])
+
+        def loss(self, batch):
+            loss = F.mse_loss(self.net(batch[0]) - held(self), batch[1])
+            held(self).mul_(0.9).add_(batch[1].mean(0), alpha=0.1)
+            return loss
+
+    def make() -> Training:
+        for one in (Holder.kept, GLOBAL, CELLS[0]):
+            one.zero_()
+        return Training(Held())
+
+    case(f"unseen a mean in {name}", MICRO, says=SAYS)(make)
+
+
+GLOBAL, CELLS = torch.zeros(4), [torch.zeros(4)]
+mean_in("a helper", lambda m: m.holder.mean)
+mean_in("a class", lambda m: m.holder.kept)
+mean_in("a deque", lambda m: m.deque[0])
+mean_in("a module's variable", lambda m: GLOBAL)
+mean_in("a default argument", lambda m, _cells=CELLS: _cells[0])
+
+
+@case("unseen a sum made in the step", MICRO, exact=True)
+class SumMade(Base):
+    def loss(self, batch):
+        total = torch.tensor(0.0)
+        total += super().loss(batch)
+        return total
 
 
 @unseen("a flag that is set later")

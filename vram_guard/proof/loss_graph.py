@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import CannotSplitError, Layout, MicroBatch, Splitter
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.errors import UnsupportedStepError
@@ -17,6 +18,7 @@ from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.proof.functions import unknown_functions
 from vram_guard.proof.later_changes import CodeRun
+from vram_guard.proof.observed import normalisation_buffers
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples
 from vram_guard.proof.step_state import StepState, storage_of
 from vram_guard.simulate.tracing.batches import batch_source
@@ -166,6 +168,9 @@ class LossGraph:
             before = self._looks.get(self._size)
             changed = {} if before is None else dict(state.changed())
             written = {**(before.written if before else {}), **dict.fromkeys(state.written(apart.written))}
+            others = (apart.written & apart.before) - self._known_storages(model, batch)
+            if others and not written:
+                written[_("a tensor that it has not made")] = None
             kept = (_("writing to {path}", path=path) for path in given.changed(batch)) if self._read else ()
             called = dict.fromkeys((*self._effects.calls, *heard.written, *kept))
             logged = {
@@ -203,6 +208,14 @@ class LossGraph:
             for group, name, value, number in given:
                 if group.get(name) is number:
                     group[name] = value
+
+    @staticmethod
+    def _known_storages(model: Any, batch: Any) -> set[int]:
+        """Those of the batch, and of what is known to move on with every micro-batch: statistics of normalisation."""
+        own = normalisation_buffers(model)
+        known = [buffer for name, buffer in model.named_buffers() if name in own]
+        known += [part for _path, part in parts_of(batch) if isinstance(part, torch.Tensor)]
+        return {storage_of(one) for one in known}
 
     def _know_buffers(self, model: Any) -> None:
         """Questions that the step asks of buffers are answered by what they hold."""

@@ -81,6 +81,8 @@ class SamplesApart(TorchDispatchMode):
         """Where a value of the batch was read; "" where none was."""
         self.written: set[int] = set()
         """Storages that were written in place."""
+        self.before: set[int] = set()
+        """Storages that were there before the block, as far as they were used."""
         with without_modes():
             for tensor, label in _of_batch(batch, samples, parts):
                 self._labels[_place(tensor)] = label
@@ -139,6 +141,7 @@ class SamplesApart(TorchDispatchMode):
             found = constant(key_of("before", self._seen, _values(tensor)), tensor.shape, uniform=False,
                              natural=tensor.dtype == torch.bool, held=True)  # fmt: skip
             self._labels[at] = found
+            self.before.add(at[0])
             self._held.append(tensor)  # its memory is not given to another
         if tuple(found.ids.shape) != () and found.ids.dim() != tensor.dim():
             return joined(_("a tensor is used in another shape than it was made in"), tensor.dim())
@@ -159,6 +162,8 @@ class SamplesApart(TorchDispatchMode):
         if name in _READS:
             self._reads(labels)
             return
+        if name in _NEW:
+            self.before -= {_place(one)[0] for one in operands}
         library = func.namespace
         shown = name if library in ("aten", "prims") else f"{library}.{name}"
         # Of rows also how long they are: what is as long as the batch besides makes another number of it.

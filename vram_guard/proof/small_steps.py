@@ -124,9 +124,15 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
+#: What torch keeps of hooks on an optimizer.
+_HOOKS = frozenset(
+    f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+
+
 def _over(optimizer: torch.optim.Optimizer, weights: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
     """The same optimizer over other weights, before its first step and without what is hooked to it."""
-    own = {name: value for name, value in vars(optimizer).items() if name != "step" and "_hooks" not in name}
+    own = {name: value for name, value in vars(optimizer).items() if name != "step" and name not in _HOOKS}
     groups = [
         {**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"}, "params": held}
         for group, held in zip(optimizer.param_groups, weights, strict=True)

@@ -24,6 +24,8 @@ from vram_guard.user_code import is_installed_file
 _KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine")
 #: Containers within containers that are looked into, and the longest.
 _DEEPEST, _LONGEST = 3, 4096
+#: Attributes that every module has.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 #: Elements of a NumPy array that is compared.
 _LARGEST = 2**20
 
@@ -89,7 +91,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from ((name, one) for name, one in model.named_buffers() if name not in left_out)
     for name, one in _attributes(model):
-        yield from _held(name, one, _DEEPEST) if not name.rpartition(".")[2].startswith("_") else ()
+        yield from _held(name, one, _DEEPEST)
 
 
 def _held(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +117,8 @@ def _values(model: nn.Module) -> Iterator[tuple[str, bytes]]:
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        yield from ((f"{path}.{name}" if path else name, one) for name, one in vars(module).items())
+        own = ((name, one) for name, one in vars(module).items() if name not in _OF_EVERY_MODULE)
+        yield from ((f"{path}.{name}" if path else name, one) for name, one in own)
 
 
 def _is_users(value: Any) -> bool:
