@@ -464,7 +464,7 @@ class SecondLoader(Base):
         return super().loss(batch) + 0.1 * self.net(other).square().mean()
 
 
-@case("state weights normalised in the step", exact=True)
+@state("weights normalised in the step", "weight")
 class NormalisedWeights(Base):
     def loss(self, batch):
         with torch.no_grad():
