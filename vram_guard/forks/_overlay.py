@@ -171,8 +171,13 @@ def _further(view: _View) -> None:
     again = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # as it is mounted for this process
     os.dup2(again, view.scratch, inheritable=False)
     os.close(again)
-    _put_layer(view)
-    _set_effective(view.capabilities)
+    try:
+        _put_layer(view)
+    except OSError:  # it is told where the answer is awaited
+        os.chroot(f"{view.layers[0]}/root")
+        raise
+    finally:
+        _set_effective(view.capabilities)
 
 
 def _put_layer(view: _View) -> None:
@@ -192,7 +197,12 @@ def _put_layer(view: _View) -> None:
                     raise
                 mount = view.mounts[at] = _Mount(mount.point, "read-only", mount.lower)  # noqa: PLW2901
         if mount.kind != "overlay":
-            _mount(mount.lower, target, None, _BIND | _RECURSIVE)
+            try:
+                _mount(mount.lower, target, None, _BIND | _RECURSIVE)
+            except FileNotFoundError:
+                if os.path.lexists(mount.lower):
+                    raise
+                continue  # another process has removed it since
         if mount.kind == "read-only":
             _forbid_writing(target)
     view.layers.insert(0, layer)
