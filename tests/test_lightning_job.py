@@ -721,3 +721,86 @@ def test_a_training_that_may_end_early_has_no_known_number_of_steps(tmp_path: An
     early = pl.callbacks.EarlyStopping("loss")
     assert told(tmp_path, Net(), early).estimate.steps is None
     assert told(tmp_path, Net(), max_steps=7).estimate.steps == 7
+
+
+# --- what steps and hooks look up -------------------------------------------------------------------------------
+
+
+class Weighing(pl.Callback):  # type: ignore[misc, name-defined]
+    """Holds what training_step asks for, and looks up Lightning's own callbacks."""
+
+    weight = 0.5
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.patience = trainer.early_stopping_callback.patience
+        pl_module.saved = next(
+            one for one in trainer.callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)
+        ).dirpath
+        pl_module.bar = trainer.progress_bar_callback is not None
+
+
+class Looking(Net):
+    """Takes its loss's weight from a callback."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weighing = next(one for one in self.trainer.callbacks if isinstance(one, Weighing))
+        weighing.asked.append(batch_idx)
+        saved = self.trainer.checkpoint_callback.dirpath
+        loss = super().training_step(batch, batch_idx) * weighing.weight
+        return loss if getattr(self, "saved", saved) == saved else torch.cat([loss[None]] * 10**6).mean()
+
+
+def test_callbacks_are_found_by_their_class_and_nothing_of_it_is_left(tmp_path: Any) -> None:
+    weighing, module = Weighing(), Looking()
+    saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path)
+    found = told(
+        *(tmp_path, module, weighing, saving, pl.callbacks.EarlyStopping("loss")),
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+    )
+    plain = told(tmp_path, Net())
+    assert found.estimate.peak_allocated == plain.estimate.peak_allocated
+    assert not found.job.notes
+    assert (weighing.asked, hasattr(module, "patience"), saving.best_model_path) == ([], False, "")
+
+
+def test_callbacks_that_only_stand_there_are_not_called_by_steps(tmp_path: Any) -> None:
+    class Counting(pl.Callback):  # type: ignore[misc, name-defined]
+        called = 0
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            Counting.called += 1
+
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert told(tmp_path, Manual(), Counting()).estimate.peak_allocated
+    assert Counting.called == 0
+
+
+def test_an_iterator_that_on_train_start_makes_is_there_in_every_step(tmp_path: Any) -> None:
+    class Drawing(Net):
+        def on_train_start(self) -> None:
+            self.more = iter(loader(10**4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            more = next(self.more)[0].to(self.device)
+            return super().training_step([torch.cat([batch[0], more])], batch_idx)
+
+    module = Drawing()
+    guard = VramGuard(budget="4GiB", mode="report", remember=False)
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_steps=1)
+    trainer.fit(module, loader())
+    assert guard.plan is not None
+    assert guard.plan.fits

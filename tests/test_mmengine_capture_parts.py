@@ -17,12 +17,16 @@ import torch
 from mmengine.dataset import InfiniteSampler
 from mmengine.hooks import Hook
 from mmengine.model import MMDistributedDataParallel
+from mmengine.hooks import CheckpointHook, LoggerHook
+from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch import nn
 from torch.utils.data import DataLoader
 
+from vram_guard import plan, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.longest.wish import LARGEST
+from vram_guard.proof.effects import StepEffects
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import Sharding
 from vram_guard_mmengine import _capture, _evaluation, _shadow
@@ -341,7 +345,7 @@ def test_the_copy_of_a_runner_begins_at_the_beginning(runner: Any, monkeypatch: 
     broken, loader = Broken(), DataLoader(torch.ones(4))  # type: ignore[arg-type]
     runner._hooks.append(broken)
     try:
-        with symbolic_run(2, 10):
+        with symbolic_run(2, 10, StepEffects()):
             shadow = _shadow.Shadow(
                 runner, run, loader=loader, loop_class=EpochBasedTrainLoop, length=(2, 10), accumulate=3, data_batch="b"
             )
@@ -363,3 +367,56 @@ def test_the_copy_of_a_runner_begins_at_the_beginning(runner: Any, monkeypatch: 
     assert broken.called == 1 + 2 * 10
     (note,) = notes
     assert note.startswith("Broken.before_train cannot be followed (ValueError: no training here)")
+
+
+# --- what a training is given built, and what its hooks look up -------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["optimizer", "wrapper"])
+def test_an_optimizer_that_was_built_before_takes_what_one_of_a_config_takes(
+    build: Callable[..., Any], form: str
+) -> None:
+    def peak(runner: Any) -> int:
+        found = _capture.capture(runner, whole_job=False)
+        with found.symbolic_run():
+            return trace(found.step).at(8).peak_allocated
+
+    written, given = build(), build()
+    written.optim_wrapper = {"optimizer": {"type": "AdamW", "lr": 0.1}}
+    made = torch.optim.AdamW(given.model.parameters(), lr=0.1)
+    given.optim_wrapper = {"optimizer": made} if form == "optimizer" else OptimWrapper(made)
+    assert peak(given) == peak(written)
+    assert not made.state
+    assert all(held is one for held, one in zip(made.param_groups[0]["params"], given.model.parameters(), strict=True))
+
+
+class LookingHook(Hook):  # type: ignore[misc]
+    """Makes an iterator as the training begins, for its model, and looks up MMEngine's own hooks."""
+
+    found = ()
+
+    def before_train(self, runner: Any) -> None:
+        runner.model.more = iter(range(10**6))
+        hook = next(one for one in runner.hooks if isinstance(one, CheckpointHook))
+        self.found = (hook.interval, next(one for one in runner.hooks if isinstance(one, LoggerHook)).interval)
+
+
+def test_steps_that_need_what_hooks_make_as_the_training_begins_are_followed(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = LookingHook()
+    monkeypatch.setattr(_shadow, "in_copy", lambda: True)
+    runner = build()
+    runner.register_hook(looking)
+    scores = type(runner.model).scores
+
+    def counted(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return scores(model, inputs) + next(model.more)
+
+    monkeypatch.setattr(type(runner.model), "scores", counted)
+    found = _capture.capture(runner)
+    with found.symbolic_run():
+        made = plan(found.step, 8, "4GiB")
+    assert made.fits
+    assert not [note for note in made.estimate.notes if "LookingHook" in str(note.said)]
+    assert (looking.found, hasattr(runner.model, "more")) == ((), False)

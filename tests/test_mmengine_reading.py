@@ -15,6 +15,7 @@ from vram_guard_mmengine import VramGuardHook, _optim  # noqa: F401, I001 - firs
 
 import torch
 import vram_guard_mmengine
+from mmengine._strategy import FSDPStrategy
 from mmengine.dataset import InfiniteSampler
 from mmengine.hooks import EMAHook, Hook, LoggerHook
 from mmengine.model import BaseDataPreprocessor, BaseModel
@@ -263,9 +264,11 @@ def test_rates_at_another_batch_size_are_compared_as_they_would_be(
 
 
 def fully_sharded(strategy: str | None, **wrapper: Any) -> Any:
-    """A FlexibleRunner's strategy of that name; MMEngine's own wants GPUs where it is made."""
+    """FlexibleRunner's strategy, which wants GPUs where it is made."""
     given = {**wrapper, **({} if strategy is None else {"sharding_strategy": strategy})}
-    return type("FSDPStrategy", (), {"model_wrapper": given or None})()
+    strategy_of_gpus = object.__new__(FSDPStrategy)
+    strategy_of_gpus.model_wrapper = given or None
+    return strategy_of_gpus
 
 
 @pytest.mark.parametrize(

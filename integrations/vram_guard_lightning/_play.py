@@ -87,7 +87,7 @@ class Playing:
         if hook in self.failed:
             return False
         base = getattr(_namespaces.of(self.shadow).Callback, hook)
-        callbacks = any(getattr(type(callback), hook) is not base for callback in self.shadow.callbacks)
+        callbacks = any(getattr(type(callback), hook, base) is not base for callback in self.shadow.callbacks)
         return callbacks or not _namespaces.is_lightnings(self.module, hook)
 
     @contextlib.contextmanager

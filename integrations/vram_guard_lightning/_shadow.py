@@ -17,6 +17,7 @@ from torch import nn
 from vram_guard.state.objects import objects_kept
 from vram_guard_lightning import _namespaces
 from vram_guard_lightning._rehearsal import WATCHING
+from vram_guard_lightning._trainer_proxy import silent_callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -57,7 +58,11 @@ def shadow_of(trainer: Trainer, precision_plugin: Any) -> Any:
     namespace = _namespaces.of(trainer)
     shadow.profiler = _namespaces.part(namespace, "profilers.PassThroughProfiler")()
     shadow.loggers = [_namespaces.part(namespace, "loggers.logger.DummyLogger")()]
-    shadow.callbacks = followed_callbacks(trainer)
+    followed = set(map(id, followed_callbacks(trainer)))
+    shadow.callbacks = [
+        one if id(one) in followed else silent_callback(trainer, one)
+        for one in trainer.callbacks  # type: ignore[attr-defined]
+    ]
     return shadow
 
 

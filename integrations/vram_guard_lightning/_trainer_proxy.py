@@ -15,6 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vram_guard.proof.effects import StepEffects
+from vram_guard.state.objects import objects_kept
+from vram_guard_lightning import _namespaces
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -39,7 +41,7 @@ _STANDS = frozenset(
 
 
 class TrainerView:
-    """A Trainer as the user's code sees it during a trace: some answers replaced, nothing written through."""
+    """A Trainer, or a callback, as user code sees it during a trace: some answers replaced, it stays as it is."""
 
     _asked: Asked | None = None
     """Told of what steps do with the place in the training; None: nobody wants to know."""
@@ -61,12 +63,20 @@ class TrainerView:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class of the original, so that ``isinstance`` holds."""
-        return type(vars(self)["_original"])
+        kind: type = vars(self)["_original"].__class__  # it may be a view too
+        return kind
 
     def replace_loggers(self, log: _Log) -> None:
         """Methods of loggers that write are heard by ``log`` from now on."""
         loggers = [_Logger(one, log, "logger") for one in vars(self)["_original"].loggers]
         vars(self)["_answers"].update(loggers=loggers, logger=loggers[0] if loggers else None)
+
+
+def silent_callback(trainer: Any, callback: Any) -> Any:
+    """A callback as others find it: of its class, with its attributes; Lightning's calls of it do nothing."""
+    base = _namespaces.of(trainer).Callback
+    hooks = [name for name in dir(base) if name.startswith("on_") or name in ("setup", "teardown", "load_state_dict")]
+    return TrainerView(callback, **dict.fromkeys(hooks, _silent))
 
 
 @contextlib.contextmanager
@@ -92,6 +102,7 @@ def symbolic_run(
         vars(module).update(all_gather=_gathered(trainer.world_size), _current_fx_name="training_step")
         vars(module).update(optimizers=_unheard(effects, module.optimizers))
         with contextlib.ExitStack() as stack:
+            stack.enter_context(objects_kept(effects.companions, besides=module))  # steps may call their methods
             if getattr(module, "_compiler_ctx", None) is not None and hasattr(torch.compiler, "set_stance"):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from mmengine.device import get_device
+from mmengine.hooks import EarlyStoppingHook
 from mmengine.model import MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
 from mmengine.optim import OptimWrapper
 from mmengine.registry import LOOPS
@@ -55,6 +56,7 @@ from vram_guard_mmengine._evaluation import (
     rounds_of_training,
 )
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
+from vram_guard_mmengine._kinds import is_mmengines, synchronises
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, is_users
 
@@ -353,8 +355,6 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
         importlib.import_module("torch._dynamo")  # which says that compiled code may be met
     loader = _loader(runner)
     sample = _sample(loader)
-    if hasattr(facts.make, "look_at"):
-        facts.make.look_at(model)
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     if layout is not None:
         shardings = functools.partial(_layouts.shardings_of, runner, layout)
@@ -457,7 +457,7 @@ def _job(
 
 def _stops_early(runner: Any) -> bool:
     """True if a hook may end the training before its last iteration."""
-    return any(type(hook).__name__ == "EarlyStoppingHook" for hook in runner.hooks)
+    return any(isinstance(hook, EarlyStoppingHook) for hook in runner.hooks)
 
 
 def _schedule(runner: Any, sample: Sample) -> Schedule:
@@ -479,7 +479,7 @@ def _check_strategy(runner: Any) -> None:
     """
     strategy = getattr(runner, "strategy", None)
     known = (*_layouts.WHOLE, _layouts.SHARDED)
-    if strategy is not None and type(strategy).__name__ not in known:
+    if strategy is not None and not is_mmengines(strategy, *known):
         raise UnsupportedStepError(
             _(
                 "the strategy {kind} shards or moves the model; supported are {known}",
@@ -512,10 +512,10 @@ def _plain_model(runner: Any) -> nn.Module:
         runner.model = runner.strategy.build_model(runner.model)
     model: Any = runner.model
     if is_model_wrapper(model):
-        kind = type(model).__name__
-        if kind not in WRAPPERS:
+        if not is_mmengines(model, *WRAPPERS):
+            kind, known = type(model).__name__, ", ".join(WRAPPERS)
             raise UnsupportedStepError(
-                _("the model wrapper {kind} is not supported, only {known}", kind=kind, known=", ".join(WRAPPERS))
+                _("the model wrapper {kind} is not supported, only {known}", kind=kind, known=known)
             )
         model = model.module
     elif runner.world_size == 1:
@@ -600,6 +600,6 @@ def _compiled(runner: Any) -> CompiledMethod | None:
 
 def _notes(model: nn.Module) -> list[str]:
     notes = []
-    if any("SyncBatchNorm" in type(part).__name__ for part in model.modules()):
+    if synchronises(model):
         notes.append(_("SyncBatchNorm's exchange of statistics is not counted"))
     return notes

@@ -80,14 +80,15 @@ def compare(
 def _learning_rate(runner: Any, rule: str, written: int, size: int) -> float | None:
     """The optimizer's learning rate at another batch size than the written one."""
     wrapper = runner.optim_wrapper
-    described = isinstance(wrapper, dict)
-    rate = (wrapper.get("optimizer") or {}).get("lr") if described else wrapper.param_groups[0]["lr"]
+    optimizer: Any = (wrapper.get("optimizer") or {}) if isinstance(wrapper, dict) else wrapper.optimizer
+    described = isinstance(optimizer, dict)
+    rate = optimizer.get("lr") if described else optimizer.param_groups[0]["lr"]
     if rate is None:
         return None
     if auto_scaled(runner):
         settings = runner.auto_scale_lr or runner.cfg.get("auto_scale_lr")
         return float(rate * size * runner.world_size / settings["base_batch_size"])
-    kind = (wrapper.get("optimizer") or {}).get("type") if described else type(wrapper.optimizer).__name__
+    kind = optimizer.get("type") if described else type(optimizer).__name__
     return float(rate * learning_rate_factor(rule, written, size, getattr(kind, "__name__", str(kind))))
 
 

@@ -11,14 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mmengine.dist import is_main_process
+from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import OPTIMIZERS
 from mmengine.runner import Runner
+from torch.optim import Optimizer
 
 from vram_guard.language import _
 from vram_guard.parallel import in_place_of_ddp
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.patching import replaced
+from vram_guard_mmengine._kinds import is_mmengines
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +33,6 @@ if TYPE_CHECKING:
     from vram_guard_mmengine._optim import OptimFacts
 
 _WRAPPER = "MMDistributedDataParallel"
-
-#: Hooks of MMEngine's own that copy the model.
-_COPYING = ("EMAHook",)
 
 
 def why_not(runner: Any, facts: OptimFacts) -> str:
@@ -50,7 +50,7 @@ def why_not(runner: Any, facts: OptimFacts) -> str:
     if runner.cfg.get("compile"):
         return _("the compiled train_step is of the wrapped model")
     for hook in runner.hooks:
-        if type(hook).__name__ in _COPYING:
+        if isinstance(hook, EMAHook):  # which copies the model
             return _("{name} copies whole weights", name=type(hook).__name__)
     sent = options.get("forward_sync_buffers", options.get("broadcast_buffers", True))
     if sent and next(model.buffers(), None) is not None:
@@ -64,7 +64,7 @@ def why_not(runner: Any, facts: OptimFacts) -> str:
 def _options(runner: Any) -> Mapping[str, Any] | None:
     """The arguments of the model's wrapper, made or to be made; None where it is another one."""
     if is_model_wrapper(runner.model):
-        return options_of(runner.model) if type(runner.model).__name__ == _WRAPPER else None
+        return options_of(runner.model) if is_mmengines(runner.model, _WRAPPER) else None
     given = (getattr(runner, "_waiting", None) or (None,))[0]
     if given is None:  # as Runner.wrap_model has it
         return {"broadcast_buffers": False, "find_unused_parameters": runner.cfg.get("find_unused_parameters", False)}
@@ -72,9 +72,10 @@ def _options(runner: Any) -> Mapping[str, Any] | None:
 
 
 def _optimizer_class(runner: Any, facts: OptimFacts) -> type[Any]:
-    if facts.built:
-        return type(runner.optim_wrapper.optimizer)
-    kind = (runner.optim_wrapper.get("optimizer") or {}).get("type")
+    optimizer = runner.optim_wrapper.optimizer if facts.built else runner.optim_wrapper.get("optimizer") or {}
+    if isinstance(optimizer, Optimizer):
+        return type(optimizer)
+    kind = optimizer.get("type")
     found = OPTIMIZERS.get(kind) if isinstance(kind, str) else kind
     return found if isinstance(found, type) else type(None)
 

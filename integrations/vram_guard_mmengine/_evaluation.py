@@ -21,7 +21,7 @@ from vram_guard.state.containers import leaves
 from vram_guard.state.objects import objects_kept
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_mmengine import _layouts
-from vram_guard_mmengine._shadow import Shadow, copied_evaluator, followed_hooks, quiet_mmengine
+from vram_guard_mmengine._shadow import Shadow, copied_evaluator, quiet_mmengine
 from vram_guard_mmengine._symbolic_run import symbolic_run
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, wish: Wish) ->
     states = [(one.shape, one.dtype) for one in _left_of_training(runner)]
 
     def play(run: JobRun) -> None:
-        with quiet_mmengine(lambda *_: {}), objects_kept(followed_hooks(runner), besides=model):
+        with quiet_mmengine(lambda *_: {}), objects_kept(runner.hooks, besides=model):
             run.hold([torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in states])
             shadow = Shadow(
                 runner,

@@ -20,7 +20,7 @@ from vram_guard.state.objects import objects_kept
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._evaluation import Rounds
 from vram_guard_mmengine._schedule import Schedule
-from vram_guard_mmengine._shadow import Shadow, followed_hooks, quiet_mmengine
+from vram_guard_mmengine._shadow import Shadow, quiet_mmengine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +78,7 @@ class RunnerJob:
 
     def __call__(self, run: JobRun) -> None:
         """Play the whole training."""
-        with quiet_mmengine(self._read(run)), objects_kept(followed_hooks(self.runner), besides=self.model):
+        with quiet_mmengine(self._read(run)), objects_kept(self.runner.hooks, besides=self.model):
             shadow = self.shadow(run)
             self._begin(run, shadow)
             self._train(run, shadow, 2)

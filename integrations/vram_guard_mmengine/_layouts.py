@@ -12,6 +12,7 @@ from vram_guard.parallel.resharding import other_strategy
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
 from vram_guard.techniques import Recipe, Sharding
+from vram_guard_mmengine._kinds import is_mmengines
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +29,7 @@ SHARDED = "FSDPStrategy"
 def layout_of(runner: Any) -> Parallel | None:
     """The layout that a runner's strategy puts on its model; None where every process holds the whole of it."""
     strategy = getattr(runner, "strategy", None)
-    if strategy is None or type(strategy).__name__ != SHARDED:
+    if not is_mmengines(strategy, SHARDED):
         return None
     ranks = int(runner.world_size)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
@@ -48,7 +49,7 @@ def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
 def on_host(runner: Any) -> bool:
     """True if FSDPStrategy keeps parameters, gradients and optimizer states in host memory as it is written."""
     strategy: Any = getattr(runner, "strategy", None)
-    if type(strategy).__name__ != SHARDED:
+    if not is_mmengines(strategy, SHARDED):
         return False
     given = (strategy.model_wrapper or {}).get("cpu_offload")
     return bool(getattr(given, "offload_params", given))

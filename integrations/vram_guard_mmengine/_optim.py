@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,7 @@ class OptimFacts:
     clip_grad_norm: float | None
     clip_grad_value: float | None
     make: Callable[[nn.Module], torch.optim.Optimizer]
-    """The user's optimizer over a model's parameters, by the user's constructor."""
+    """The user's optimizer over a model's parameters, by the user's constructor; one that is built as it is."""
     built: bool
     """True if the user built the wrapper, instead of describing it."""
 
@@ -54,15 +53,13 @@ def _read_config(config: Any) -> OptimFacts:
         raise UnsupportedStepError(_(SEVERAL))
     kind = _class_of(config.get("type", "OptimWrapper"))
     _check_known(kind)
-    if isinstance(config.get("optimizer"), torch.optim.Optimizer):
-        raise UnsupportedStepError(
-            _("optim_wrapper.optimizer is built already; describe it as a dict(type=...) instead")
-        )
     clip = dict(config.get("clip_grad") or {})
     precision = _precision(kind, config.get("dtype"))
     norm, value = _clipping(str(clip.get("type", "norm")), clip)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
+        if isinstance(config.get("optimizer"), torch.optim.Optimizer):  # MMEngine puts it into the wrapper as it is
+            return config["optimizer"]  # type: ignore[no-any-return]
         plain = copy.deepcopy(config)
         for name in AMP_ONLY:
             plain.pop(name, None)
@@ -82,40 +79,8 @@ def _read_built(wrapper: OptimWrapper) -> OptimFacts:
     kind = "norm" if getattr(wrapper, "grad_name", "grad_norm") == "grad_norm" else "value"
     norm, value = _clipping(kind, dict(wrapper.clip_grad_kwargs or {}))
     precision = _precision(type(wrapper), getattr(wrapper, "cast_dtype", None))
-    make = _rebuilder(wrapper.optimizer)
-    return OptimFacts(type(wrapper), precision, wrapper._accumulative_counts, norm, value, make, built=True)  # noqa: SLF001
-
-
-def _rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """The same optimizer over a model whose parameters have been exchanged."""
-    holders = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-    options = set(inspect.signature(type(optimizer).__init__).parameters)
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in options}
-    extras = [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
-
-    def make(model: nn.Module, names: dict[int, str]) -> torch.optim.Optimizer:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        groups = [
-            {**extra, "params": [parameters[names[one]] for one in held]}
-            for extra, held in zip(extras, holders, strict=True)
-        ]
-        return type(optimizer)(groups, **defaults)
-
-    return _Rebuilt(make)
-
-
-class _Rebuilt:
-    """Remembers the names of the real parameters until the symbolic ones have taken their places."""
-
-    def __init__(self, make: Callable[[nn.Module, dict[int, str]], torch.optim.Optimizer]) -> None:
-        self._make = make
-        self._names: dict[int, str] = {}
-
-    def look_at(self, model: nn.Module) -> None:
-        self._names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-    def __call__(self, model: nn.Module) -> torch.optim.Optimizer:
-        return self._make(model, self._names)
+    accumulate = wrapper._accumulative_counts  # noqa: SLF001 - it has no public name
+    return OptimFacts(type(wrapper), precision, accumulate, norm, value, lambda _model: wrapper.optimizer, built=True)
 
 
 def _class_of(kind: Any) -> type[Any]:
@@ -134,7 +99,7 @@ def _check_known(kind: type[Any]) -> None:
                 kind=kind.__name__,
             )
         )
-    if kind.__name__ == "ApexOptimWrapper":
+    if any(base.__name__ == "ApexOptimWrapper" and base.__module__.startswith("mmengine.") for base in kind.__mro__):
         raise UnsupportedStepError(_("ApexOptimWrapper's precision is Apex's own; use AmpOptimWrapper"))
 
 
@@ -175,7 +140,7 @@ def in_precision(config: Any, precision: str, device: str) -> Any:
 
     float16 with AmpOptimWrapper's dynamic loss scale, bfloat16 without any scaling.
     """
-    changed = copy.deepcopy(config)
+    changed = copy.copy(config)  # an optimizer in it is over the parameters of the model
     if device == "cpu":
         changed["type"] = CpuMixedOptimWrapper
         return changed

@@ -28,6 +28,7 @@ from vram_guard.watch.optimizer_step import guard_step
 from vram_guard.watch.rank_coordinator import coordinator_of
 from vram_guard.watch.recovery import MicroBatchSchedule, Recovery
 from vram_guard_mmengine import _layouts
+from vram_guard_mmengine._kinds import synchronises
 from vram_guard_mmengine._split_step import SplitTrainStep
 
 # ruff: noqa: SLF001 - OptimWrapper documents `_inner_count` for those who write their own backward
@@ -39,7 +40,7 @@ def why_not(runner: Any) -> str:
         return _("repeating a step under {strategy} is not known to be safe", strategy=_layouts.SHARDED)
     if runner.world_size == 1:
         return ""
-    if runner.cfg.get("sync_bn") or any("SyncBatchNorm" in type(part).__name__ for part in runner.model.modules()):
+    if runner.cfg.get("sync_bn") or synchronises(runner.model):
         return _("synchronised batch normalisation makes the ranks wait for each other inside forward and backward")
     if not torch.distributed.is_gloo_available():
         return _("this build of torch has no gloo, over which the ranks would agree on what to do")

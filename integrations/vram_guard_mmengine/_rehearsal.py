@@ -20,14 +20,21 @@ from vram_guard.language import _
 from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard_mmengine import _dividing, _optim, _split_step
+from vram_guard_mmengine._kinds import is_mmengines
 
 # ruff: noqa: ARG002, SLF001 - MMEngine decides what hooks get; the runner has no public names for what is not built
 
 #: Hooks of MMEngine's own that watch, report or save: what they do is no part of a step.
 WATCHING = (
     *("CheckpointHook", "LoggerHook", "IterTimerHook", "EarlyStoppingHook", "ProfilerHook", "NPUProfilerHook"),
-    *("SyncBuffersHook", "NaiveVisualizationHook", "PrepareTTAHook", "VramGuardHook"),
+    *("SyncBuffersHook", "NaiveVisualizationHook", "PrepareTTAHook"),
 )
+
+
+def watches(hook: Any) -> bool:
+    """True for the guard's own hook and for those of MMEngine that watch, report or save."""
+    own = any(base.__module__.startswith("vram_guard_mmengine.") for base in type(hook).__mro__)
+    return own or is_mmengines(hook, *WATCHING)
 
 
 def rehearse(runner: Any, loader: Any, make_batch: Callable[[int], Any], rehearsal: Rehearsal) -> Rehearsed:
@@ -141,7 +148,7 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 def quiet(runner: Any) -> None:
     """Nothing is validated, loaded, saved or written down; the model is where it is."""
-    runner._hooks = [hook for hook in runner._hooks if type(hook).__name__ not in WATCHING]
+    runner._hooks = [hook for hook in runner._hooks if not watches(hook)]
     runner._val_loop = None
     runner._load_from, runner._resume = None, False
     runner._init_model_weights = lambda: None

@@ -27,11 +27,12 @@ from vram_guard.forks.exclusive import in_copy
 from vram_guard.job import JobRun
 from vram_guard.language import Message
 from vram_guard.patching import replaced
-from vram_guard_mmengine._rehearsal import WATCHING
+from vram_guard_mmengine._kinds import is_mmengines
+from vram_guard_mmengine._rehearsal import watches
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
-#: Hooks of MMEngine's own besides :data:`WATCHING` that change nothing of a step: they set learning rates and seeds.
+#: Hooks of MMEngine's own besides those that watch which change nothing of a step: they set learning rates and seeds.
 _AROUND_STEPS = ("ParamSchedulerHook", "DistSamplerSeedHook")
 
 #: Attributes by which data sets and loaders of OpenMMLab hold what a hook may exchange.
@@ -74,7 +75,7 @@ class Shadow:
         self.runner = shadow = _twin(runner)
         self.loader = _apart(loader)
         self.loop = shadow._train_loop = _loop(runner, shadow, self.loader, loop_class, length)
-        shadow._hooks = self.hooks
+        shadow._hooks = list(runner.hooks)  # which hooks and models look up; those of `hooks` alone are called
         shadow.model = run.model
         shadow.message_hub = MessageHub.get_current_instance()
         shadow.message_hub.update_info_dict({"epoch": 0, "iter": 0})
@@ -126,7 +127,7 @@ def followed_hooks(runner: Any) -> list[Any]:
     return [
         hook
         for hook in runner.hooks
-        if type(hook).__name__ not in (*WATCHING, *_AROUND_STEPS) and (in_copy() or not is_users(hook))
+        if not watches(hook) and not is_mmengines(hook, *_AROUND_STEPS) and (in_copy() or not is_users(hook))
     ]
 
 

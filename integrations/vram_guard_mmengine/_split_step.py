@@ -20,6 +20,7 @@ from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.rank_coordinator import hosts
+from vram_guard_mmengine._kinds import synchronises
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") ->
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
     ranks = hosts()
     sharded = isinstance(model, FullyShardedDataParallel) or divided_by_fsdp2(model)
-    synchronised = sharded or any("SyncBatchNorm" in type(part).__name__ for part in model.modules())
+    synchronised = sharded or synchronises(model)
     batches = MicroBatches(
         splitter,
         loss_weight,

@@ -71,7 +71,13 @@ def plan_of_source(asked: Asked, source: Source) -> Plan:
     # Before the first backward pass, after which autograd may not be copied any more.
     follows = source.thorough and _may_compile(source)
     compiler = Compiler(whole.trace, asked.compile_seconds, copies=not source.copies) if follows else None
-    explored, shardings = _explored(asked, source)
+    try:
+        explored, shardings = _explored(asked, source)
+    except Exception:
+        if whole is source:
+            raise
+        source = whole  # steps that need what is made as the training begins: an iterator of a hook's
+        explored, shardings = _explored(asked, source)
     try:
         return _plan_of(asked, source, whole, explored, shardings, compiler)
     finally:

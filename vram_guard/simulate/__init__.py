@@ -113,7 +113,7 @@ def law(
     """
     run = each_once(run)
     check_at = CHECKED_SIZE if check_at is None else size_of_check(checked_count("check_at", check_at))
-    small, large = map(run, TRACED_SIZES)
+    small, large = [run(size) for size in TRACED_SIZES]  # of map, a StopIteration of the user's would be the end
     merged = law_of_two(small, large)
     if merged is not None:
         if not checked:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from vram_guard.language import Message
+from vram_guard.simulate.device.raising import raising_calls
 from vram_guard.simulate.memory.recorder import Recorder
 
 #: Frames of this package, and those through which torch hands a call on to modes.
@@ -45,6 +46,8 @@ class _Path(NamedTuple):
     """The instruction, by its number."""
     top: bool | None
     """What lies on top of the stack, if it is made of the answer alone."""
+    under: bool | None = None
+    """The same of what lies under it."""
     variables: frozenset[tuple[str, bool]] = frozenset()
     """Local variables that hold such a value."""
     bounded: bool = False
@@ -116,19 +119,23 @@ def _ends(frame: FrameType | None, answer: bool) -> _Ends:
         frame = frame.f_back
     if frame is None:
         return _Ends(goes_on=True, loops=False)
-    here, returned = _ends_in(frame.f_code, frame.f_lasti, answer)
+    here, returned = _ends_in(frame.f_code, frame.f_lasti, answer, raising_calls(frame))
     found = [here, *(_ends(frame.f_back, value) for value in returned)]
     return _Ends(any(one.goes_on for one in found), any(one.loops for one in found))
 
 
 @functools.lru_cache(maxsize=1024)
-def _ends_in(code: CodeType, offset: int, answer: bool) -> tuple[_Ends, frozenset[bool]]:
-    """The same in one function, and what it may return where that is made of the answer alone."""
+def _ends_in(code: CodeType, offset: int, answer: bool, raising: frozenset[int]) -> tuple[_Ends, frozenset[bool]]:
+    """The same in one function, and what it may return where that is made of the answer alone.
+
+    Of ``raising``, offsets of calls, no path goes on.
+    """
     instructions, positions = _instructions(code)
     start = bisect_right(instructions, offset, key=lambda one: one.offset) - 1  # in a call, it is that of a cache entry
     asked = instructions[start].opname in ("TO_BOOL", "UNARY_NOT") or _by_truth(instructions[start])
     called = instructions[start].opname == "PRECALL"  # of Python 3.11, which may do the work of CALL behind it
-    pending = [_Path(start if asked else start + 1 + called, answer)]
+    copied = asked and _copies(instructions[start - 1])  # of ``a and b``, where ``a`` is the value
+    pending = [_Path(start if asked else start + 1 + called, answer, answer if copied else None)]
     seen: set[_Path] = set()
     returned: set[bool] = set()
     goes_on = loops = False
@@ -146,7 +153,7 @@ def _ends_in(code: CodeType, offset: int, answer: bool) -> tuple[_Ends, frozense
             returned.add(path.top)
         elif name in _RETURNS:
             goes_on = True
-        elif name not in _RAISES:
+        elif name not in _RAISES and instructions[path.at].offset not in raising:
             pending += _followed(instructions[path.at], path, positions)
     return _Ends(goes_on, loops), frozenset(returned)
 
@@ -157,6 +164,10 @@ def _instructions(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]
     return found, {instruction.offset: at for at, instruction in enumerate(found)}
 
 
+def _copies(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "COPY" and instruction.arg == 1
+
+
 def _by_truth(instruction: dis.Instruction) -> bool:
     return "JUMP" in instruction.opname and instruction.opname.endswith(("TRUE", "FALSE", "OR_POP"))
 
@@ -165,13 +176,15 @@ def _followed(instruction: dis.Instruction, path: _Path, positions: dict[int, in
     """Where the program may go from an instruction."""
     name, argument = instruction.opname, instruction.argval
     following = path._replace(at=path.at + 1)
-    unknown = following._replace(top=None)
+    unknown = following._replace(top=None, under=None)
     if name in _KEEPS:
         return [following]
     if name == "UNARY_NOT":
         return [following._replace(top=None if path.top is None else not path.top)]
+    if _copies(instruction):
+        return [following._replace(under=path.top)]
     if name in _LOADS:
-        return [following._replace(top=dict(path.variables).get(argument))]
+        return [unknown._replace(top=dict(path.variables).get(argument))]
     if name.startswith("STORE_FAST"):
         written = argument if isinstance(argument, tuple) else (argument,)
         kept = frozenset(one for one in path.variables if one[0] not in written)
@@ -182,10 +195,12 @@ def _followed(instruction: dis.Instruction, path: _Path, positions: dict[int, in
     if target is None:
         return [unknown]
     if _by_truth(instruction):
-        jumped = path._replace(at=target, top=path.top if "OR_POP" in name else None)
+        left = path._replace(top=path.under, under=None)
+        jumped = (path if "OR_POP" in name else left)._replace(at=target)
+        passed = left._replace(at=path.at + 1)
         if path.top is None:
-            return [jumped, unknown]
-        return [jumped if path.top == ("TRUE" in name) else unknown]
+            return [jumped, passed]
+        return [jumped if path.top == ("TRUE" in name) else passed]
     if name in _JUMPS:
         return [path._replace(at=target)]
     bounded = path.bounded or name == "FOR_ITER"

@@ -15,6 +15,7 @@ here stand in front of that decomposition, for symbolic tensors only, and call w
 | lstm, gru, rnn_tanh, rnn_relu | ``_cudnn_rnn`` over flattened weights, of packed sequences too | RNN.cpp |
 | lstm_cell, gru_cell | both products, and one kernel for what follows them | RNN.cpp ``LSTMCell``, ``GRUCell`` |
 | mish_backward | one kernel; elsewhere it is seven operators | Activation.cpp ``math_mish_backward`` |
+| allclose | as everywhere; it reads its answer | TensorCompare.cpp ``allclose`` |
 | _fused_rms_norm | one kernel from torch 2.9 on; ``rms_norm`` itself says when | layer_norm.cpp ``rms_norm_symint`` |
 """
 
@@ -155,6 +156,13 @@ def _mish_backward(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tenso
     return torch.empty_like(self)
 
 
+def _allclose(
+    input: torch.Tensor, other: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """As it is everywhere, but the value that ends it is asked for where it may not be known."""
+    return bool(torch.isclose(input, other, rtol, atol, equal_nan).all().item())
+
+
 def _one_hot(input: torch.Tensor, classes: int = -1) -> torch.Tensor:
     """For a tensor of the meta device torch compares with a range instead."""
     if classes == -1:
@@ -214,6 +222,7 @@ def _kernels(capability: Capability) -> Iterator[tuple[str, Callable[..., Any]]]
     yield "lstm_cell", _lstm_cell
     yield "gru_cell", _gru_cell
     yield "mish_backward", _mish_backward
+    yield "allclose", _allclose
 
 
 @contextlib.contextmanager
