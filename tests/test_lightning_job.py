@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -804,3 +807,17 @@ def test_an_iterator_that_on_train_start_makes_is_there_in_every_step(tmp_path: 
     trainer.fit(module, loader())
     assert guard.plan is not None
     assert guard.plan.fits
+
+
+def test_a_script_of_lightning_cli_is_predicted_with_the_optimizer_of_its_command_line(tmp_path: Any) -> None:
+    """The CLI makes the optimizer itself, over the weights that a trace exchanges."""
+    pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("jsonargparse")
+    guard = "--trainer.callbacks"
+    command = [sys.executable, str(Path(__file__).parent / "lightning_cli_script.py"), "fit", "--optimizer", "AdamW"]
+    command += [guard, "vram_guard_lightning.VramGuard", f"{guard}.budget", "4GiB", f"{guard}.mode", "report"]
+    command += ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer states" in done.stderr + done.stdout
+    assert "no prediction" not in done.stderr + done.stdout
