@@ -6,6 +6,9 @@ The files that it writes are another matter, see :mod:`vram_guard.forks.side_eff
 from __future__ import annotations
 
 import builtins
+import contextlib
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +17,9 @@ from typing import Any, NoReturn
 
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
+
+#: How many programs of a script may read its standard input and find its end.
+_ENDS = 1000
 
 #: Methods of the Accelerator that write.
 ACCELERATOR = ("save", "save_state", "save_model", "init_trackers", "log", "end_training")
@@ -100,6 +106,33 @@ def close_stdin(stopped: Callable[[str], NoReturn]) -> None:
     )
     sys.stdin = stand_in
     builtins.input = asked
+    _open_terminal()
+
+
+def _open_terminal() -> None:
+    """Give the script and its programs a terminal whose size they may ask for; who reads from it finds its end."""
+    import fcntl
+    import struct
+    import termios
+
+    size = shutil.get_terminal_size()
+    with contextlib.suppress(OSError):  # the system has none to give: it is as without a terminal
+        held, terminal = os.openpty()  # held open until the process ends
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", size.lines, size.columns, 0, 0))
+        os.write(held, termios.tcgetattr(terminal)[6][termios.VEOF] * _ENDS)
+        os.dup2(terminal, 0)
+        os.close(terminal)
+    wrap(os, "get_terminal_size", lambda original, *at: _size_of(original, at, size))
+
+
+def _size_of(
+    original: Callable[..., os.terminal_size], at: tuple[Any, ...], usual: os.terminal_size
+) -> os.terminal_size:
+    """The size of a terminal; output goes to a file here, which has none."""
+    try:
+        return original(*at)
+    except OSError:
+        return usual
 
 
 def _nothing(_original: Any, *_args: Any, answer: Any = None, **_kwargs: Any) -> Any:
