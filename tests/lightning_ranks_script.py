@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import lightning_cases as cases
 import oom_cases
 import torch
+import torch.distributed._functional_collectives as funcol
 import torchmetrics
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -71,12 +72,17 @@ class Module(pl.LightningModule):
         if self.kind.startswith("own"):
             largest = loss.detach().clone()
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        if self.kind == "functional":
+            funcol.all_reduce(loss.detach(), "max", torch.distributed.group.WORLD)
         if self.kind == "gather":
             self.all_gather(loss.detach())
         if self.kind == "seldom" and batch_idx == 1:  # the trace sees the first batch
             torch.distributed.barrier()
-        if self.kind == "late" and batch_idx == 3:  # of eight samples here, and of one there
-            torch.distributed.barrier()
+        if self.kind.startswith("late") and batch_idx == 3:  # of eight samples here, and of one there
+            if self.kind == "latefunctional":
+                funcol.all_reduce(loss.detach(), "max", torch.distributed.group.WORLD)
+            else:
+                torch.distributed.barrier()
         if self.error is not None:
             self.log("error", self.error(prediction, y))
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(x))

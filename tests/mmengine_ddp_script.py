@@ -16,7 +16,7 @@ vram_guard_mmengine.GuardRunner  # noqa: B018 - imports MMEngine
 import mmengine_cases as cases  # noqa: E402
 import oom_cases  # noqa: E402
 import torch  # noqa: E402
-from mmengine.registry import MODELS  # noqa: E402
+from mmengine.registry import DATA_SAMPLERS, MODELS  # noqa: E402
 
 from vram_guard.watch.process_groups import end_process_groups  # noqa: E402
 
@@ -35,6 +35,51 @@ class BreaksOnRankOne(cases.SmallClassifier):
         if RANK == 1 and self.training and self.forwards == 3 and len(inputs) > 2:
             raise oom_cases.no_memory()
         return super().scores(inputs)
+
+
+@MODELS.register_module()
+class CallsOthers(cases.SmallClassifier):
+    """Calls the other rank in forward where it is told to."""
+
+    calls = False
+
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.calls:
+            torch.distributed.barrier()
+        return super().scores(inputs)
+
+
+class CallingLate(cases.Hook):
+    """The second batch of an epoch does, of eight samples on the first rank and of one on the second."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        del data_batch
+        runner.model.module.calls = batch_idx == 1
+
+
+@DATA_SAMPLERS.register_module()
+class UnevenBatches(torch.utils.data.Sampler):  # type: ignore[type-arg]
+    """Batches of eight samples; the second rank's second one has a single sample."""
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        self.sampler, self.batch_size = sampler, batch_size
+
+    def __iter__(self) -> Any:
+        yield list(range(8))
+        yield list(range(8, 16 if RANK == 0 else 9))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def error_of_late_call(root: Path, name: str, **settings: Any) -> str:
+    uneven = {"train_dataloader.batch_sampler": {"type": "UnevenBatches"}, "model.type": "CallsOthers"}
+    pinned = {"budget": "1GiB", "loss_weight": "mean", "pin": {"micro_batch_size": 4}, **settings}
+    try:
+        train(root, name, runner_type="vram_guard_mmengine.GuardRunner", vram_guard=pinned, **uneven)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test wants to know
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Breaking(cases.Hook):
@@ -56,6 +101,8 @@ def train(root: Path, name: str, **changes: Any) -> Any:
     runner = cases.build(cfg)
     if "breaking" in name:
         runner.register_hook(Breaking())
+    if "late" in name:
+        runner.register_hook(CallingLate())
     runner.train()
     return runner
 
@@ -77,7 +124,9 @@ def main() -> None:
     broken = train(
         root, "breaking", **guarded, vram_guard={**settings, "recover": True}, **{"model.type": "BreaksOnRankOne"}
     )
+    late = [error_of_late_call(root, f"late {recover}", recover=recover) for recover in (False, True)]
     answer = {
+        "late": late,
         "splits": cases.guard(split).plan.splits,
         "difference": float((cases.weights(split) - cases.weights(plain)).abs().max()),
         "recovered": float((cases.weights(broken) - cases.weights(plain)).abs().max()),

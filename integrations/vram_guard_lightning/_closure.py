@@ -120,7 +120,7 @@ class MicroBatchClosure:
         return result
 
     def _forward_and_backward(self, batch: BatchPass, log: StepLog) -> Any:
-        if batch.whole:
+        if batch.as_written:
             closure = self._own_closure()
             closure()
             return closure.consume_result()
@@ -131,7 +131,7 @@ class MicroBatchClosure:
         return result
 
     def _own_closure(self) -> Any:
-        """Lightning's own, for a batch that stays whole."""
+        """Lightning's own, for a batch that stays whole on every rank."""
         return type(self._loop)._make_closure(self._loop, *self._made_of)
 
     def _one(self, log: StepLog, losses: list[torch.Tensor], by_samples: bool, share: Share) -> dict[str, Any]:

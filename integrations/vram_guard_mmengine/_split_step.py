@@ -62,7 +62,7 @@ class SplitTrainStep:
         """The log variables of the whole batch, as ``train_step`` returns them."""
 
         def work(batch: BatchPass) -> Any:
-            if batch.whole and batch.attempt is None:
+            if batch.as_written and batch.attempt is None:
                 return self._as_written(data, optim_wrapper=optim_wrapper)
             return batch.run(lambda share: self._one(share, optim_wrapper, batch.attempt), rows=False)
 

@@ -51,6 +51,11 @@ class BatchPass:
         """True where the batch is in one part."""
         return len(self.parts) == 1
 
+    @property
+    def as_written(self) -> bool:
+        """True where the user's own step may take the batch: whole, and on every rank."""
+        return self.whole and self.uneven is None
+
     def run(
         self,
         one: Callable[[Share], Any],

@@ -18,6 +18,9 @@ _METHODS = (
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
 
+#: Operators by which ``torch.distributed._functional_collectives`` do it; their last argument is the group.
+_FUNCTIONAL = ("_c10d_functional::", "_c10d_functional_autograd::")
+
 
 @contextlib.contextmanager
 def noticed(begins: Callable[[], None]) -> Iterator[None]:
@@ -25,11 +28,12 @@ def noticed(begins: Callable[[], None]) -> Iterator[None]:
 
     Calls that ``begins`` makes itself are not noticed.
     """
+    import torch
     import torch.distributed as dist
 
     inside = False
 
-    def called(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    def begin(group: Any) -> None:
         nonlocal inside
         if not inside and group.size() == dist.get_world_size():
             inside = True
@@ -37,16 +41,35 @@ def noticed(begins: Callable[[], None]) -> Iterator[None]:
                 begins()
             finally:
                 inside = False
+
+    def functional(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            name = str(operator._qualified_op_name)  # noqa: SLF001 - no public one tells the library
+            if name.startswith(_FUNCTIONAL) and not name.endswith("wait_tensor"):
+                begin(_group(kwargs.get("group_name", args[-1] if args else None)))
+            return original(operator, *args, **kwargs)
+
+        return call
+
+    def called(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(group)
         return original(group, *args, **kwargs)
 
     def in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda group, *args, **kwargs: called(original, group, *args, **kwargs)
 
     kind: Any = dist.ProcessGroup
-    undo = replace_attributes(
-        kind, {name: in_place_of(getattr(kind, name)) for name in _METHODS if hasattr(kind, name)}
-    )
-    try:
+    with contextlib.ExitStack() as undo:
+        methods = {name: in_place_of(getattr(kind, name)) for name in _METHODS if hasattr(kind, name)}
+        undo.callback(replace_attributes(kind, methods))
+        operator = torch._ops.OpOverloadPacket  # noqa: SLF001 - what torch.ops hands out
+        undo.callback(replace_attributes(operator, {"__call__": functional(operator.__call__)}))
         yield
-    finally:
-        undo()
+
+
+def _group(named: Any) -> Any:
+    """The group that an operator is given, by its name or itself."""
+    from torch.distributed import distributed_c10d
+
+    names: Any = distributed_c10d
+    return names._resolve_process_group(named) if isinstance(named, str) else named  # noqa: SLF001 - torch has no other

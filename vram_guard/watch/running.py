@@ -6,9 +6,11 @@ itself: where a container counts others than the driver does, the monitor finds 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,6 +29,9 @@ EPOCHS: Final = 5
 #: Growth over these epochs below which nothing is said: the allocator serves tensors up to this size from shared
 #: blocks (kSmallSize in c10/core/CachingDeviceAllocator.h); a few logged numbers stay below it.
 SMALL: Final = 2**20
+
+#: winnt.h and winbase.h: the right to wait for a process; it has not ended yet.
+_SYNCHRONIZE, _WAIT_TIMEOUT = 0x0010_0000, 0x102
 
 
 @dataclass
@@ -168,8 +173,23 @@ def started(pid: int) -> str:
         return "" if fields[0] in "ZX" else fields[19]
     except OSError:
         pass
+    if sys.platform == "win32":
+        return "alive" if _runs_on_windows(pid) else ""
     try:
         os.kill(pid, 0)
     except OSError:
         return ""
     return "alive"
+
+
+def _runs_on_windows(pid: int) -> bool:
+    """On Windows ``os.kill(pid, 0)`` would send Ctrl-C: 0 is ``signal.CTRL_C_EVENT`` there."""
+    kernel: Any = getattr(ctypes, "WinDLL")("kernel32")  # noqa: B009 - declared for Windows only
+    kernel.OpenProcess.restype = ctypes.c_void_p
+    handle = ctypes.c_void_p(kernel.OpenProcess(_SYNCHRONIZE, False, pid))
+    if handle.value is None:
+        return False
+    try:
+        return bool(kernel.WaitForSingleObject(handle, 0) == _WAIT_TIMEOUT)
+    finally:
+        kernel.CloseHandle(handle)

@@ -23,6 +23,7 @@ from vram_guard_accelerate.cli import _launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
 from vram_guard_accelerate.cli.misplaced import misplaced_said
 from vram_guard_accelerate.cli.target import Target, budget_for, target_of
+from vram_guard_accelerate.dry_run.forks import check_forks
 from vram_guard_accelerate.planning.prediction import Prediction, predict
 from vram_guard_accelerate.planning.requests import DryRunRequest
 
@@ -45,6 +46,7 @@ def launch(arguments: Sequence[str]) -> int:
     if disabled():
         say(_("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed"))
         return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
+    check_forks()
     if target.machines > 1 and not given.options.dry_run:
         raise UnsupportedStepError(
             _(

@@ -15,6 +15,7 @@ from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate.cli._launch import show
 from vram_guard_accelerate.cli.arguments import LaunchArguments
 from vram_guard_accelerate.cli.target import budget_for
+from vram_guard_accelerate.dry_run.forks import check_forks
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.prediction import predict
 from vram_guard_accelerate.planning.requests import DryRunRequest
@@ -62,6 +63,7 @@ def _planned(given: LaunchArguments, ranks: int) -> LaunchPlan | DryRunFailure |
     """The first rank's answer."""
     settings, only_look = given.settings, given.options.dry_run
     try:
+        check_forks()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         budget = budget_for(settings, local, "all")
         required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases)

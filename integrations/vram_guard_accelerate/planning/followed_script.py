@@ -95,7 +95,6 @@ def _follow(
         may_prove=settings.may_prove,
         wish=settings.wish,
     )
-    forks.check_forks()
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
     patches.install(run)
