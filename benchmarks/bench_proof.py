@@ -134,6 +134,9 @@ class _Checkpointed(nn.Sequential):
             values = checkpoint(layer, values, use_reentrant=False)
         return values
 
+    def ended(self) -> None:
+        """Nothing to do."""
+
 
 class _Module(LightningModule):
     """A network with the loss and the optimizer of its workload."""

@@ -152,6 +152,37 @@ class ByStep(Model):
 FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("FACTOR", default=1.0)
 
 
+@kind("fewer operators by a global of the module", STOPS)
+class Fewer(Model):
+    class block(Block):  # noqa: N801
+        def change(self, x):
+            return torch.tanh(torch.sin(x)) if STEP["number"] % 2 == 0 else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        STEP["number"] = 0
+
+    def loss(self, x, y):
+        found = super().loss(x, y)
+        STEP["number"] += 1
+        return found
+
+
+@kind("other shapes by a global of the module", STOPS)
+class OtherShapes(Fewer):
+    class block(Block):  # noqa: N801
+        def change(self, x):
+            return x * x.new_ones(1 if STEP["number"] % 2 == 0 else WIDTH).exp().requires_grad_()
+
+
+@kind("a weight that is turned", STOPS)
+class Turned(Fewer):
+    class block(Block):  # noqa: N801
+        def change(self, x):
+            weight = self.line.weight.detach() + 1
+            return x @ (weight if STEP["number"] % 2 == 0 else weight.t())
+
+
 @kind("a context variable", STOPS)
 class InVariable(Model):
     class block(Block):  # noqa: N801
@@ -479,6 +510,16 @@ class Penalised(Model):
         found = self.run(x)
         (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
         return F.mse_loss(found, y) + slope.square().mean()
+
+
+@kind("a gradient within the forward", EQUAL)
+class Force(Model):
+    class block(Block):  # noqa: N801
+        def forward(self, x):
+            inside = self.norm(x)
+            energy = torch.tanh(self.line(inside))
+            (force,) = torch.autograd.grad(energy.square().sum(), inside, create_graph=True)
+            return x + energy + torch.tanh(force)
 
 
 @kind("an input that is changed in place behind the block", EQUAL)

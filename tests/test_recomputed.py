@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -322,3 +324,17 @@ def test_a_launched_script(tmp_path: Path) -> None:
         (written, _none), (guarded, stopped) = found[0][name], found[1][name]
         check(name, written, guarded, RecomputationError() if stopped == "RecomputationError" else None)
     assert {stopped for _left, stopped in found[1].values()} == {"", "RecomputationError"}
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_where_one_rank_differs_the_other_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """The rank that differs ends before its step; the other one finds it gone, as after any error."""
+    script = Path(__file__).with_name("recomputed_ranks.py")
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), tmp_path / "store"]) for rank in range(2)]
+    try:
+        first, second = (process.wait(timeout=300) for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert second == 3
+    assert first not in (0, 3)

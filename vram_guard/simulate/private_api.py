@@ -77,6 +77,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch.library:Library._destroy", "kernels are taken away again", "test_a_trace_leaves_nothing_behind"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "every operator is seen", _LAW),
     PrivateName(
+        "torch.utils.checkpoint:_enable_checkpoint_early_stop",
+        "a second forward that has come to its end saves less than the first one",
+        "test_a_plain_loop_learns_the_same_or_stops_before_the_first_step_that_would_be_another",
+    ),
+    PrivateName(
         "torch.utils.checkpoint:_allowed_determinism_checks_to_fns",
         "what both forwards of a checkpointed block save is compared",
         "test_a_plain_loop_learns_the_same_or_stops_before_the_first_step_that_would_be_another",

@@ -90,7 +90,9 @@ class Checkpointed(PatchedForward):
         if torch.compiler.is_compiling():  # both forwards come from one graph
             return checkpoint(run, *args, *kwargs.values(), **settings)
         self.found.check(wait=False)
-        with BlockCall(self.name, module, self.found).first() as determinism_check:
+        call = BlockCall(self.name, module, self.found)
+        run = partial(_to_its_end, call, run)
+        with call.first() as determinism_check:
             return checkpoint(run, *args, *kwargs.values(), determinism_check=determinism_check, **settings)
 
     def _forward(self) -> Callable[..., Any]:
@@ -102,6 +104,12 @@ class Checkpointed(PatchedForward):
 
 def _with_names(forward: Callable[..., Any], positional: int, names: tuple[str, ...], *values: Any) -> Any:
     return forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+
+def _to_its_end(call: BlockCall, run: Callable[..., Any], *values: Any) -> Any:
+    result = run(*values)
+    call.ended()
+    return result
 
 
 # --- caches of keys and values ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ zeros whatever it reads, and has gradients.
 Of each saved tensor, values at :data:`PLACES` places are copied in the first forward and compared with those at the
 same places in the second. To read whole tensors would take 2 to 10% of a step on a GPU, by the bytes. The places are
 spread over the whole tensor, and what changes one value of an activation changes many of those computed from it.
+All values of a block are compared at once, for equality; how far they are apart is looked at where they are not equal.
 
 Nothing waits for the device: each recomputation has a flag there, which is read before an optimizer steps.
 """
@@ -18,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from torch.utils import checkpoint
 from vram_guard.errors import RecomputationError
 from vram_guard.language import _
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
-from vram_guard.tensors import inner_tensors
+from vram_guard.tensors import inner_tensors, is_dense
 
 #: Values of each saved tensor that are compared: 1 KiB of float32.
 PLACES = 256
@@ -81,7 +83,8 @@ class Recomputations:
         if not self._unread or not (wait or all(flag.is_there() for flag in self._unread)):
             return
         unread, self._unread = self._unread, []
-        blocks = [flag.block for flag, differs in zip(unread, self._values(unread), strict=True) if differs]
+        unequal = [flag for flag, equal in zip(unread, self._values(unread), strict=True) if not equal]
+        blocks = [flag.block for flag in unequal if flag.pair.is_apart()]
         if blocks:
             raise differing(blocks)
 
@@ -90,7 +93,7 @@ class Recomputations:
         before, self._open = self._open, call
         if before is not None and before is not call:
             # A trace computes no values.
-            self._unread += [_Flag.of(before.block, flag) for flag in before.flags() if not _is_meta(flag)]
+            self._unread += [flag for flag in before.flags() if not _is_meta(flag.value)]
 
     def _values(self, unread: list[_Flag]) -> list[bool]:
         """Values of flags. The host waits for those, and not for what a GPU was given to do after them."""
@@ -143,21 +146,37 @@ def check_recomputations() -> None:
         found.check()
 
 
+class _Pair(NamedTuple):
+    """Values of several saved tensors, of each as many: those of the first forward, and those of the second."""
+
+    first: torch.Tensor
+    again: torch.Tensor
+    rounding: float
+    """The rounding step of the lowest precision in the block: what is computed from such numbers has their rounding."""
+
+    def is_apart(self) -> bool:
+        """True where they differ by more than rounding."""
+        with torch.no_grad():
+            return bool(_differ(self.first.view(-1, PLACES), self.again.view(-1, PLACES), self.rounding))
+
+
 class _Flag(NamedTuple):
-    """Where it will be known whether a block differed."""
+    """Where it will be known whether a block came to equal values."""
 
     block: str
+    pair: _Pair
     value: torch.Tensor
     event: torch.cuda.Event | None
     """Recorded on the GPU when the value is there."""
 
     @classmethod
-    def of(cls, block: str, value: torch.Tensor) -> _Flag:
-        if not value.is_cuda:
-            return cls(block, value, None)
+    def of(cls, block: str, pair: _Pair) -> _Flag:
+        value = (pair.first == pair.again).all()
+        if not value.is_cuda or _is_meta(value):
+            return cls(block, pair, value, None)
         event = torch.cuda.Event()
         event.record()
-        return cls(block, value, event)
+        return cls(block, pair, value, event)
 
     def is_there(self) -> bool:
         return self.event is None or self.event.query()
@@ -218,9 +237,19 @@ class BlockCall:
             del checks[name]
             self._is_first, self._places, self._buffers = False, {}, {}
 
+    def ended(self) -> None:
+        """A forward has come to its end, where torch ends a second one at the last tensor that the first has saved.
+
+        Raises:
+            RecomputationError: this was the second one.
+        """
+        if not self._is_first and checkpoint._enable_checkpoint_early_stop is not False:  # noqa: SLF001 - as above
+            raise differing([self.block])
+
     def _saved(self, tensor: torch.Tensor) -> _First | _Again:
         """A tensor that the first forward saves; afterwards one that has been computed again."""
-        kind = _Kind(tuple(tensor.shape), tensor.dtype, tensor.device)
+        stride = tensor.stride() if tensor.layout == torch.strided else ()
+        kind = _Kind(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
         if not self._is_first:
             return _Again(kind, tensor)
         self.saved_count += 1
@@ -248,20 +277,29 @@ class BlockCall:
             now = first.place.now(again)
             values = [] if now is None else self._values(now)
         if values:
-            found = self._values(again)
-            if [one is None for one in found] != [one is None for one in values]:
-                raise differing([self.block])
-            self._pairs += [(a, b) for a, b in zip(values, found, strict=True) if a is not None and b is not None]
+            self.collect(values, self._values(again))
         if first.number == self.saved_count:  # the last, which a result that is not used does not have
             self._found.begin(None)
 
+    def collect(self, values: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
+        """Collect what is to be compared.
+
+        Raises:
+            RecomputationError: these are values of other kinds of tensors.
+        """
+        if [one is None for one in found] != [one is None for one in values]:
+            raise differing([self.block])
+        self._pairs += [(a, b) for a, b in zip(values, found, strict=True) if a is not None and b is not None]
+
     def _values(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """Values at some places of a tensor, or of those that it wraps; None where they are not compared."""
-        return [self._at_places(part.detach()) if _is_compared(part) else None for part in inner_tensors(tensor)]
+        return [self._at_places(part) if _is_compared(part) else None for part in inner_tensors(tensor)]
 
     def _at_places(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor:
-            tensor = tensor.as_subclass(torch.Tensor)
+            tensor = tensor.detach().as_subclass(torch.Tensor)
+        if is_dense(tensor):  # in the order of memory
+            return tensor.as_strided(*_places(tensor.numel())).clone(memory_format=torch.contiguous_format).view(-1)
         # By all of this, as which tensors have the same size depends on the batch.
         at = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         places = self._places.get(at)
@@ -273,27 +311,36 @@ class BlockCall:
             return tensor.view(torch.uint8).take(places).view(tensor.dtype)
         return tensor.take(places)
 
-    def flags(self) -> list[torch.Tensor]:
-        """On each device, true where a pair that was collected is not equal."""
+    def flags(self) -> list[_Flag]:
+        """Of each kind and device, whether all that was collected is equal."""
         pairs, self._pairs, self._places = self._pairs, [], {}
         rows: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for first, again in pairs:
             rows.setdefault((again.dtype, again.device), []).append((first.to(again.device), again))
-        # What is computed from numbers of another precision has their rounding.
         rounding = max((_rounding(dtype) for dtype, _device in rows if dtype.itemsize > 1), default=0.0)
-        flags: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
-            for (_dtype, device), of_kind in rows.items():
-                first, again = (torch.stack(each) for each in zip(*of_kind, strict=True))
-                flag = _differ(first, again, rounding)
-                flags[device] = flag if device not in flags else flags[device].logical_or_(flag)
-        return list(flags.values())
+            stacked = ([torch.cat(each) for each in zip(*of_kind, strict=True)] for of_kind in rows.values())
+            return [_Flag.of(self.block, _Pair(first, again, rounding)) for first, again in stacked]
+
+
+@lru_cache(maxsize=1024)
+def _places(numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a view of :data:`PLACES` places of a tensor: rows from its start, and up to its end.
+
+    The step between the places of a row has no divisor in common with the size, so that they lie in all columns.
+    """
+    row = min(PLACES // 2, 1 << (numel.bit_length() - 1))
+    step = max(numel // row, 1)
+    while math.gcd(step, numel) > 1:
+        step -= 1
+    return (PLACES // 2 // row, 2, row), (0, numel - 1 - (row - 1) * step, step)
 
 
 class _Kind(NamedTuple):
     """What torch compares of the tensors that two forwards save."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -310,10 +357,19 @@ class _First:
         """Of it, or of the tensors that it wraps; [] where none are needed."""
 
     def __ne__(self, again: object) -> bool:
-        """Torch asks this, of each tensor of a recomputation, when that is complete."""
-        if not isinstance(again, _Again) or self.kind != again.kind:
-            return True
-        self.call.compare(self, again.tensor)
+        """Torch asks this, of each tensor of a recomputation, when that is complete.
+
+        Raises:
+            RecomputationError: in place of torch's own error: another tensor was saved.
+        """
+        if not isinstance(again, (_First, _Again)) or self.kind != again.kind:
+            raise differing([self.call.block])
+        if isinstance(again, _Again):
+            self.call.compare(self, again.tensor)
+        else:  # a backward pass within the first forward, which has not saved this
+            self.call.saved_count -= 1
+            if self.place is None and again.place is None:
+                self.call.collect(self.values, again.values)
         return False
 
     def __eq__(self, again: object) -> bool:
