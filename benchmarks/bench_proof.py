@@ -107,10 +107,8 @@ def recomputed(width: int, tokens: int) -> tuple[float, float]:
     """In a worker: seconds of a step of checkpointed layers, without and with a comparison of both forwards."""
     torch.set_num_threads(1)
     layers = [nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True) for _ in range(LAYERS)]
-    models, batch = (
-        {False: _Checkpointed(*deepcopy(layers)), True: nn.Sequential(*layers)},
-        torch.randn(1, tokens, width),
-    )
+    models = {False: _Checkpointed(*deepcopy(layers)), True: nn.Sequential(*layers)}
+    batch = torch.randn(1, tokens, width)
     install(models[True], Recipe(checkpoint=tuple(str(at) for at in range(LAYERS))))
     optimizers = {way: torch.optim.SGD(model.parameters(), lr=1e-3) for way, model in models.items()}
     seconds: dict[bool, list[float]] = {False: [], True: []}
