@@ -369,7 +369,9 @@ def form_over_samples(
         if found == {"mean", "sum"}:
             return None, _("it adds a mean over the batch to a sum over the batch")
         return None, _("it adds means over different counts of the batch")
-    kind = found.pop() if found else "mean"  # what is the same for every slice is its own mean
+    if not found:
+        return None, _("nothing in it is seen to depend on a sample of the batch")
+    kind = found.pop()
     kind = kind.labels[0] if isinstance(kind, EveryLabel) else kind
     if kind == "sum" and (one.beside or other.beside):
         return None, _("it is a sum over the batch plus a term that does not depend on the batch")
