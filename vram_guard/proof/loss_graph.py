@@ -151,7 +151,7 @@ class LossGraph:
         self._know_buffers(model)
         state = StepState(model, self._as_written.loss, self._optimizer)
         given = BatchState(batch)
-        apart = SamplesApart(batch, self._size, self._single_samples(batch))
+        apart = SamplesApart(self._loaded(batch), self._size, self._single_samples(batch))
         ran, functions = CodeRun(), list[type]()
         with (
             self._effects.heard(),
