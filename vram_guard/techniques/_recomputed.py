@@ -82,7 +82,8 @@ class Recomputations:
         self.begin(None)
         if not self._unread or not (wait or all(flag.is_there() for flag in self._unread)):
             return
-        unread, self._unread = self._unread, []
+        # A trace computes no values; until here it keeps what a step keeps.
+        unread, self._unread = [flag for flag in self._unread if not _is_meta(flag.value)], []
         unequal = [flag for flag, equal in zip(unread, self._values(unread), strict=True) if not equal]
         blocks = [flag.block for flag in unequal if flag.pair.is_apart()]
         if blocks:
@@ -92,8 +93,7 @@ class Recomputations:
         """A recomputation of this call is being compared; the one before it is complete."""
         before, self._open = self._open, call
         if before is not None and before is not call:
-            # A trace computes no values.
-            self._unread += [flag for flag in before.flags() if not _is_meta(flag.value)]
+            self._unread += before.flags()
 
     def _values(self, unread: list[_Flag]) -> list[bool]:
         """Values of flags. The host waits for those, and not for what a GPU was given to do after them."""
