@@ -7,8 +7,8 @@ both and runs this. What is not installed is said, row by row:
 
 - xmem's transformers: the release that the runs had, 4.51.3 (a folder that pip's --target filled, see --libraries);
 - xmem's CNNs, timm_brackets, gpumemnet: torchvision and timm, which come with a CUDA build of torch;
-- peft_methods: peft and diffusers; litgpt's configurations: litgpt (a folder, as transformers 4.51.3). The rest needs
-  nothing but torch.
+- peft_methods: peft and diffusers; lora_t4: peft, and bitsandbytes for QLoRA;
+- litgpt's configurations: litgpt (a folder, as transformers 4.51.3). The rest needs nothing but torch.
 
 --with takes rows that an earlier run wrote with --json: their modules do not run again.
 """
@@ -60,6 +60,15 @@ RUNS = (
     Run("gpumemnet", ("GPUMemNet's table",), environment="torchvision"),
     Run("readmes", ("rasbt's ViT-L/16",), ("--kind", "vit")),
     Run("readmes", ("litgpt's configurations",), ("--kind", "litgpt"), libraries="litgpt"),
+    Run(
+        "lora_t4",
+        (
+            "LoRA on a T4, reserved",
+            "LoRA on a T4, allocated",
+            "QLoRA on a T4, reserved",
+            "QLoRA on a T4, allocated",
+        ),
+    ),
     Run("readmes", ("other READMEs",), ("--kind", "others")),
 )
 

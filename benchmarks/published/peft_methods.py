@@ -46,7 +46,7 @@ LEFT_OUT = {
 }
 
 LOADED_EARLY = {
-    "transformers": ("LlamaForCausalLM", "Dinov2Model"),
+    "transformers": ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "Dinov2Model"),
     "peft": ("get_peft_model",),
     "diffusers": ("Flux2Transformer2DModel",),
 }
@@ -83,7 +83,8 @@ def _adapted(model: nn.Module, file: str) -> nn.Module:
     return adapted.train()
 
 
-def _need(*names: str) -> None:
+def need(*names: str) -> None:
+    """Say what is missing, and load what must not load itself in a trace."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise NotReproducible(f"{' and '.join(missing)} not installed")
@@ -161,7 +162,7 @@ def length() -> int:
 
 def predict_llama(row: Record) -> list[Row]:
     """The reserved peak of one method."""
-    _need("transformers", "peft")
+    need("transformers", "peft")
     return [_predicted(LLAMA, row, _llama_step(row["file"], length()))]
 
 
@@ -225,7 +226,7 @@ def _flux_batch(size: int) -> tuple[Any, ...]:
 
 def predict_flux(row: Record) -> list[Row]:
     """The reserved peak of one method."""
-    _need("transformers", "peft", "diffusers")
+    need("transformers", "peft", "diffusers")
     step = _step(lambda: Painter(row["file"]), _flux_batch, lambda model, batch: model(*batch), weight_decay=1e-4)
     return [_predicted(FLUX, row, step)]
 
