@@ -14,6 +14,8 @@ if sys.platform == "win32":
 
 import accelerate_cases as cases
 
+from vram_guard.plan.descriptions import Reason, Why
+
 SCRIPT = cases.HERE / "accelerate_scripts" / "steps_in_backward.py"
 #: Bytes of one weight of the script's eight.
 WEIGHT, LAYERS = 4 * 512**2, 8
@@ -36,6 +38,9 @@ def test_hooks_that_step_in_the_backward_pass_are_followed(answers: Any, loop: s
     assert "error" not in hooked, hooked
     found, after = hooked["plan"]["estimate"], usual["plan"]["estimate"]
     assert not hooked["plan"]["changed"]
+    assert (str(Reason(Why.JOB_LEFT_OUT)) in hooked["plan"]["reasons"]) == (
+        "_" not in loop
+    )  # where it was not asked for
     # Two gradients are there at once, at the most; all of them, and the states, where the optimizer steps afterwards.
     assert after["peak_allocated"] - found["peak_allocated"] >= (LAYERS - 2) * WEIGHT
     assert found["peak_allocated"] >= 3 * LAYERS * WEIGHT  # weights and both states

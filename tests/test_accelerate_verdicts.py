@@ -281,7 +281,7 @@ class Planned:
     timeline_before: Any = 1
 
 
-@pytest.mark.parametrize(("changed", "told"), [(True, [Why.LAUNCHED_SO, Why.FITS, Why.FITS]), (False, [])])
+@pytest.mark.parametrize(("changed", "told"), [(True, [Why.SHORTAGE_LAUNCHED, Why.FITS_LAUNCHED]), (False, [])])
 def test_a_plan_of_a_relaunch_is_one_of_the_launch_as_typed(monkeypatch: Any, changed: bool, told: list[Why]) -> None:
     monkeypatch.setattr(relaunches, "launch_seconds", lambda _plan, _first: 3.0)
     baseline: Any = SimpleNamespace(
@@ -289,7 +289,8 @@ def test_a_plan_of_a_relaunch_is_one_of_the_launch_as_typed(monkeypatch: Any, ch
         reason=Reason(Why.FITS), profile=PROFILE,
     )  # fmt: skip
     change = LaunchChange(sharding=ShardingChange(introduced=True))
-    values = (*(Reason(Why.FITS) for _ in range(3)), Reason(Why.CHEAPEST), Reason(Why.CHANGES_LEAST))
+    short = Reason(Why.SHORTAGE, peak=3, missing=2, usable=1)
+    values = (short, Reason(Why.FITS), Reason(Why.CHEAPEST), Reason(Why.CHANGES_LEAST))
     found: Any = Relaunch(change, baseline).combined(Planned(values, changed), None)  # type: ignore[arg-type]
     assert found.slowdown == 1.5 * 3.0 / 2.0
     kinds = [reason.kind for reason in found.reason_values]

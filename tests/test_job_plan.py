@@ -351,5 +351,10 @@ def test_commands_show_the_phases_of_a_file_with_a_job(command, tmp_path, monkey
 
 def test_the_figures_of_steps_that_do_not_fit_are_said_to_be_theirs_alone(fitting):
     short = plan(step_of(validation_of(4000)), 1000, "20MiB", margin=0, allow=())
-    assert Why.FIRST_STEPS_ALONE in {reason.kind for reason in short.reason_values}
     assert Why.FIRST_STEPS_ALONE not in {reason.kind for reason in fitting.reason_values}
+    counted = next(str(reason) for reason in short.reason_values if reason.kind is Why.FIRST_STEPS_ALONE)
+    for verbose in (True, False):
+        report = render(short, width=1000, verbose=verbose)
+        assert counted in report.splitlines()[1]
+        assert report.count(counted) == 1
+    assert html_report(short).count(counted) == 1

@@ -23,6 +23,7 @@ import lightning_cases as cases
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard import evaluation
+from vram_guard.plan.descriptions import Why
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe
@@ -678,7 +679,9 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
     plan = guarded(**short, mode="fit").plan
     assert (plan.fits, plan.changed, plan.before.fits(plan.budget)) == (True, True, False)
     assert [phase.label for phase in plan.estimate.phases if phase.label] == ["epoch 2"]
-    assert not guarded(**short, mode="report", whole_job=False).plan.changed  # the first epoch's step alone
+    alone = guarded(**short, mode="report", whole_job=False).plan
+    assert not alone.changed  # the first epoch's step alone
+    assert alone.reason_values[-1].kind is Why.JOB_LEFT_OUT
 
 
 def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:

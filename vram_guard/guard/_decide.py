@@ -248,11 +248,12 @@ def _plan(
     progress: Progress,
 ) -> Plan:
     from vram_guard.plan import plan
+    from vram_guard.plan.descriptions import Reason, Why
 
     step, size = captured.step, captured.sample.batch_size
     check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
     with captured.symbolic_run():
-        return plan(
+        made = plan(
             step,
             size,
             budget,
@@ -269,6 +270,9 @@ def _plan(
             cudnn=settings.cudnn,
             progress=progress,
         )
+    if settings.whole_job:
+        return made
+    return replace(made, reason_values=(*made.reason_values, Reason(Why.JOB_LEFT_OUT)))
 
 
 def why_not_split(make: Callable[[int], Any]) -> str:

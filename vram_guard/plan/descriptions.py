@@ -71,7 +71,10 @@ class Why(Enum):
 
     # a launch with other options
     LAUNCHED_WITH = marked("The script is launched with {options}.")
-    LAUNCHED_SO = marked("With these options: {reason}")
+    FITS_LAUNCHED = marked("With these options, nothing else has to change.")
+    SHORTAGE_LAUNCHED = marked(
+        "With these options, the step needs {peak}, {missing} more than the {usable} that may be used."
+    )
 
     # the whole job
     PHASE_TOO_LARGE = marked(
@@ -96,8 +99,12 @@ class Why(Enum):
         "With batches of {size} in place of {batch}, {phase} fits beside the step. It is not applied: {why}."
     )
     FIRST_STEPS_ALONE = marked(
-        "The figures are those of the first two steps: as these do not fit, the rest of the job was not followed, "
-        "which may take more."
+        "This counts the first training steps alone: as they do not fit, the rest of the job (evaluation, saving, "
+        "later epochs) was not followed, and is not counted."
+    )
+    JOB_LEFT_OUT = marked(
+        "This counts the first training steps alone: the rest of the job (evaluation, saving, later epochs) is not "
+        "counted, as whole_job is off."
     )
     EVALUATION_CUT = marked(
         "With batches of {size} in place of {batch}, {phase} fits beside the step: the same samples, in more batches."
@@ -179,11 +186,16 @@ class Why(Enum):
 EXPLANATIONS = frozenset(
     {
         *(Why.FITS, Why.SHORTAGE, Why.MARGINS, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
+        *(Why.FITS_LAUNCHED, Why.SHORTAGE_LAUNCHED),
         *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
         *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
         Why.SIZES_ARE_BOUNDS,
     }
 )
+
+
+#: Reasons that say what the figures count: they stand right behind the verdict.
+COUNTED = frozenset({Why.FIRST_STEPS_ALONE, Why.JOB_LEFT_OUT})
 
 
 @dataclass(frozen=True, init=False)

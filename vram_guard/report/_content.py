@@ -9,7 +9,7 @@ from typing import Literal
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
 from vram_guard.module_names import in_a_sentence, with_class
-from vram_guard.plan.descriptions import EXPLANATIONS, Why
+from vram_guard.plan.descriptions import COUNTED, EXPLANATIONS, Why
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._modules import module_rows
@@ -195,7 +195,7 @@ class Content:
             return []
         # Where something fits, a block that is left out is a detail of the plan; else it may be why nothing does.
         told = EXPLANATIONS if self.plan.fits else EXPLANATIONS - {Why.NOT_CHECKPOINTED}
-        return [str(one) for one in self.plan.reason_values if one.kind not in told]
+        return [str(one) for one in self.plan.reason_values if one.kind not in told | COUNTED]
 
     def brief_notes(self) -> list[str]:
         """The first notes of an answer that is not exact: its reasons point to them."""
@@ -223,12 +223,18 @@ class Content:
     def _tiers_differ(self) -> bool:
         return len({phase.tier for phase in self.estimate.phases}) > 1
 
+    def reasons(self) -> list[str]:
+        """Why a plan is what it is, without what is said right behind the verdict."""
+        values = () if self.plan is None else self.plan.reason_values
+        return [str(one) for one in values if one.kind not in COUNTED]
+
     def cautions(self) -> list[str]:
-        """What a plan costs out of the ordinary: said right behind the verdict."""
+        """What the figures count, and what a plan costs out of the ordinary: said right behind the verdict."""
         plan = self.plan
+        said = [str(one) for one in (() if plan is None else plan.reason_values) if one.kind in COUNTED]
         if plan is None or not plan.changed:
-            return []
-        said, on_node = [], 0 if plan.spread is None else plan.spread.host_per_node
+            return said
+        on_node = 0 if plan.spread is None else plan.spread.host_per_node
         if plan.slowdown is not None and plan.slowdown >= MUCH_SLOWER:
             said.append(
                 _("Each step takes about {factor} times as long as written (modelled).", factor=f"{plan.slowdown:.0f}")

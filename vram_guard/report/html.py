@@ -69,7 +69,7 @@ def html_report(
     name = title or _("GPU memory of a training step")
     sections = [
         _head(name, content),
-        "" if plan is None else _plan(plan),
+        "" if plan is None else _plan(plan, content.reasons()),
         _numbers(content),
         _charts(content, timeline, settings),
         _batch_sizes(content, timeline, gpus, settings),
@@ -149,6 +149,7 @@ def _head(name: str, content: Content) -> str:
         if line := content.headline(budget):
             parts.append(f'<p class="verdict {kind}">{escape(line)}</p>')
         parts.append(f'<p class="verdict {kind}">{escape(said)}</p>')
+        parts += [f"<p>{escape(line)}</p>" for line in content.cautions()]
         parts += [_bar(bar, peak, budget) for bar, peak in content.bars()]
         parts.append(f'<p class="soft">{escape(_("Budget: {budget}", budget=budget.explain()))}</p>')
     return _tag("header", parts)
@@ -255,14 +256,14 @@ def _limits(curve: BatchCurve) -> str:
     return _table(heads, rows)
 
 
-def _plan(plan: Plan) -> str:
+def _plan(plan: Plan, reasons: list[str]) -> str:
     rows = [_row(escape(name), cells, numbers=0) for name, *cells in plan.changes()]
     parts = [
         f"<h2>{escape(_('Plan'))}</h2>",
         _table(["", _("as written"), _("planned")], rows, numbers=0) if rows else "",
         _facts(plan_facts(plan)),
         *_spread(plan.spread),
-        _list(_("Why"), plan.reasons),
+        _list(_("Why"), reasons),
         _list(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED)),
     ]
     return _tag("section", parts)

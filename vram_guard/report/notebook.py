@@ -47,6 +47,7 @@ def _report(content: Content) -> list[str]:
         share = min(1.0, content.peak / max(1, budget.usable))
         parts += [
             _sentence(said, tag="strong"),
+            *map(_sentence, content.cautions()),
             f'<div class="track" aria-hidden="true"><div class="used{over}" style="width:{share:.1%}"></div></div>',
             _sentence(_("Budget: {budget}", budget=budget.explain())),
         ]
@@ -56,7 +57,7 @@ def _report(content: Content) -> list[str]:
     sizes = [(name, *cells) for _category, (name, *cells) in content.peak_rows()]
     parts += [_table(sizes, content.peak_heads(), numbers=True), _table(content.peak_facts())]
     if plan is not None and plan.changed:
-        parts.append("<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons) + "</ul>")
+        parts.append("<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in content.reasons()) + "</ul>")
     return parts
 
 

@@ -154,7 +154,7 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
             yield _grid(plan.spread.facts())
             yield from _ways(_("Ways to spread it, the simplest first"), spread_rows(plan.spread), signs)
             yield from _ways(_("The same training on other numbers of GPUs"), count_rows(plan.spread), signs)
-        yield from _bullets(_("Why"), plan.reasons, signs)
+        yield from _bullets(_("Why"), content.reasons(), signs)
         yield from _bullets(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED), signs)
 
 

@@ -16,7 +16,7 @@ from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
-from vram_guard.plan.descriptions import Why
+from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.source import SlicedBy, Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.effects import unless_said
@@ -236,6 +236,8 @@ class _Planner:
             lr_rule=settings.lr_rule,
             dataset_size=first.sample.dataset_size,
         )
+        if not settings.whole_job:
+            made = replace(made, reason_values=(*made.reason_values, Reason(Why.JOB_LEFT_OUT)))
         if "precision" not in self.without:
             return made
         # It is tried by launching the script in another way, which the notes tell of.

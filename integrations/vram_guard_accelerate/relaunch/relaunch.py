@@ -185,8 +185,7 @@ class Relaunch:
             reason_values=(
                 written.reason,
                 Reason(Why.LAUNCHED_WITH, options=self.change.words),
-                *(Reason(Why.LAUNCHED_SO, reason=reason) for reason in own[:1]),
-                *own[1:],
+                *(_launched_so(reason) for reason in own),
                 Reason(Why.CHEAPEST, time=StepTime(slowdown)),
             ),
         )
@@ -212,3 +211,9 @@ class Relaunch:
         if plan.timeline is None or not uses_batch_norm(plan.timeline):
             return [seen, proven, smaller]
         return [seen, proven, smaller, _("batch normalisation takes its statistics over the samples of a batch")]
+
+
+def _launched_so(reason: Reason) -> Reason:
+    """The same reason where "as written" means: launched with these options."""
+    kinds = {Why.FITS: Why.FITS_LAUNCHED, Why.SHORTAGE: Why.SHORTAGE_LAUNCHED}
+    return Reason(kinds[reason.kind], **dict(reason.values)) if reason.kind in kinds else reason
