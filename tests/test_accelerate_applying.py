@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ import pytest
 pytest.importorskip("accelerate")
 torch = pytest.importorskip("torch")
 
+import accelerate_cases as cases  # noqa: E402
 from torch import nn  # noqa: E402 - what is tested has to be there
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from vram_guard_accelerate._launch_plan import LaunchPlan, LoaderPlace  # noqa: E402
+from vram_guard.cli import EXIT_ENVIRONMENT  # noqa: E402
+from vram_guard.codec import to_json  # noqa: E402
+from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan, LoaderPlace  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
 
@@ -212,3 +217,24 @@ def test_a_budget_of_the_compiler_ends_with_the_training(carried_out: Any) -> No
     assert config.activation_memory_budget == 0.5
     accelerator.end_training()
     assert config.activation_memory_budget == before
+
+
+def test_another_model_than_the_planned_one_ends_the_launch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1))\n"
+        "if torch.cuda.is_available():\n"
+        "    model = nn.DataParallel(model)\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+        "print('trained')\n"
+    )
+    plan = LaunchPlan(by_itself=True, recipe=LaunchPlan().recipe.with_(checkpoint=("module.0",)))
+    done = subprocess.run(
+        [sys.executable, "-m", "vram_guard_accelerate", str(script)],
+        env=cases.environment(**{VARIABLE: to_json(plan)}), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (EXIT_ENVIRONMENT, "")
+    assert "'module.0'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -30,11 +30,17 @@ def main() -> None:
     if given.options.dry_run:
         sys.exit(EXIT_DONE)
     _run_script.end_process_groups_at_exit()
-    command = list(given.command)
-    if plan is not None:
-        _install(plan)
-        command += plan.script_arguments()
-    _run_script.run(command, module=given.module)
+    if plan is None:
+        _run_script.run(given.command, module=given.module)
+        return
+    _install(plan)
+    from vram_guard_accelerate.apply.applying import OtherModelError
+
+    try:
+        _run_script.run([*given.command, *plan.script_arguments()], module=given.module)
+    except OtherModelError as error:
+        say(f"vram-guard: {error}")
+        sys.exit(exit_code(error))
 
 
 def _plan(given: LaunchArguments) -> LaunchPlan | None:

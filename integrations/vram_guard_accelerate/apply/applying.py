@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply.microbatch import Layout
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.apply import checkpoints, engine, techniques
 from vram_guard_accelerate.apply.fsdp import plugin_of, sharding
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
     from vram_guard.techniques import Recipe
     from vram_guard_accelerate._launch_plan import LaunchPlan
+
+
+class OtherModelError(UnsupportedStepError):
+    """The script trains another model than the one that its plan was made for."""
 
 
 class PlanInstaller:
@@ -120,7 +126,17 @@ class PlanInstaller:
         from vram_guard.techniques import AS_WRITTEN, install
 
         recipe = self._recipe_of(model)
-        install(model, recipe.with_(activation_memory_budget=None))
+        try:
+            install(model, recipe.with_(activation_memory_budget=None))
+        except InvalidInputError as error:
+            raise OtherModelError(
+                _(
+                    "the script trains another model than in its dry run, which found a GPU: {error}. Where it builds "
+                    "its model otherwise without a GPU (nn.DataParallel under a test for one), launch it where there "
+                    "is one, or without a plan: accelerate launch",
+                    error=error,
+                )
+            ) from error
         if not self._undo:
             budget = AS_WRITTEN.with_(activation_memory_budget=recipe.activation_memory_budget)
             self._undo.append(install(model, budget))
