@@ -62,7 +62,8 @@ def script(**given: Any) -> Any:
 
 def seen(**given: Any) -> Any:
     facts = {"batches_per_step": 3, "returns_loss": False, "compares_samples": False, "updates_others": False}
-    return SimpleNamespace(facts=SimpleNamespace(**{**facts, **given}), profile=PROFILE)
+    joined = given.pop("joined", "")
+    return SimpleNamespace(facts=SimpleNamespace(**{**facts, **given}), profile=PROFILE, joined=joined)
 
 
 def made(**given: Any) -> Any:
@@ -74,7 +75,7 @@ def smaller(
     first: Any, look: Any, plan: Any, found: Any, halved: Proof, **settings: Any
 ) -> tuple[list[Any], list[str]]:
     given = Settings.of({"allow": settings.pop("allow", ("accumulate",)), **settings})
-    candidates = RelaunchCandidates(first, look, given, lambda: halved)
+    candidates = RelaunchCandidates(first, look, given, lambda: halved, lambda: look.joined)
     return candidates._smaller_batches(LaunchChange(), plan, lambda: found), candidates.notes
 
 
@@ -124,8 +125,9 @@ def test_a_cheaper_plan_is_tried_beside_one_that_fits() -> None:
         ({"returns_loss": True}, {"splits": 1}, SHOWN, True, ""),
         ({"returns_loss": False}, {"splits": 2}, SHOWN, True, ""),
         ({"compares_samples": True}, {}, SHOWN, True, ""),
-        ({"compares_samples": True}, {}, Proof(why_not="too slow"), False, "none were run to see: too slow"),
-        ({}, {"uneven": True}, Proof(why_not="too slow"), False, "none were run to see: too slow"),
+        ({"compares_samples": True, "joined": "compared"}, {}, SHOWN, False, "compared. 4 samples came to the same"),
+        ({"joined": "compared"}, {"uneven": True}, Proof(why_not="too slow"), False, "compared"),
+        ({}, {"uneven": True}, Proof(why_not="too slow"), True, ""),
         ({}, {}, Proof(why_not="too slow"), True, ""),
         ({}, {}, Proof(4, "its loss differs"), False, "its loss differs"),
     ],
@@ -203,7 +205,7 @@ def test_what_deepspeed_can_do_besides() -> None:
 def test_settings_of_deepspeed_change_where_they_are_named(
     allow: tuple[str, ...], kind: str, changes: list[dict[str, Any]]
 ) -> None:
-    candidates = RelaunchCandidates(engine_of(kind), seen(), Settings.of({"allow": allow}), lambda: SHOWN)
+    candidates = RelaunchCandidates(engine_of(kind), seen(), Settings.of({"allow": allow}), lambda: SHOWN, lambda: "")
     assert candidates._divided(ShardingChange()) == [ShardingChange(**change) for change in changes]
 
 

@@ -1,4 +1,4 @@
-"""Plans for a script are proven before they are used: by running a few samples, by the loss graph, or by a word."""
+"""Plans for a script are used where the loss graph or a word allows them, and no run of a few samples differs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     cases.request(asked / "Wide", LOSSES, "Wide", **WIDE)
     cases.request(asked / "Wide_heavy", LOSSES, "Wide", **WIDE, proof_seconds=1e-4)
     cases.request(asked / "Wide_running", LOSSES, "Wide", budget="1MiB", allow=("expandable_segments",))
-    for name in ("Plain", "Counting", "Contrastive", "Weighted", "Ignoring", "Centred"):  # no time to run anything
+    for name in ("Plain", "Counting", "Contrastive", "Ignoring", "Centred"):  # no time to run anything
         cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
     cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
@@ -80,7 +80,6 @@ def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name:
 
 
 WEIGHED = {
-    "Weighted": "the class weights of the labels other than -100 in batch['labels']",
     "Ignoring": "the number of values other than 0 in batch['labels']",
     "Masked": "the sum of batch['0']['mask']",
     "segmentation": "the number of values other than 255 in batch['labels']",
@@ -113,10 +112,10 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
             "joins samples of the batch",
             marks=pytest.mark.torch_since(2, 6),
         ),
-        ("Weighted_heavy", "smaller micro-batches", "micro-batches have different shares"),
-        ("Centred_heavy", "smaller micro-batches", "the result of mean, which joins samples, reaches it without"),
-        ("Counting", "smaller micro-batches", "the attribute calls is 2 instead of 1"),
-        ("Queued", "smaller micro-batches", "latest was written 2 times instead of once"),
+        ("Weighted", "smaller micro-batches", "classes have weights that are not known"),
+        ("Centred_heavy", "smaller micro-batches", "aten.sub"),
+        ("Counting", "smaller micro-batches", "keeps: calls"),
+        ("Queued", "smaller micro-batches", "it adds means over different counts of the batch"),
         ("Spoiling_waiting", "offload_activations", "the gradient of "),
     ],
 )
@@ -131,8 +130,8 @@ def test_what_comes_to_something_else_is_refused_by_name(answers: Any, name: str
 def test_what_is_too_heavy_to_run_is_proven_by_the_loss_graph(answers: Any) -> None:
     answer = answers["Plain_heavy"]
     assert answer["launch_plan"]["micro_batch_size"] == 8
-    (note,) = [note for note in answer["notes"] if note.startswith(BY_GRAPH)]
-    assert "it would take" in note
+    assert BY_GRAPH in answer["notes"]
+    assert any("it would take" in note for note in answer["notes"]), answer["notes"]
 
 
 def test_a_script_that_takes_no_other_batch_size_is_planned_for_at_its_own(answers: Any) -> None:
@@ -222,7 +221,7 @@ def test_a_launch_whose_plan_is_refuted_starts_nothing_and_trains_as_written_und
     refuted = launch(*ONE, *options, "--allow", "accumulate", LOSSES, *own, "--out", sliced, cache=cache)
     guarded = launch(*ONE, *options, "--allow", "accumulate,checkpoint", LOSSES, *own, "--out", other, cache=cache)
     assert (plain.returncode, refuted.returncode, guarded.returncode) == (0, 1, 0), guarded.stderr
-    assert "the attribute calls is 2 instead of 1" in refuted.stderr
+    assert "keeps: calls" in " ".join(refuted.stderr.split())
     assert not sliced.exists()
     assert RUN.format(4) in guarded.stderr
     assert difference(torch.load(written), torch.load(other)) < 1e-6
@@ -238,7 +237,6 @@ def test_a_launch_of_normalised_random_slices_is_proven_and_runs(tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "script", "budget"),
     [
-        ("Weighted", (LOSSES, "Weighted"), "40MiB"),
         ("Ignoring", (LOSSES, "Ignoring"), "24MiB"),  # of some slices, no label counts
         ("Masked", (LOSSES, "Masked"), "40MiB"),
         ("segmentation", (SEGMENTATION,), "26MiB"),

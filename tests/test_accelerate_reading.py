@@ -28,6 +28,9 @@ from vram_guard_accelerate.relaunch.divisible import why_not_divided  # noqa: E4
 
 # --- loops in the source -----------------------------------------------------------------------------------------
 
+#: Answers of candidates that are not asked for: what a run and what the graph shows.
+UNASKED: Any = (lambda: None, lambda: "")
+
 SCRIPT = """\
 import itertools
 
@@ -336,7 +339,7 @@ def test_a_precision_that_the_script_acts_on_is_set_by_another_launch(
     settings: dict[str, Any], allowed: tuple[str, ...], mixed: str, reserved: bool
 ) -> None:
     facts: Any = SimpleNamespace(advances=())
-    found = RelaunchCandidates(first(**settings), facts, Settings.of({"allow": allowed}), lambda: None)  # type: ignore[arg-type,return-value]
+    found = RelaunchCandidates(first(**settings), facts, Settings.of({"allow": allowed}), *UNASKED)
     assert found._mixed == mixed
     assert found.reserved == ({"precision"} if reserved else set())
 
@@ -371,7 +374,7 @@ def test_a_model_is_divided_otherwise_as_its_plugin_can(
 ) -> None:
     look: Any = SimpleNamespace(facts=SimpleNamespace(advances=()))
     script = first(fsdp_plugin=given, ranks=ranks)
-    candidates = RelaunchCandidates(script, look, Settings.of({"allow": allowed}), lambda: None)  # type: ignore[arg-type,return-value]
+    candidates = RelaunchCandidates(script, look, Settings.of({"allow": allowed}), *UNASKED)
     made = candidates._divided(ShardingChange())
     assert [(one.introduced, one.reshard, one.strategy, one.offload) for one in made] == [
         tuple({"introduced": False, "reshard": False, "strategy": "", "offload": False, **change}.values())
@@ -384,6 +387,6 @@ def test_a_model_is_divided_otherwise_as_its_plugin_can(
 
 def test_why_a_launch_is_not_divided_is_among_the_notes() -> None:
     look: Any = SimpleNamespace(facts=SimpleNamespace(advances=("scale",)))
-    candidates = RelaunchCandidates(first(), look, Settings.of({"allow": ("shard",)}), lambda: None)  # type: ignore[arg-type,return-value]
+    candidates = RelaunchCandidates(first(), look, Settings.of({"allow": ("shard",)}), *UNASKED)
     assert candidates._divided(ShardingChange()) == []
     assert ["(scale)" in note for note in candidates.notes] == [True]

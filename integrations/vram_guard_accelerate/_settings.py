@@ -33,6 +33,9 @@ NOT_HERE: dict[str, str] = {
     "optimizer_in_backward": marked("a script may do anything with its gradients before it steps"),
 }
 
+#: The option with which the user says how losses add up.
+LOSS_WEIGHT = "--loss-weight mean|sum"
+
 #: Techniques whose plans are run in copies before they are used.
 PROVEN = ("accumulate", "checkpoint", "offload_activations", "chunked_loss")
 

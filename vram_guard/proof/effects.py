@@ -140,10 +140,16 @@ def other_draws() -> str:
     return _("micro-batches draw other random numbers than a whole batch, from the same distributions")
 
 
-def unless_said(why: str) -> str:
-    """The words for micro-batches that nothing proves: they are left out unless the user asks for them."""
+def unless_said(why: str, setting: str = "") -> str:
+    """The words for micro-batches that nothing proves: they are left out unless the user asks for them.
+
+    Args:
+        why: nothing proves them.
+        setting: with which the user says so; "": ``loss_weight`` of a callback or a hook.
+    """
     return _(
         "{why}; they are not applied as they may be another training. If you know that they are not, say how your "
-        "loss adds up with loss_weight ('mean', 'sum', or a count of the batch)",
+        "loss adds up with {setting}",
         why=why,
+        setting=setting or _("loss_weight ('mean', 'sum', or a count of the batch)"),
     )

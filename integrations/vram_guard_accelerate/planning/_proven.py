@@ -10,6 +10,7 @@ from vram_guard.language import _
 from vram_guard.plan.techniques import FORMS
 from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_draws, unless_said
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard_accelerate._settings import LOSS_WEIGHT
 
 if TYPE_CHECKING:
     from vram_guard.proof.small_steps import SmallSteps
@@ -89,7 +90,7 @@ class Judge:
         if whole.slices:
             why = self._why_not_by_graph()
             if why:
-                return Verdict({"accumulate": unless_said(why)})
+                return Verdict({"accumulate": unless_said(why, LOSS_WEIGHT)})
             notes = (*notes, _("slices of a batch: proven by the loss graph"))
         proof = self._proofs.of(whole)
         if proof.why_not:

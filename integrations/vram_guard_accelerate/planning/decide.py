@@ -26,7 +26,7 @@ from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
 from vram_guard_accelerate._precision import ACCELERATES
-from vram_guard_accelerate._settings import NOT_HERE, Settings
+from vram_guard_accelerate._settings import LOSS_WEIGHT, NOT_HERE, Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
 from vram_guard_accelerate.dry_run import own_ranks
@@ -144,7 +144,13 @@ def _decided(
     )
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
-    candidates = RelaunchCandidates(first, look, settings, proofs.of_halves) if may_relaunch else None
+    candidates = (
+        RelaunchCandidates(
+            first, look, settings, proofs.of_halves, lambda: _why_joined(by_graph, look.facts, weigh()[1])
+        )
+        if may_relaunch
+        else None
+    )
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
@@ -322,7 +328,8 @@ def _loss_weight(
     if not why:
         # Of a number that the loss is divided by, slices see by themselves whether it was used.
         return ("mean" if facts.counts_items else weight), ""
-    return weight, unless_said(_("cannot tell whether the model's loss is a mean or a sum: {reason}", reason=why))
+    why = _("cannot tell whether the model's loss is a mean or a sum: {reason}", reason=why)
+    return weight, unless_said(why, LOSS_WEIGHT)
 
 
 def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
@@ -411,6 +418,19 @@ def _why_not_by_graph(by_graph: GraphProof) -> str:
         return by_graph.why_not()
     except VramGuardError as error:
         return str(error)
+
+
+def _why_joined(by_graph: GraphProof, facts: LoopFacts, unclear: str) -> str:
+    """The reason why samples that may be compared are not known to stay apart; "" where the loss graph shows it.
+
+    Args:
+        by_graph: of the models' calls.
+        facts: of the loop.
+        unclear: the reason why the weight of returned losses is unknown.
+    """
+    if not facts.returns_loss:  # a graph that begins behind the models does not show which samples met before
+        return _("samples of a batch may be compared with each other where the script computes its loss")
+    return unclear or _why_not_by_graph(by_graph)
 
 
 def _why_not_mixed(first: FirstBatch) -> str:

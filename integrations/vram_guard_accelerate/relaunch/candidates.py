@@ -19,7 +19,7 @@ from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
 from vram_guard_accelerate.relaunch import engine
 from vram_guard_accelerate.relaunch.divisible import why_not_divided
-from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated, why_not_counted, why_not_weighed
+from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated, why_not_counted
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
 if TYPE_CHECKING:
@@ -38,13 +38,22 @@ class RelaunchCandidates:
         look: what its loop was seen to do.
         settings: what may be changed.
         halved: what came of a few samples, run whole and in halves.
+        why_joined: the reason why the loss graph does not show that samples stay apart; "" where it does.
     """
 
-    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings, halved: Callable[[], Proof]) -> None:
+    def __init__(
+        self,
+        first: FirstBatch,
+        look: FirstLook,
+        settings: Settings,
+        halved: Callable[[], Proof],
+        why_joined: Callable[[], str],
+    ) -> None:
         self._first = first
         self._look = look
         self._settings = settings
         self._halved = halved
+        self._why_joined = why_joined
         self.notes: list[str] = []
         """The reasons why the script's own options are not set, where they could have been."""
 
@@ -141,12 +150,9 @@ class RelaunchCandidates:
             return []
         why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
         # A table of all samples against all samples is as wide as the batch and grows with its square. So may other
-        # things be: samples that were run whole and in halves tell.
-        if not why and (facts.compares_samples or made.uneven) and not self._halved().samples:
-            why = _(
-                "samples of a batch may be compared with each other, and none were run to see: {reason}",
-                reason=self._halved().why_not,
-            )
+        # things be. The graph tells them apart; a run of some samples does not.
+        if not why and (facts.compares_samples or made.uneven):
+            why = self._why_joined()
         found = None if why else accumulated()
         if found is not None:
             slower = made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)
@@ -155,7 +161,7 @@ class RelaunchCandidates:
             why = self._halved().refutation
         if found is None or why:
             counted = not why_not_counted(self._look.profile, self._first.shape.ranks)
-            unread = counted and bool(why_not_weighed(self._look.profile)) and size % 2 == 0
+            unread = found is None and counted and size % 2 == 0
             refuted = self._halved().refutation if unread else ""
             reason = "; ".join(filter(None, (why, refuted)))
             note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=reason)

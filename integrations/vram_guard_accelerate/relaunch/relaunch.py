@@ -131,7 +131,7 @@ class Relaunch:
     splits: int = 1
     """By how much batches are smaller than the baseline's."""
     proven: int = 0
-    """Samples that were run, whole and in halves, with equal results; 0: none, smaller batches are judged by losses."""
+    """Samples that were run, whole and in halves, with equal results; 0: none was."""
 
     @property
     def settled(self) -> set[str]:
@@ -200,7 +200,11 @@ class Relaunch:
             return [seen]
         proven = _("smaller batches: proven by the loss graph")
         if self.proven:
-            proven = _("smaller batches: proven by running {count} samples, whole and in halves", count=self.proven)
+            proven = _(
+                "{proven}; {count} samples, run whole and in halves, came to the same",
+                proven=proven,
+                count=self.proven,
+            )
         smaller = _(
             "the script's own batches are smaller and its loader is {count} times as long: what it "
             "counts in batches (prints, limits, progress) comes {count} times as often; what it counts "
