@@ -97,13 +97,6 @@ def test_what_others_have_ended_is_tried_again_once_and_then_not_known(
     assert "signal" not in json.dumps(found)
 
 
-@pytest.mark.parametrize("where", ["3", "setup"])
-def test_full_host_memory_says_nothing_of_the_script(tmp_path: Path, where: str) -> None:
-    done = dry_run(tmp_path, "--budget", "1GiB", "--no-whole-job", str(ENDED), f"full-{where}")
-    assert (done.returncode, done.stdout) == (EXIT_NOT_KNOWN, ""), done.stderr
-    assert not list(tmp_path.rglob("launches/*.json"))
-
-
 @pytest.mark.parametrize(
     ("number", "where", "programs"),
     [(signal.SIGKILL, "3", 2), (signal.SIGQUIT, "setup", 2), (signal.SIGTERM, "3", 2), (signal.SIGKILL, "setup", 2)],

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,38 +263,6 @@ def test_a_copy_that_is_ended_from_outside_is_tried_once_more(
         with pytest.raises(EndedCopyError):
             run_in_fork(killed)
     assert run_in_fork(outer) == "done"  # nothing is left of it
-
-
-def _wraps() -> None:
-    try:
-        bytearray(2**60)
-    except MemoryError as error:
-        raise UnsupportedStepError("a library has its own words") from error
-
-
-@pytest.mark.parametrize("fails", [lambda: torch.empty(2**60), lambda: bytearray(2**60), _wraps])
-@pytest.mark.parametrize("times", [1, 2])
-def test_full_host_memory_is_an_end_from_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[[], object], times: int
-) -> None:
-    monkeypatch.setenv(BEST_WAY, "python")  # what the program writes is counted
-    counted = tmp_path / "counted"
-    counted.touch()
-
-    def work(_say: object) -> str:
-        if counted.stat().st_size < times:
-            count = "import sys; open(sys.argv[1], 'a').write('.')"
-            subprocess.run([sys.executable, "-c", count, str(counted)], check=True)
-            fails()
-        return "done"
-
-    if times == 1:
-        assert run_in_fork(work) == "done"
-    else:
-        with pytest.raises(EndedCopyError, match="not known"):
-            run_in_fork(work)
-    with pytest.raises(ValueError, match="no data"):  # an error of the work itself stays what it is
-        run_in_fork(lambda _say: (_ for _ in ()).throw(ValueError("no data")))
 
 
 @pytest.mark.parametrize("error", [OSError("no space left"), EOFError("the log has ended"), ZeroDivisionError("0")])

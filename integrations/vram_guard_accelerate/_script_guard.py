@@ -234,7 +234,7 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
 
     def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
         run.phase.failed(error, sys.argv[0])
-        parent.send_failure(error, DryRunFailure.of(error, sys.argv[0]))
+        parent.send(DryRunFailure.of(error, sys.argv[0]))
 
     def ended() -> NoReturn:
         run.phase.ended()

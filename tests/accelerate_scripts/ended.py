@@ -20,8 +20,6 @@ def wait(where):
         ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
         while not Path(os.environ["GO_ON"]).exists():
             time.sleep(0.05)
-    if f"full-{where}" in sys.argv[1:]:
-        torch.empty(2**60, device="cpu")
 
 
 def main():

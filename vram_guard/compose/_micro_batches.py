@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from vram_guard.compose._alignment import aligned
 from vram_guard.compose._errors import CannotComposeError
-from vram_guard.timeline import Affine, Block, Marks, Phase, Timeline
+from vram_guard.timeline import COMPARED, Affine, Block, Marks, Phase, Timeline
 
 _REPEATED = ("forward", "backward")
 
@@ -84,6 +84,12 @@ class _Doubled:
         for at, block in timeline.marks.accumulated:
             self.accumulated.setdefault(at, []).append(block)
         self.gradients = {self.name.get(block, block) for _at, block in timeline.marks.accumulated}
+        self.compared = {
+            self.name.get(block, block)
+            for block, phase in self.home.items()
+            if phase.name == "backward" and timeline.blocks[block].operator == COMPARED
+        }
+        """Names of what is compared of recomputations, until the next forward."""
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.phases: list[Phase] = []
@@ -144,6 +150,8 @@ class _Doubled:
         self.phases.append(phase._replace(start=len(self.events)))
         if phase.name == "forward":
             self.began = len(self.blocks)
+            for name in self.compared:
+                self._free(self.latest.get(name))
         if phase.name == "backward":
             self._emit_backward(part, again=again)
         else:

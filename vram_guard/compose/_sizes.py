@@ -10,7 +10,7 @@ from itertools import chain
 from vram_guard.compose._alignment import aligned
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.compose._names import NumberedNames
-from vram_guard.timeline import Affine, Block, HostBlock, Scratch, Timeline, Work
+from vram_guard.timeline import COMPARED, Affine, Block, HostBlock, Scratch, Timeline, Work
 
 
 def of_every_size(whole: Timeline, part: Timeline, stacks: Iterable[str] = ()) -> Timeline:
@@ -167,7 +167,10 @@ class _BlockLines:
 
     def of(self, number: int) -> _Line:
         """How one of the blocks of the whole grows."""
-        kinds, exact = _described(self._whole.blocks[number], self._names)
+        block = self._whole.blocks[number]
+        kinds, exact = _described(block, self._names)
+        if block.operator == COMPARED:
+            return exact
         try:
             return self._lines.through(kinds, exact)
         except _SeveralLinesError:

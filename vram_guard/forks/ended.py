@@ -1,15 +1,10 @@
-"""Copies that were ended from outside: what they would have found is not known, and nothing is concluded from it.
-
-An error that says that host memory is full is such an end: what else runs on the machine decides where it is raised.
-"""
+"""Copies that were ended from outside: what they would have found is not known, and nothing is concluded from it."""
 
 from __future__ import annotations
 
-import errno
 import signal
-from collections.abc import Iterator
 
-from vram_guard.errors import EndedCopyError, LostCopyError, VramGuardError
+from vram_guard.errors import EndedCopyError, LostCopyError
 from vram_guard.language import _
 
 #: Signals that end a process for what its own code does; any other one comes from elsewhere.
@@ -38,19 +33,15 @@ class EndedOnceError(LostCopyError):
     """A copy was ended from outside; another one may do its work.
 
     Args:
-        how: it was ended: see :func:`how` and :func:`host_is_full`.
+        code: its exit code, see :func:`from_outside`.
     """
 
-    def __init__(self, how: str) -> None:
-        super().__init__(_("the copy of the process that looked at the training {how}", how=how))
-        self.how = how
-
-    def __reduce__(self) -> tuple[type[EndedOnceError], tuple[str]]:
-        return EndedOnceError, (self.how,)
+    def __init__(self, code: int | None) -> None:
+        super().__init__(_("the copy of the process that looked at the training {how}", how=_how(code)))
+        self.code = code
 
 
-def how(code: int | None) -> str:
-    """The end of a copy in words, by its exit code (see :func:`from_outside`)."""
+def _how(code: int | None) -> str:
     if code is None:
         return _("was ended from outside")
     if -code == getattr(signal, "SIGKILL", 0):
@@ -67,44 +58,15 @@ def from_outside(code: int | None) -> bool:
     return code is None or (code < 0 and -code not in _OF_ITS_OWN)
 
 
-def host_is_full(error: BaseException) -> str:
-    """The end of a copy in words, where this error came of full host memory; "" where it did not.
-
-    Args:
-        error: that Python, the system or torch's allocator of host memory raised, or one that was raised for it.
-
-    Example:
-        >>> host_is_full(MemoryError()), host_is_full(ValueError("no data"))
-        ('ran out of host memory (MemoryError)', '')
-    """
-    for one in _behind(error):
-        # An allocator that is replayed raises errors of this package.
-        of_python = isinstance(one, MemoryError) and not isinstance(one, VramGuardError)
-        if of_python or getattr(one, "errno", None) == errno.ENOMEM or "DefaultCPUAllocator: " in str(one):
-            said = (str(one).splitlines() or [""])[0]
-            return _("ran out of host memory ({error})", error=": ".join(filter(None, (type(one).__name__, said))))
-    return ""
-
-
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that were handled when it was raised."""
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or found.__context__
-
-
-def twice(what: str, how: str) -> EndedCopyError:
+def twice(what: str, code: int | None) -> EndedCopyError:
     """The error where a second copy ended as the first one did; from here on :func:`not_known` has it too.
 
     Args:
         what: the copy, in words.
-        how: the second one's end, as :class:`EndedOnceError` has it.
+        code: of the second one.
     """
     return missing(
-        _("{what} {how}, and so did a second one: what it would have found is not known", what=what, how=how)
+        _("{what} {how}, and so was a second one: what it would have found is not known", what=what, how=_how(code))
     )
 
 

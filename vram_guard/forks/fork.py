@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar, cast
 
-from vram_guard.errors import EndedCopyError, LostCopyError, UnsupportedStepError
+from vram_guard.errors import LostCopyError, UnsupportedStepError
 from vram_guard.forks import autograd_threads, ended, hanging, queues, tied
 from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
@@ -132,7 +132,7 @@ def run_in_fork(
     try:
         return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
     except EndedOnceError as error:
-        raise ended.twice(_("the copy of the process that looked at the training"), error.how) from error
+        raise ended.twice(_("the copy of the process that looked at the training"), error.code) from error
 
 
 def begin_in_fork(work: Callable[[Progress], T]) -> Copy[T]:
@@ -191,8 +191,6 @@ class Copy(Generic[T]):
             kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
         if kind == "error":
             caught, text, line, ours = value
-            if isinstance(caught, EndedCopyError):
-                ended.missing(str(caught))
             if any(part in str(caught) for part in _REFUSED_IN_FORKS):
                 raise ForkRefusedError(str(caught))
             raise caught from _RemoteTraceback(text, line, ours=ours)
@@ -244,8 +242,6 @@ def _outcome(work: Callable[[Progress], Any], home: Connection, buffers: list[pi
         return "error", (error, traceback.format_exc(), "", False)
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         text = "".join(traceback.format_exception(caught))
-        if full := ended.host_is_full(caught):
-            return "error", (EndedOnceError(full), text, "", False)
         return "error", (as_picklable(caught), text, line_of_error(caught), raised_here(caught))
 
 
@@ -296,7 +292,7 @@ def _answer(
             _("the training's own code closed the connection over which the copy of the process answers")
         )
     if ended.from_outside(code):
-        raise EndedOnceError(ended.how(code))
+        raise EndedOnceError(code)
     raise LostCopyError(stack.located(_death(code or 0))) from place
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar
 
-from vram_guard.errors import EndedCopyError
 from vram_guard.forks.ended import missing
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fork import ForkRefusedError, as_picklable, can_fork, fork_with_generators, run_in_fork
@@ -63,7 +62,7 @@ class WaitingCopy(Generic[A, R]):
         except (EOFError, OSError) as error:
             raise missing(_("the copy of the process that waited to look at the training was ended")) from error
         if kind == "error":
-            raise missing(str(value)) if isinstance(value, EndedCopyError) else value
+            raise value
         return value  # type: ignore[no-any-return]
 
 

@@ -30,6 +30,7 @@ from torch.utils import checkpoint
 from vram_guard.errors import RecomputationError
 from vram_guard.language import _
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
+from vram_guard.techniques.comparing import comparing
 from vram_guard.tensors import inner_tensors, is_dense
 
 #: Values of each saved tensor that are compared: 1 KiB of float32.
@@ -293,7 +294,8 @@ class BlockCall:
 
     def _values(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """Values at some places of a tensor, or of those that it wraps; None where they are not compared."""
-        return [self._at_places(part) if _is_compared(part) else None for part in inner_tensors(tensor)]
+        with comparing:
+            return [self._at_places(part) if _is_compared(part) else None for part in inner_tensors(tensor)]
 
     def _at_places(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor:
@@ -315,10 +317,11 @@ class BlockCall:
         """Of each kind and device, whether all that was collected is equal."""
         pairs, self._pairs, self._places = self._pairs, [], {}
         rows: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for first, again in pairs:
-            rows.setdefault((again.dtype, again.device), []).append((first.to(again.device), again))
+        with comparing:
+            for first, again in pairs:
+                rows.setdefault((again.dtype, again.device), []).append((first.to(again.device), again))
         rounding = max((_rounding(dtype) for dtype, _device in rows if dtype.itemsize > 1), default=0.0)
-        with torch.no_grad():
+        with comparing, torch.no_grad():
             stacked = ([torch.cat(each) for each in zip(*of_kind, strict=True)] for of_kind in rows.values())
             return [_Flag.of(self.block, _Pair(first, again, rounding)) for first, again in stacked]
 

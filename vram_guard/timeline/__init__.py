@@ -8,6 +8,7 @@ from vram_guard.timeline._timeline import Timeline, largest_that_fits
 from vram_guard.timeline._values import (
     ASSUMED_CARD,
     CATEGORIES,
+    COMPARED,
     PHASE_NAMES,
     STEP_PHASES,
     SYNCHRONISED_NORM,
@@ -45,6 +46,7 @@ from vram_guard.timeline._words import named_phase, phase_and_step, phase_words
 __all__ = [
     "ASSUMED_CARD",
     "CATEGORIES",
+    "COMPARED",
     "FOLLOWED_STEPS",
     "PHASE_NAMES",
     "STEP_PHASES",

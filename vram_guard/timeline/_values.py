@@ -77,6 +77,10 @@ class Scratch(NamedTuple):
 ASSUMED_CARD = Card((8, 0), 108)
 
 
+#: The operator of what the comparison of recomputations allocates: values at so many places, whatever the batch size.
+COMPARED = "vram_guard.compared"
+
+
 class Block(NamedTuple):
     """One allocation of the caching allocator, from alloc to free."""
 

@@ -229,9 +229,9 @@ class ForkedPhase(LoopPhase):
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
-        compiler = self._request.compiled and isinstance(error, Exception)
-        failure = DryRunFailure.unsupported(cause_of(error)) if compiler else DryRunFailure.of(error, script)
-        self._parent.send_failure(error, failure)
+        if self._request.compiled and isinstance(error, Exception):
+            self._parent.send(DryRunFailure.unsupported(cause_of(error)))
+        self._parent.send(DryRunFailure.of(error, script))
 
     def _out_of_time(self, frame: Any) -> NoReturn:
         if self._request.compiled:

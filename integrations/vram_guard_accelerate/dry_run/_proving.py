@@ -245,7 +245,7 @@ class ProvingPhase(Phase):
 
     def failed(self, error: BaseException, script: str) -> None:
         """Send the reason."""
-        self._parent.send_failure(error, DryRunFailure.of(error, script))
+        self._parent.send(DryRunFailure.of(error, script))
 
     def ended(self) -> None:
         """The same: there was no backward pass."""

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import BatchSampler
 
 from vram_guard.capture.loader import Sample
-from vram_guard.forks import ended
 from vram_guard.language import _
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Note, Timeline
@@ -235,7 +234,7 @@ class WholeJobPhase(ForkedPhase):
 
     def failed(self, error: BaseException, script: str) -> None:
         """What was followed until then is the answer, if it trained."""
-        if self.loop.tracer.steps < 2 or ended.host_is_full(error):
+        if self.loop.tracer.steps < 2:
             super().failed(error, script)
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._missing(DryRunFailure.of(error, script).message)

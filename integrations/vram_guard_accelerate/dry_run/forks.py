@@ -36,16 +36,6 @@ class ParentPipe:
 
     pipe: int
 
-    def send_failure(self, error: BaseException, failure: Any) -> NoReturn:
-        """Send why there is no answer, and end this copy.
-
-        Args:
-            error: that ended the script.
-            failure: what it says of the script, where host memory was not full.
-        """
-        full = ended.host_is_full(error)
-        self.send(HostFull(full) if full else failure)
-
     def send(self, answer: Any) -> NoReturn:
         """Send the answer and end this copy at once, without the script's own exit handlers."""
         try:
@@ -72,13 +62,6 @@ class EndedBy:
     """In place of the answer of a copy that is no child of the process that asked for it."""
 
     code: int
-
-
-@dataclass(frozen=True)
-class HostFull:
-    """In place of the answer of a copy that came to none because host memory was full: its end in words."""
-
-    how: str
 
 
 class Fork:
@@ -128,12 +111,10 @@ class Fork:
         answer = _read(data)
         if isinstance(answer, EndedBy):
             code, answer = answer.code, None
-        if isinstance(answer, HostFull):
-            raise EndedOnceError(answer.how)
         if answer is not None or (code in (0, None) and may_be_silent):
             return answer
         if ended.from_outside(code):
-            raise EndedOnceError(ended.how(code))
+            raise EndedOnceError(code)
         raise LostCopyError(_death(code or 0))
 
 
@@ -156,7 +137,7 @@ def asked_twice(ask: Callable[[], Fork], what: str, seconds: float, *, begun: Fo
     try:
         return ask().answer(seconds, **how)
     except EndedOnceError as error:
-        raise ended.twice(what, error.how) from error
+        raise ended.twice(what, error.code) from error
 
 
 def _read(data: bytes) -> Any:

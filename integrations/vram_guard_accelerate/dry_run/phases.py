@@ -168,7 +168,7 @@ class Phase:
         """The script has raised this. Does not return in a copy, which sends it to its original."""
         copy = self.run.sharding.copy
         if copy is not None:
-            copy.parent.send_failure(error, DryRunFailure.of(error, script))
+            copy.parent.send(DryRunFailure.of(error, script))
 
     def ended(self) -> None:
         """The script is over. Does not return in a copy, which sends what it has seen to its original."""

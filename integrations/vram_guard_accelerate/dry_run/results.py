@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from vram_guard import errors
 from vram_guard.apply.loss_terms import Term
 from vram_guard.errors import UnsupportedStepError, VramGuardError
-from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.side_effects import why_not_written
 from vram_guard.language import _
 from vram_guard.proof.samples_apart import LossForm
@@ -103,8 +102,6 @@ class DryRunFailure:
         """A failure from what ended the script."""
         if isinstance(error, StoppedError):
             return cls.unsupported(str(error))
-        if isinstance(error, EndedOnceError):
-            return cls(type(error).__name__, error.how)
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
                 return cls.unsupported(_("the script ended itself: {reason}", reason=error.code))

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from vram_guard.codec import from_json, to_json
 from vram_guard.forks import ended, tied
-from vram_guard.forks.ended import EndedOnceError
 from vram_guard.language import _
 from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
@@ -42,8 +41,7 @@ def follow(folder: Path) -> NoReturn:
     try:
         _follow(request, lambda answer: _answer(folder, answer), early)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
-        full = ended.host_is_full(error)
-        failure = DryRunFailure.of(ended.instead_of(EndedOnceError(full) if full else error), request.command[0])
+        failure = DryRunFailure.of(ended.instead_of(error), request.command[0])
         said = (failure.message, *(one.note for one in early))
         _answer(folder, replace(failure, message="; ".join(filter(None, said))))
 

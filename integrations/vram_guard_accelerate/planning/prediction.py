@@ -21,7 +21,6 @@ from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
 from vram_guard.errors import EndedCopyError
 from vram_guard.forks import ended
-from vram_guard.forks.ended import EndedOnceError
 from vram_guard.language import _, language
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
@@ -197,15 +196,11 @@ def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
     """The answer of a dry run; where it is ended from outside, that of a second one."""
     for _attempt in range(2):
         answer, code = _run_once(request, log)
-        if isinstance(answer, DryRunFailure) and answer.error == EndedOnceError.__name__:
-            how = answer.message
-        elif answer is not None:
+        if answer is not None:
             return answer
-        elif ended.from_outside(code):
-            how = ended.how(code)
-        else:
+        if not ended.from_outside(code):
             return DryRunFailure.unsupported(_how_it_ended(code))
-    return DryRunFailure.of(ended.twice(_("the dry run of the script"), how))
+    return DryRunFailure.of(ended.twice(_("the dry run of the script"), code))
 
 
 def _run_once(request: DryRunRequest, log: Path) -> tuple[DryRunAnswer | DryRunFailure | None, int]:

@@ -19,8 +19,10 @@ from vram_guard.simulate.memory._host_recorder import HostRecorder, StorageRef
 from vram_guard.simulate.memory.repeats import Repeat, paired
 from vram_guard.simulate.memory.streams import Issued, StreamLog
 from vram_guard.state.containers import leaves
+from vram_guard.techniques.comparing import comparing
 from vram_guard.tensors import tensors_in
 from vram_guard.timeline import (
+    COMPARED,
     STEP_PHASES,
     Affine,
     Block,
@@ -419,7 +421,7 @@ class Recorder:
         recomputing = self.in_backward and torch.is_grad_enabled()
         self._categories.append("activations" if recomputing else self._default_category)
         module, source = origin or self._origin()
-        self._origins.append((module, source, operator))
+        self._origins.append((module, source, COMPARED if comparing.now else operator))
         self.events.append(block)
         return block
 
