@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class _Division(NamedTuple):
 _FIRST = 4
 
 
-def in_micro_batches(timeline: Timeline) -> Timeline:
+def in_micro_batches(timeline: Timeline, checkpointed: Collection[str] = ()) -> Timeline:
     """The timeline in which a loaded batch of twice the size runs in two micro-batches.
 
     The second one repeats forward and backward pass of the second step; each gradient that it makes is added to the
@@ -59,18 +60,20 @@ def in_micro_batches(timeline: Timeline) -> Timeline:
 
     Args:
         timeline: of two steps, a micro-batch each, with marks.
+        checkpointed: names of the blocks that are.
 
     Raises:
         CannotComposeError: a step has no marks, or not one micro-batch.
     """
-    return _Doubled(timeline).made()
+    return _Doubled(timeline, checkpointed).made()
 
 
 class _Doubled:
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, checkpointed: Collection[str]) -> None:
         if timeline.marks is None:
             raise CannotComposeError("a trace has no marks")
         self.timeline = timeline
+        self.checkpointed = checkpointed
         self.parts = [_Part(phase, end) for phase, end in timeline.spans()]
         self._step = {phase.start: phase.step for phase in timeline.phases}
         self.home: dict[int, Phase] = {}
@@ -89,7 +92,7 @@ class _Doubled:
             for block, phase in self.home.items()
             if phase.name == "backward" and timeline.blocks[block].operator == COMPARED
         }
-        """Names of what is compared of recomputations, until the next forward."""
+        """Names of what is compared of recomputations, which is kept until a forward enters a checkpointed block."""
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.phases: list[Phase] = []
@@ -148,14 +151,27 @@ class _Doubled:
         """The events of a phase; ``again``: of a backward pass that adds to gradients."""
         phase = part.phase
         self.phases.append(phase._replace(start=len(self.events)))
-        if phase.name == "forward":
-            self.began = len(self.blocks)
-            for name in self.compared:
-                self._free(self.latest.get(name))
         if phase.name == "backward":
             self._emit_backward(part, again=again)
+        elif phase.name == "forward":
+            self.began = len(self.blocks)
+            place = self._first_checkpointed(part)
+            self._copy(part, phase.start, place)
+            for name in self.compared:
+                self._free(self.latest.get(name))
+            self._copy(part, place, part.end)
         else:
             self._copy(part, phase.start, part.end, twice=phase.name == "batch")
+
+    def _first_checkpointed(self, part: _Part) -> int:
+        """Where a forward enters its first checkpointed block; its end where it enters none."""
+        if not self.compared:
+            return part.end
+        blocks, events = self.timeline.blocks, self.timeline.events
+        inside = tuple(f"{name}." for name in self.checkpointed)
+        places = range(part.phase.start, part.end)
+        made = (at for at in places if events[at] >= 0)
+        return next((at for at in made if f"{blocks[events[at]].module}.".startswith(inside)), part.end)
 
     def _emit_backward(self, part: _Part, *, again: bool) -> None:
         """A backward pass, with the division of its loss; ``again``: it adds to gradients."""

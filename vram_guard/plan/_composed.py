@@ -174,7 +174,8 @@ class Composer:
 
     def _compose(self, request: TraceRequest, blocks: Treatable) -> Timeline:
         if self._cut(request):
-            return in_micro_batches(self._whole(replace(request, slices=1), blocks))
+            whole = self._whole(replace(request, slices=1), blocks)
+            return in_micro_batches(whole, request.recipe.checkpoint)
         return self._whole(request, blocks)
 
     def _cut(self, request: TraceRequest) -> bool:
