@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from vram_guard.timeline import Affine, HostBlock
+
+#: In place of the number of a block: of a tensor that is not counted.
+_NOT_COUNTED = -1
 
 
 class StorageRef(weakref.ref):  # type: ignore[type-arg]
@@ -50,7 +54,7 @@ class HostRecorder:
     def pinned(self, tensor: torch.Tensor) -> bool:
         """True if this symbolic tensor lives in pinned host memory."""
         ref = self._symbolic.get(tensor.untyped_storage()._cdata)
-        return ref is not None and ref.block < len(self._blocks) and self._blocks[ref.block].pinned
+        return ref is not None and ref.block != _NOT_COUNTED and self._blocks[ref.block].pinned
 
     def add(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
         """This symbolic tensor lives in host memory."""
@@ -66,7 +70,7 @@ class HostRecorder:
         key: int = storage._cdata
         if key in known:
             return
-        ref = known[key] = StorageRef.of(storage, self._freed, len(self._blocks))
+        ref = known[key] = StorageRef.of(storage, self._freed, _NOT_COUNTED if self._closed else len(self._blocks))
         if not self._closed:
             self._blocks.append(HostBlock(Affine(storage.nbytes(), 0), pinned))
             self.events.append(ref.block)
@@ -76,8 +80,17 @@ class HostRecorder:
             # The same address may already belong to a younger storage: only the reference that stands there goes.
             if ref.key in known and known[ref.key] is ref:
                 del known[ref.key]
-        if not self._closed:
+        if not self._closed and ref.block != _NOT_COUNTED:
             self.events.append(~ref.block)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing inside the block is counted."""
+        before, self._closed = self._closed, True
+        try:
+            yield
+        finally:
+            self._closed = before
 
     def close(self) -> None:
         """Nothing after this is counted."""

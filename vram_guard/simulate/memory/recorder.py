@@ -175,7 +175,8 @@ class Recorder:
         """Nothing that is allocated inside the block is counted; what was there before must stay alive."""
         before, self._closed = self._closed, True
         try:
-            yield
+            with self.host.aside():
+                yield
         finally:
             self._closed = before
 
