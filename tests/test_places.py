@@ -94,6 +94,7 @@ ALLOWED: dict[str, Code] = {
     "moved": lambda net, x: x @ net.table.to(x.device),
     "moved by another tensor": lambda net, x: x @ net.table.to(x),
     "type_as": lambda net, x: x @ net.table.type_as(x),
+    "type": lambda net, x: x @ net.table.type("torch.cuda.FloatTensor"),
     "cuda()": lambda net, x: x @ net.tables["own"][0].cuda(),
     "copied into": lambda net, x: x @ torch.empty_like(x[0]).expand(WIDTH, WIDTH).clone().copy_(net.table),
     "probabilities": lambda net, x: x * torch.empty_like(x).bernoulli_((net.table / 2)[: len(x)]),
@@ -208,6 +209,37 @@ def test_the_default_device_is_the_one_that_could_have_been_named(form: Any) -> 
         return [(block.size, block.operator) for block in run_step(step, 4, AMPERE).blocks]
 
     assert blocks(by_default) == blocks(lambda net, x: making(net, x, device="cuda"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type")
+def test_tensor_types_of_the_gpu_are_its_device_and_their_dtype(form: Any) -> None:
+    """Torch cannot even name them where it finds no GPU."""
+
+    def by_types(_net: Net, x: torch.Tensor) -> torch.Tensor:
+        kind = torch.cuda.HalfTensor
+        made = kind(3, 4), kind([1, 2]), kind((2.0, 3.0)), kind(torch.Size([5]))
+        assert [tuple(one.shape) for one in made] == [(3, 4), (2,), (2,), (5,)]
+        assert all(isinstance(one, kind) and one.type() == "torch.cuda.HalfTensor" for one in made)
+        assert not isinstance(made[0], torch.cuda.FloatTensor)
+        assert not isinstance(torch.zeros(2, device="cpu"), torch.cuda.FloatTensor)
+        with pytest.raises(TypeError):
+            torch.cuda.LongTensor(made[0])
+        host = made[0].type(torch.FloatTensor)
+        assert (host.device.type, host.dtype) == ("cpu", torch.float32)
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert torch.zeros(2).type() == "torch.cuda.DoubleTensor"
+        torch.set_default_tensor_type(torch.FloatTensor)
+        assert not torch.zeros(2).is_cuda
+        return x
+
+    traced(form(by_types))
+
+    def blocks(code: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        numbers = torch.ones(1024, dtype=torch.int64)
+        return [block.size for block in traced(form(lambda _net, x: x * code(numbers).sum())).blocks]
+
+    assert blocks(lambda one: one.type(torch.cuda.FloatTensor)) == blocks(lambda one: one.to("cuda", torch.float32))
 
 
 @pytest.mark.parametrize("place", [0, "cuda"])

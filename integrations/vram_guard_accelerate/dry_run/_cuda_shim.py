@@ -20,6 +20,7 @@ from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.device.cuda_module import CUDA, accelerator_answers, cuda_answers, while_active
 from vram_guard.simulate.device.fake_cuda import as_device, device_by_default, named_by_number
 from vram_guard.simulate.device.import_guard import imports_run_for_real
+from vram_guard.simulate.device.tensor_types import CUDA_TYPES, default_type_setter, meaning_of, type_on_gpu
 from vram_guard.state.containers import leaves
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate.dry_run._loads import Loads, is_gpu
@@ -85,6 +86,10 @@ class CudaShim(TorchFunctionMode):
         self._stack.enter_context(replaced(torch.cuda, self._answers))
         if hasattr(torch, "accelerator"):
             self._stack.enter_context(replaced(torch.accelerator, self._on_accelerator))
+        self._stack.enter_context(replaced(torch.cuda, CUDA_TYPES))
+        own = torch.set_default_tensor_type
+        setter = while_active(self, default_type_setter(own), own)
+        self._stack.enter_context(replaced(torch, {"set_default_tensor_type": setter}))
         recorded = while_active(self, lambda *_: None, torch.Tensor.record_stream)  # what lies on the CPU has no stream
         self._stack.enter_context(replaced(torch.Tensor, {"record_stream": recorded}))
         self._stack.enter_context(self.loads.followed())
@@ -118,6 +123,8 @@ class CudaShim(TorchFunctionMode):
         if name == "cuda":
             self._remember(args[0])
             return args[0]
+        if name == "type":
+            return self._of_type(func, *args, **kwargs)
         if name in ("pin_memory", "is_pinned"):  # there is no driver that could pin it
             return args[0] if name == "pin_memory" else False
         if kwargs.get("pin_memory"):
@@ -133,6 +140,15 @@ class CudaShim(TorchFunctionMode):
         out = func(*args, **{**kwargs, "device": torch.device("cpu")} if named else kwargs)
         self._remember(out)
         return out
+
+    def _of_type(self, func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """``Tensor.type``: the name of its type, or the tensor as another one, on the device of that type."""
+        if dtype is None:
+            return type_on_gpu(tensor.dtype) if self.tells and self.holds(tensor) else func(tensor, **kwargs)
+        meant = meaning_of(dtype)
+        if meant is None:
+            return self._derived(func, (tensor, dtype, *args), kwargs)
+        return tensor.to(torch.device(meant.device), meant.dtype, *args, **kwargs)
 
     def _told(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where a tensor is; a loss that is made before the loop keeps the device of the weights."""

@@ -37,10 +37,12 @@ from vram_guard.simulate.device.import_guard import imports_run_for_real
 from vram_guard.simulate.device.managed_memory import ManagedMemory
 from vram_guard.simulate.device.packed_sequences import lengths_known
 from vram_guard.simulate.device.symbolic import is_symbolic
+from vram_guard.simulate.device.tensor_types import CUDA_TYPES, default_type_setter, meaning_of, type_on_gpu
 from vram_guard.simulate.device.triton_launches import TritonLaunches
 from vram_guard.simulate.memory.recorder import Recorder
 
 _META = torch.device("meta")
+_SETTER = "set_default_tensor_type"
 
 _base = torch._C.TensorBase
 _real_device: Callable[[torch.Tensor], torch.device] = _base.device.__get__
@@ -135,6 +137,14 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
     def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return to(self, other) if is_symbolic(self) else _base.type_as(self, other)
 
+    def of_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return type_on_gpu(self.dtype) if is_cuda(self) else _base.type(self, *args, **kwargs)
+        meant = meaning_of(dtype)
+        if meant is None or not (meant.device == "cuda" or is_symbolic(self)):
+            return _base.type(self, dtype, *args, **kwargs)
+        return to(self, meant.device, meant.dtype, *args, **kwargs)
+
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return to(self, "cuda")
 
@@ -193,6 +203,7 @@ def _tensor_attributes(state: FakeCudaState) -> dict[str, Any]:
         "get_device": get_device,
         "to": to,
         "type_as": type_as,
+        "type": of_type,
         "cuda": cuda,
         "cpu": cpu,
         "pin_memory": pin_memory,
@@ -498,6 +509,8 @@ def simulated_cuda(state: FakeCudaState, capability: Capability) -> Iterator[Non
     replacements: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.Tensor, _tensor_attributes(state)),
         (torch.cuda, _answers_of(torch.cuda, answers, state)),
+        (torch.cuda, CUDA_TYPES),
+        (torch, {_SETTER: while_active(state, default_type_setter(getattr(torch, _SETTER)), getattr(torch, _SETTER))}),
         (torch.cuda.random, _answers_of(torch.cuda.random, GENERATOR_ANSWERS, state)),
         (torch.cuda, {"_cudart": TOOLS}),
         (torch.cuda.nvtx, {"_nvtx": TOOLS}),
