@@ -132,6 +132,8 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
             prediction = self.net(x)
             loss = nn.functional.mse_loss(prediction, y)
             self.log("train_loss", loss, on_step=True, on_epoch=True)
+            if self.output == "root":
+                return loss.sqrt()
             if self.output == "dict":
                 return {"loss": loss, "prediction": prediction, "error": (prediction - y).abs().mean()}
             return loss

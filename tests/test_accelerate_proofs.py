@@ -148,6 +148,7 @@ def test_what_neither_proves_is_not_cut(answers: Any) -> None:
     assert "changes state that the model keeps: calls" in refusals[0]
     assert "--loss-weight" in refusals[0]
     assert not answers["Counting_heavy"]["changed"]
+    assert answers["Counting_heavy"]["plan"]["reasons"][0].startswith("It would fit with 2 micro-batches of 8, but")
 
 
 @pytest.mark.torch_since(2, 6)

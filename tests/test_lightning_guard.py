@@ -20,6 +20,7 @@ import lightning_cases as cases
 import oom_cases
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
+from vram_guard.plan.descriptions import Why
 from vram_guard_lightning import VramGuard, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -199,6 +200,28 @@ def test_nothing_fits(tmp_path: Any) -> None:
         guarded, _ = fit(tmp_path, guard)
     assert not guard.plan.fits
     assert torch.equal(cases.weights(plain), cases.weights(guarded))
+
+
+def test_micro_batches_that_nothing_proves_are_proposed(tmp_path: Any, tight: int, capsys: Any) -> None:
+    """The root of a mean is no mean; what the user says of it is done."""
+
+    def guarded(**said: Any) -> VramGuard:
+        guard = VramGuard(budget=tight, margin=0, allow=("accumulate",), **said)
+        fit(tmp_path, guard, module=cases.make_module(**WIDE, output="root"), data=wide_loader(), max_steps=1)
+        return guard
+
+    with pytest.warns(UserWarning, match="not known to fit"):
+        plan = guarded().plan
+    assert not plan.fits
+    assert not plan.changed
+    first, *others = plan.reason_values
+    assert first.kind is Why.PROPOSED
+    assert dict(first.values)["change"] == "2 micro-batches of 2048"
+    assert not any(one.kind is Why.REFUSED_SEVERAL for one in others), "said already"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(str(first)) == 1
+    assert shown.partition("too much")[2].strip(" •-").startswith(str(first)), "right behind the verdict"
+    assert guarded(loss_weight="mean").plan.splits == 2
 
 
 def test_strict_raises_before_training_and_leaves_the_trainer_usable(tmp_path: Any) -> None:

@@ -25,6 +25,7 @@ from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard.language import speaking
 from vram_guard.plan import plan
+from vram_guard.plan.descriptions import Why
 from vram_guard_mmengine._training import RunnerTraining
 from vram_guard_mmengine.commands import write_base
 
@@ -556,6 +557,15 @@ def test_impossible_budgets(pretrain: Style) -> None:
     same(pretrain.plain, runner, tolerance=0)
     with pytest.raises(DoesNotFitError):
         cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict", allow=["accumulate"]))
+
+
+def test_micro_batches_that_nothing_proves_are_proposed(pretrain: Style) -> None:
+    settings = {"budget": pretrain.peak - 1, "allow": ["accumulate"], "changes": {"model.type": "Rooted"}}
+    plan = cases.guard(cases.train(pretrain.guarded("rooted", **settings))).plan
+    assert not plan.fits
+    assert plan.reason_values[0].kind is Why.PROPOSED
+    said = cases.guard(cases.train(pretrain.guarded("said", loss_weight="mean", **settings))).plan
+    assert dict(plan.reason_values[0].values)["change"] == said.change_words
 
 
 def test_report_changes_nothing(style: Style) -> None:

@@ -13,7 +13,7 @@ from mmengine.registry import DATASETS
 from torch import nn
 from torch.nn import functional as F
 
-from .harness import CHECKPOINT, FIT, MICRO, REPORT, TIGHT, unchanged
+from .harness import CHECKPOINT, FIT, GRAPH, MICRO, REPORT, TIGHT, unchanged
 from .lightning import BlockNet, PureBlock
 from .lightning_losses import CAUSE, WEIGHTS, flat
 from .lightning_state import DRAWS
@@ -353,6 +353,22 @@ class EditsBatch(Hook):
 
 
 configured("hook that edits the batch", REPORT, MICRO, hooks=lambda: [EditsBatch()])
+
+
+@case("train_step that leaves its loss in the batch", GRAPH, says=r"batch\['seen'\]")
+def left_in_the_batch():
+    class Leaves(Base):
+        def train_step(self, data, optim_wrapper):
+            shown = super().train_step(data, optim_wrapper)
+            data["seen"] = shown["loss"].detach()
+            return shown
+
+    class Reads(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            found.append(float(data_batch.get("seen", 0)))
+
+    found: list[float] = []
+    return Training(Leaves(), hooks=[Reads()], effects=lambda: str(found))
 
 
 class FrozenPart(Base):

@@ -218,6 +218,8 @@ def _proven_plan(
     progress: Progress,
 ) -> tuple[Plan, Proof]:
     """The best plan that is known to leave what is learned as it was; techniques that do not are refused on the way."""
+    unproven = dict[str, str]()
+    fitting: Plan | None = None
     for _technique in range(len(TECHNIQUES)):
         plan = _plan(captured, settings, budget, refused, correction, progress)
         objections = (captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before)))
@@ -225,6 +227,11 @@ def _proven_plan(
         if new:
             refused.update(new)
             continue
+        if fitting is not None and not plan.fits:
+            others = {name: why for name, why in refused.items() if name != "accumulate"}
+            if others != unproven:
+                fitting = _plan(captured, settings, budget, others, correction, progress)
+            return (plan.proposing(fitting, refused["accumulate"]) if fitting.fits else plan), Proof("")
         if settings.mode != "fit" or not plan.fits or not plan.changed:
             return plan, Proof("")
         progress(_("running one step on a few samples, as written and as planned"))
@@ -235,6 +242,8 @@ def _proven_plan(
                 return plan, proof
             refused["accumulate"] = left_out()
             continue
+        if proof.technique == "accumulate":
+            fitting, unproven = plan, dict(refused)
         refused[proof.technique] = proof.reason
     raise UnsupportedStepError(_("no technique is left: {reasons}", reasons="; ".join(refused.values())))
 

@@ -127,6 +127,7 @@ class Why(Enum):
     NEAREST_AT_LEAST = marked(
         "Nothing that is allowed makes it fit. Closest: {option}, at least {missing} over budget ({count} bytes)."
     )
+    PROPOSED = marked("It would fit with {change}, but {why}")
     NO_ACCUMULATION = marked(
         "Smaller micro-batches were not tried: they are not among the techniques that this plan may use."
     )
@@ -194,8 +195,8 @@ EXPLANATIONS = frozenset(
 )
 
 
-#: Reasons that say what the figures count: they stand right behind the verdict.
-COUNTED = frozenset({Why.FIRST_STEPS_ALONE, Why.JOB_LEFT_OUT})
+#: Reasons that stand right behind the verdict: a plan that is only proposed, and what the figures count.
+COUNTED = frozenset({Why.PROPOSED, Why.FIRST_STEPS_ALONE, Why.JOB_LEFT_OUT})
 
 
 @dataclass(frozen=True, init=False)

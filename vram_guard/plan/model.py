@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
@@ -19,6 +19,7 @@ from vram_guard.plan.descriptions import (
     segments_words,
     sharding_words,
 )
+from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard.timeline import named_phase
 from vram_guard.units import format_bytes
@@ -239,6 +240,17 @@ class Plan(ShownInNotebooks):
             return words
         cut = _("{name}: {words}", name=self.evaluation.name, words=self.evaluation.batch_size)
         return _(", ").join([words, cut]) if len(self.changes()) > 1 else cut
+
+    def proposing(self, other: Plan, why: str) -> Plan:
+        """This plan, whose reasons begin with another one that fits and is not applied.
+
+        Args:
+            other: which has micro-batches.
+            why: they are not applied.
+        """
+        left = (one for one in self.reason_values if one != refused_reason("accumulate", why))
+        proposed = Reason(Why.PROPOSED, change=other.change_words, why=why)
+        return replace(self, reason_values=(proposed, *left))
 
     def verdict(self) -> str:
         """The verdict in a few words: "fits", the changes, or by how much the step exceeds the budget."""

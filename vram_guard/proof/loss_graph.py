@@ -150,8 +150,9 @@ class LossGraph:
 
         self._know_buffers(model)
         state = StepState(model, self._as_written.loss, self._optimizer)
-        given = BatchState(batch)
-        apart = SamplesApart(self._loaded(batch), self._size, self._single_samples(batch))
+        loaded = self._loaded(batch)
+        given = BatchState(loaded)
+        apart = SamplesApart(loaded, self._size, self._single_samples(batch))
         ran, functions = CodeRun(), list[type]()
         with (
             self._effects.heard(),
@@ -168,10 +169,10 @@ class LossGraph:
             before = self._looks.get(self._size)
             changed = {} if before is None else dict(state.changed())
             written = {**(before.written if before else {}), **dict.fromkeys(state.written(apart.written))}
-            others = (apart.written & apart.before) - self._known_storages(model, batch)
+            others = (apart.written & apart.before) - self._known_storages(model, loaded)
             if others and not written:
                 written[_("a tensor that it has not made")] = None
-            kept = (_("writing to {path}", path=path) for path in given.changed(batch)) if self._read else ()
+            kept = (_("writing to {path}", path=path) for path in given.changed(loaded)) if self._read else ()
             called = dict.fromkeys((*self._effects.calls, *heard.written, *kept))
             logged = {
                 name: apart.form(value) if isinstance(value, torch.Tensor) else None

@@ -101,7 +101,10 @@ class Judge:
             drawn = (other_draws(),) if proof.random and whole.slices else ()
             return Verdict(notes=(*notes, _proven_by_running(proof, statistics=batch_norm), *drawn))
         found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
-        return Verdict(found or {ways[-1][0]: proof.refutation})
+        found = found or {ways[-1][0]: proof.refutation}
+        if "accumulate" in found and not self._only_by_running:
+            found["accumulate"] = unless_said(found["accumulate"], LOSS_WEIGHT)
+        return Verdict(found)
 
     def _not_run(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
         if not slices:

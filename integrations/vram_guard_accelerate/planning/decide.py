@@ -154,6 +154,7 @@ def _decided(
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
+    fitting: Plan | None = None
     while True:
         made = planner.in_slices()
         launch_plan = replace(_launch_plan(made, first), returns_loss=look.facts.returns_loss)
@@ -167,7 +168,15 @@ def _decided(
             verdict = judge.of(launch_plan, batch_norm=made.cuts_batch_norm)
         if not verdict.refused:
             break
+        if "accumulate" in verdict.refused and not first.called_with:  # which only a run can prove
+            fitting, before = made, planner.refused
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
+    if fitting is not None and not made.fits:
+        others = {name: why for name, why in planner.refused.items() if name != "accumulate"}
+        if others != before:
+            fitting = replace(planner, refused=others).in_slices()
+        if fitting.fits:
+            made = made.proposing(fitting, planner.refused["accumulate"])
     notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
     if isinstance(launch_plan.loss_weight, Normaliser):
         notes.append(_("the losses of micro-batches are weighted by {count}", count=launch_plan.loss_weight.words()))

@@ -18,6 +18,7 @@ from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.observed_phases import ObservedPhases
 from vram_guard.simulate.tracing.optimizer_states import classify_states, closure_use
+from vram_guard.state.containers import own_copy
 from vram_guard.techniques.optimizers import needs_closure
 from vram_guard.tensors import inner_tensors
 
@@ -63,6 +64,7 @@ class Loop:
         self._again = False
         """Whether the optimizer evaluates the loss once more."""
         self.batch: Any = None
+        self._micro_batches: list[Any] = []
         self.loss: Any = None
         self.returned: Any = None
         """The result of the loss callable, where the step keeps more of it than the loss."""
@@ -158,6 +160,7 @@ class Loop:
         # The old batch dies first: ``for batch in loader`` gives its name to a batch on the host, and Lightning's and
         # MMEngine's loops end the function that held it.
         self.batch = None
+        self._micro_batches.clear()
         self.batch = map_tensors(self.to_device, real, CUDA)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,8 +185,12 @@ class Loop:
     def _forward(self, number: int) -> None:
         self.recorder.phase("forward", number)
         before = self.mode.operations
+        batch = self.batch
+        if self.step.whole_batch:  # what a step puts into one micro-batch is not in the next one; all live on
+            batch = own_copy(batch)
+            self._micro_batches.append(batch)
         with self.autocast():
-            returned = self.step.loss(self.model, self.batch)
+            returned = self.step.loss(self.model, batch)
             self.loss = scalar_loss(returned)
         self.returned = None if self.step.keeps == "loss" else returned
         if self.mode.operations == before:
