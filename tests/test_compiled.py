@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -504,8 +504,15 @@ def compiled_by_nothing() -> nn.Module:
 
 
 def test_the_compiler_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def works(_asked: Any) -> NoReturn:
+        while True:
+            pass
+
     with pytest.raises(NotCompiledError, match=r"longer than 0\.01 s"):
-        Compiler(lambda _size: threading.Event().wait(), 0.01)(1)  # type: ignore[arg-type,return-value]
+        Compiler(works, 0.01)(1)
+    # One that waits for its processor takes no time of it.
+    waits: Any = Compiler(lambda _asked: threading.Event().wait(1.5), 1.0)  # type: ignore[arg-type,return-value]
+    assert waits(1) is False
     monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "0")
     made = plan(step_of(compiled_blocks()), SAMPLES, "1GiB")
     assert made.compiled is not None

@@ -189,10 +189,10 @@ def test_a_copy_that_waits_answers_more_than_once_and_raises_what_the_work_raise
 
     waiting = WaitingCopy(divided)
     seen.append(2)  # after the copy was made
-    assert waiting(2, 60.0) == 5
+    assert waiting(2) == 5
     with pytest.raises(ZeroDivisionError):
-        waiting(0, 60.0)
-    assert waiting(3, 60.0) == 4  # each argument meets the copy as it was made
+        waiting(0)
+    assert waiting(3) == 4  # each argument meets the copy as it was made
     assert seen == [1, 2]
 
 
@@ -318,7 +318,7 @@ def test_who_else_waits_for_children_disturbs_no_copy(handler: Any) -> None:
     try:
         assert run_in_fork(lambda _say: "done") == "done"
         waiting = WaitingCopy(lambda number: number + 1)
-        assert waiting(1, 60.0) == 2
+        assert waiting(1) == 2
         with pytest.raises(EndedCopyError):
             run_in_fork(lambda _say: os.kill(os.getpid(), signal.SIGKILL))
     finally:

@@ -48,16 +48,16 @@ class WaitingCopy(Generic[A, R]):
         answering.close()
         weakref.finalize(self, _end, Child(process), self._asking, self._answers)
 
-    def __call__(self, argument: A, most_seconds: float) -> R:
+    def __call__(self, argument: A) -> R:
         """The result of the work on this argument.
 
         Raises:
-            LostCopyError: the copy that did the work died or took longer.
+            LostCopyError: the copy that did the work died or hung.
             EndedCopyError: it was ended from outside, as was a second one; or this one was.
             Exception: what the work raised.
         """
         try:
-            self._asking.send((argument, most_seconds))
+            self._asking.send((argument,))
             kind, value = self._answers.recv()
         except (EOFError, OSError) as error:
             raise missing(_("the copy of the process that waited to look at the training was ended")) from error
@@ -72,9 +72,9 @@ def _wait_for_work(work: Callable[[Any], Any], asked: Connection, answering: Con
         renew_in_copy()
         isolate({asked.fileno(), answering.fileno()})
         while True:
-            argument, most_seconds = asked.recv()
+            (argument,) = asked.recv()
             try:
-                answer = "value", run_in_fork(lambda _progress: work(argument), most_seconds=most_seconds)  # noqa: B023
+                answer = "value", run_in_fork(lambda _progress: work(argument))  # noqa: B023
             except Exception as error:  # noqa: BLE001 - the original raises it
                 answer = "error", as_picklable(error)
             answering.send(answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 import warnings
 from typing import TYPE_CHECKING, Final, Generic, NoReturn, TypeVar
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 
-#: Seconds that the compiler may take where the setting ``compile_seconds`` does not say: GPT-2 small, ViT-B/16,
-#: ResNet-50 and a U-Net as whole models take 40 to 170 s on two cores.
+#: Seconds of processor time that the compiler may take where the setting ``compile_seconds`` does not say: GPT-2 small,
+#: ViT-B/16, ResNet-50 and a U-Net as whole models take 40 to 170 s on two cores.
 USUAL_SECONDS: Final = 300.0
 
 
@@ -51,7 +50,7 @@ def compiles(model: nn.Module) -> bool:
 
 
 def allowed_seconds() -> float:
-    """Seconds that the compiler may take, by the setting ``compile_seconds``; 0: it is not asked.
+    """Seconds of processor time that the compiler may take, by the setting ``compile_seconds``; 0: it is not asked.
 
     Raises:
         InvalidInputError: the setting is negative or not finite.
@@ -70,7 +69,7 @@ class Compiler(Generic[A]):
 
     Args:
         trace: what to follow -> its timeline, with compiled code.
-        seconds: when to give up; 0: at once.
+        seconds: of processor time, when to give up; 0: at once.
         copies: False where ``trace`` itself makes a copy of a process, and gives up in time.
     """
 
@@ -81,7 +80,7 @@ class Compiler(Generic[A]):
         self._copy: WaitingCopy[A, Timeline] | None = None
         if copies and seconds and not in_copy():
             with contextlib.suppress(ForkRefusedError):
-                self._copy = WaitingCopy(lambda asked: _checked(lambda: trace(asked)))
+                self._copy = WaitingCopy(self._within)
 
     def __call__(self, asked: A) -> Timeline:
         """The timeline of the compiled step.
@@ -92,23 +91,26 @@ class Compiler(Generic[A]):
         """
         if not self.seconds:
             raise NotCompiledError(_("compile_seconds is 0"))
-        begun = time.monotonic()
         try:
             if not self._copies:
                 return self._followed_elsewhere(asked)
             if self._copy is not None:
-                return self._copy(asked, self.seconds)
+                return self._copy(asked)
             if in_copy():  # nothing of this process goes on
-                with _limited(self.seconds):
-                    return _checked(lambda: self._trace(asked))
+                return self._within(asked)
         except (NotCompiledError, EndedCopyError):
             raise
-        except (_TimeIsUp, LostCopyError) as error:
-            late = isinstance(error, _TimeIsUp) or time.monotonic() - begun >= self.seconds
-            raise NotCompiledError(too_late(self.seconds) if late else str(error)) from error
-        except ForkRefusedError as error:
+        except (LostCopyError, ForkRefusedError) as error:
             raise NotCompiledError(str(error)) from error
         raise NotCompiledError(_("this system cannot copy a process (fork)"))
+
+    def _within(self, asked: A) -> Timeline:
+        """In a copy of the process: the timeline, if it is there in time."""
+        try:
+            with _limited(self.seconds):
+                return _checked(lambda: self._trace(asked))
+        except _TimeIsUp as error:
+            raise NotCompiledError(too_late(self.seconds)) from error
 
     def _followed_elsewhere(self, asked: A) -> Timeline:
         try:
@@ -123,18 +125,18 @@ class _TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """In a copy of the process, whose only thread is here."""
+    """In a copy of the process, whose only thread is here: so many seconds of its processor time."""
 
     def late(_number: int, _frame: object) -> None:
         raise _TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _checked(run: Callable[[], Timeline]) -> Timeline:
@@ -175,7 +177,7 @@ def refuse_engine() -> NoReturn:
 
 def too_late(seconds: float) -> str:
     """What is said where the compiler did not come to an end in time."""
-    return _("the compiler took longer than {seconds} s (compile_seconds)", seconds=f"{seconds:g}")
+    return _("the compiler took longer than {seconds} s of processor time (compile_seconds)", seconds=f"{seconds:g}")
 
 
 def not_followed(why: object) -> Message:

@@ -31,7 +31,7 @@ from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import epoch_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
-from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
+from vram_guard_accelerate.dry_run.time_limit import limit, no_limit, processor_limit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +80,10 @@ class ForkedPhase(LoopPhase):
         """The optimizer whose steps are compared, the first that stepped: others step at other places of the loop."""
         if task.looks_again:
             self._listens = True
-        limit(allowed_seconds() if self._request.compiled else PATIENCE, self._out_of_time)
+        if self._request.compiled:
+            processor_limit(allowed_seconds(), self._out_of_time)
+        else:
+            limit(PATIENCE, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 from vram_guard.apply.microbatch import Layout
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard.forks.fork import MOST_SECONDS
 from vram_guard.language import _
 from vram_guard.longest.choice import choose
 from vram_guard.longest.wish import Wish
 from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
-from vram_guard.simulate.compiled import allowed_seconds
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
@@ -134,8 +134,9 @@ class ForkedTraces:
                 self._running[wanted] = self._fork(*wanted)
         try:
             ask, begun = partial(self._fork, request, whole_job, most), self._running.pop((request, whole_job, most))
-            seconds = PATIENCE + (allowed_seconds() if request.compiled else 0.0)
-            answer = _answer_of(ask, _what(request), TraceResult, seconds, begun)
+            # One that compiles counts its processor's seconds itself; it is given up where it does not work.
+            seconds = MOST_SECONDS if request.compiled else PATIENCE
+            answer = _answer_of(ask, _what(request), TraceResult, begun, seconds, watched=request.compiled)
             self._answers[request, whole_job, most] = answer
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
@@ -196,9 +197,15 @@ def _what(request: TraceRequest) -> str:
 
 
 def _answer_of(
-    ask: Callable[[], Fork], what: str, kind: type[T], seconds: float = PATIENCE, begun: Fork | None = None
+    ask: Callable[[], Fork],
+    what: str,
+    kind: type[T],
+    begun: Fork | None = None,
+    seconds: float = PATIENCE,
+    *,
+    watched: bool = False,
 ) -> T:
-    answer = forks.asked_twice(ask, what, seconds, begun=begun)
+    answer = forks.asked_twice(ask, what, seconds, begun=begun, watched=watched)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, kind):
