@@ -70,6 +70,10 @@ def own_copy(part: Any) -> Any:
     What is written to its containers and attributes does not reach the original. What cannot be copied is returned as
     it is.
     """
+    if _fixed(part):
+        return part
+    if type(part) in (dict, list) and all(map(_fixed, part.values() if type(part) is dict else part)):
+        return part.copy()  # as most samples are: grown batches have thousands of them
     shared: dict[int, Any] = {}
     _note_arrays(part, shared, set())
     try:
@@ -78,11 +82,22 @@ def own_copy(part: Any) -> Any:
         return part
 
 
+def _fixed(part: Any) -> bool:
+    """True for an array, a number or text, and for tuples of nothing else: there is no container to write to."""
+    if type(part) is tuple:
+        return all(map(_fixed, part))
+    return type(part) in (int, float, bool, str, bytes, type(None)) or _is_array(part)
+
+
+def _is_array(part: Any) -> bool:
+    return hasattr(part, "dtype") and hasattr(part, "shape")
+
+
 def _note_arrays(part: Any, found: dict[int, Any], seen: set[int]) -> None:
     if id(part) in seen or isinstance(part, (str, bytes, int, float, type)):
         return
     seen.add(id(part))
-    if hasattr(part, "dtype") and hasattr(part, "shape"):
+    if _is_array(part):
         found[id(part)] = part
         return
     parts = children(part)
