@@ -77,7 +77,8 @@ class Asking(nn.Linear):
     ("ask", "classes"),
     [
         (lambda: False, 2),
-        (lambda: torch.cuda.is_bf16_supported(), 3),
+        (lambda: torch.cuda.is_bf16_supported(), 2),  # if emulated
+        (lambda: torch.cuda.is_bf16_supported(including_emulation=False), 3),
         (lambda: torch.cuda.get_device_capability() == (8, 6), len(CAPABILITIES)),
         (lambda: torch.cuda.get_device_properties(0).major == 8, len(CAPABILITIES)),
     ],
