@@ -47,7 +47,8 @@ def closure_use(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Literal
     if kind.__module__.partition(".")[0] == "torch" or "closure" not in inspect.signature(kind.step).parameters:
         return "none"
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer.state or not all(is_symbolic(p) for p in own):
+    states = getattr(optimizer, "state", None)  # torchao's CPUOffloadOptimizer has none, nor twins that it could step
+    if states is None or states or not all(is_symbolic(p) for p in own):
         return "none"
     called: list[bool] = []
 
