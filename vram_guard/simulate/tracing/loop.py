@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.parallel.engines import EngineOptimizer
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.observed_phases import ObservedPhases
-from vram_guard.simulate.tracing.optimizer_states import classify_states, closure_use
+from vram_guard.simulate.tracing.optimizer_states import ClosureUse, classify_states, closure_use
 from vram_guard.state.containers import own_copy
 from vram_guard.techniques.optimizers import needs_closure
 from vram_guard.tensors import inner_tensors
@@ -63,6 +64,8 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cuda") if fp16 else None
         self._again = False
         """Whether the optimizer evaluates the loss once more."""
+        self._uses: WeakKeyDictionary[torch.optim.Optimizer, ClosureUse] = WeakKeyDictionary()
+        """How optimizers use a closure: asked before their first step."""
         self.batch: Any = None
         self._micro_batches: list[Any] = []
         self.loss: Any = None
@@ -89,7 +92,10 @@ class Loop:
     def _run(self, numbers: Iterable[int]) -> None:
         if self.optimizer is None:
             return self._infer(numbers)
-        use = "alone" if needs_closure(self.optimizer) else closure_use(self.optimizer, self.recorder)
+        use = self._uses.get(self.optimizer)
+        if use is None:
+            use = "alone" if needs_closure(self.optimizer) else closure_use(self.optimizer, self.recorder)
+            self._uses[self.optimizer] = use
         if use == "alone":
             return self._run_with_closure(self.optimizer, numbers)
         self._again = use == "behind backward"

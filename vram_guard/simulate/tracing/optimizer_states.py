@@ -16,6 +16,8 @@ from vram_guard.tensors import tensors_kept
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
 
+ClosureUse = Literal["none", "alone", "behind backward"]
+
 
 def over_twins(optimizer: torch.optim.Optimizer, twins: Mapping[int, torch.Tensor]) -> torch.optim.Optimizer:
     """The same optimizer over the twins of its parameters, for one that was made before the trace.
@@ -37,7 +39,7 @@ def over_twins(optimizer: torch.optim.Optimizer, twins: Mapping[int, torch.Tenso
     return made
 
 
-def closure_use(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Literal["none", "alone", "behind backward"]:
+def closure_use(optimizer: torch.optim.Optimizer, recorder: Recorder) -> ClosureUse:
     """How an optimizer of others uses a closure, without which it fails: seen on copies that have nothing to do.
 
     Returns:
