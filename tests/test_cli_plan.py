@@ -30,7 +30,8 @@ def test_everything_at_once(tmp_path, capsys):
         "--snapshot": "s.pickle",
     }
     pictures = [part for option, name in names.items() for part in (option, str(tmp_path / name))]
-    change = ["--set", "batch_size=256,base_channels=64", "--title", "Small <b>", "--cards", "RTX 3090, B200"]
+    pictures += ["--title", "Small <b>", "--cards", "RTX 3090, B200"]
+    change = ["--set", "batch_size=256,base_channels=64"]
     assert cli.main(["plan", CONFIG, *change, "--gpu", "RTX 4070", "-v"]) == 0
     full = capsys.readouterr().out
     assert "32-true" in full
@@ -74,7 +75,7 @@ def test_json_and_exit_codes(capsys):
         ([CONFIG, "--plot", "x.bmp"], ".png"),
         ([CONFIG, "--plot-budgets", "x.bmp"], ".png"),
         ([CONFIG, "--plot-budgets", "x.png", "--gpus", "4"], "on one GPU"),
-        ([CONFIG, "--cards", "RTX 4099"], "RTX 4090"),
+        ([CONFIG, "--plot-budgets", "x.png", "--cards", "RTX 4099"], "RTX 4090"),
         ([CONFIG, "--set", "batch_size=0"], "batch_size"),
         ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),
         ([CONFIG, "--set", "batch_size=3", "--set", "batch_size=4"], "--set gives batch_size twice"),
