@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
-from vram_guard.apply.microbatch import Layout, split
+from vram_guard.apply.microbatch import Layout, probe_layout, split
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.samples_apart import SamplesApart, form_over_samples
@@ -203,3 +203,18 @@ def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_com
         4, Layout(parts={"ids": Layout(rows=True), "labels": Layout(rows=True)})
     )
     assert found == expected, why
+
+
+def test_a_step_that_decides_by_its_loss_is_named_by_its_line() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        found = model(batch["x"]).square().mean()
+        return found if torch.isfinite(found) else None
+
+    step = TrainingStep(torch.nn.Linear(4, 2), _rows, loss, torch.optim.SGD)
+    kind, why = LossGraph(step).reduction(8, probe_layout(_rows))
+    assert kind is None
+    assert "test_loss_terms.py:" in why
+
+
+def _rows(samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(samples, 4)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -379,7 +380,9 @@ def prepared():
     module = Base()
     module.net.train()
     module.net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-    torch.ao.quantization.prepare_qat(module.net, inplace=True)
+    with warnings.catch_warnings():  # of torch's own, for torchao
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.ao.quantization.prepare_qat(module.net, inplace=True)
     return module
 
 

@@ -77,6 +77,8 @@ class SamplesApart(TorchDispatchMode):
         self._labels: dict[tuple[Any, ...], Label] = {}
         self._held: list[torch.Tensor] = []
         self._seen = 0
+        self._within = False
+        """An operator runs, which may read tensors by itself."""
         self.read = ""
         """Where a value of the batch was read; "" where none was."""
         self.written: set[int] = set()
@@ -89,7 +91,11 @@ class SamplesApart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator itself, followed."""
-        out = func(*args, **(kwargs or {}))
+        within, self._within = self._within, True
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self._within = within
         with without_modes():
             self._follow(func, args, kwargs or {}, out)
         return out
@@ -112,6 +118,8 @@ class SamplesApart(TorchDispatchMode):
         original = torch.Tensor.item
 
         def item(tensor: torch.Tensor) -> Any:
+            if self._within:  # torch takes no other number from an operator
+                return original(tensor)
             label = self.label(tensor)
             if label.const and not label.drawn:
                 return original(tensor)
