@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
-from vram_guard.errors import EndedCopyError, UnsupportedStepError
+from vram_guard.errors import EndedCopyError, LostCopyError, UnsupportedStepError
 from vram_guard.forks.ended import EndedOnceError
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
@@ -81,6 +81,27 @@ def test_ending_all_ends_what_waits_too(server: ForkServer) -> None:
     forks.end_all()
     with pytest.raises(EndedOnceError):
         slow.answer(WATCHDOG)
+
+
+@pytest.mark.parametrize("may_be_silent", [False, True])
+def test_an_answer_that_cannot_be_sent_is_an_error_with_its_reason(may_be_silent: bool) -> None:
+    try:
+        copy = forks.fork(None)
+    except ForkEntered as entered:
+        entered.parent.send(threading.Lock())
+    with pytest.raises(LostCopyError, match="cannot pickle"):
+        copy.answer(WATCHDOG, may_be_silent=may_be_silent)
+
+
+def test_a_copy_whose_pipe_is_closed_ends_with_an_error_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        copy = forks.fork(None)
+    except ForkEntered as entered:
+        os.close(entered.parent.pipe)  # as a script that becomes a daemon does
+        entered.parent.send("answer")
+    with pytest.raises(LostCopyError, match="exit code 1"):
+        copy.answer(WATCHDOG, may_be_silent=True)
+    assert "Bad file descriptor" in capfd.readouterr().err
 
 
 def test_a_copy_does_not_end_the_other_copies_of_its_original() -> None:

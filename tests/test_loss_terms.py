@@ -161,6 +161,19 @@ def test_losses_of_transformers_are_told_apart() -> None:
         )
 
 
+def test_what_an_operator_of_another_library_writes_is_seen_in_every_view_as_unknown() -> None:
+    """FSDP2 gathers weights so: into one row, of which its parameters are views."""
+    pytest.importorskip("torch.distributed.fsdp")
+    batch, weight = torch.randn(8, 3), torch.zeros(2, 3)
+    row = weight.view(6)
+    apart = SamplesApart(batch, 8, split(batch, 8, 1))
+    with apart:
+        functional.linear(batch, weight)
+        torch.ops.fsdp.split_with_sizes_copy(torch.ones(6), [6], out=[row])
+        loss = functional.linear(batch, weight).square().mean()
+    assert apart.form(loss).why
+
+
 def shifted_by_transformers(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
 

@@ -209,6 +209,7 @@ class SamplesApart(TorchDispatchMode):
         self.written.add(own[0])
         before = self._labels.get(own)
         self._keep(tensor, label)
+        label = self._labels[own]
         if before is not None and before.key == label.key:
             return
         for at, other in list(self._labels.items()):

@@ -13,6 +13,7 @@ import pickle
 import select
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -37,11 +38,24 @@ class ParentPipe:
     pipe: int
 
     def send(self, answer: Any) -> NoReturn:
-        """Send the answer and end this copy at once, without the script's own exit handlers."""
+        """Send the answer and end this copy at once, without the script's own exit handlers.
+
+        Where it cannot be sent, the reason is, and the exit code is not 0.
+        """
+        code = 1
         try:
-            write_all(self.pipe, memoryview(pickle.dumps(answer)))
+            try:
+                data, then = pickle.dumps(answer), 0
+            except Exception as error:  # noqa: BLE001 - what a script makes may raise anything
+                data, then = pickle.dumps(EndedBy(1, f"{type(error).__name__}: {error}")), 1
+            write_all(self.pipe, memoryview(data))
+            code = then
+        except BrokenPipeError:
+            pass  # the original asks no more
+        except BaseException:  # noqa: BLE001 - nothing of a copy may go on
+            traceback.print_exc()
         finally:
-            os._exit(0)
+            os._exit(code)
 
 
 class ForkEntered(BaseException):
@@ -59,9 +73,10 @@ running: dict[Child, object] = {}
 
 @dataclass(frozen=True)
 class EndedBy:
-    """In place of the answer of a copy that is no child of the process that asked for it."""
+    """In place of an answer: how a copy ended that is no child of the process that asked for it, or cannot answer."""
 
     code: int
+    reason: str = ""
 
 
 class Fork:
@@ -110,6 +125,8 @@ class Fork:
             )
         answer = _read(data)
         if isinstance(answer, EndedBy):
+            if answer.reason:
+                raise LostCopyError(_("what the script was followed for cannot be sent: {error}", error=answer.reason))
             code, answer = answer.code, None
         if answer is not None or (code in (0, None) and may_be_silent):
             return answer

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 from vram_guard.codec import from_json, to_json
 from vram_guard.forks import ended, tied
+from vram_guard.forks.fork import write_all
 from vram_guard.language import _
 from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
@@ -136,13 +138,15 @@ def _memory() -> int:
 
 def _answer(folder: Path, answer: DryRunAnswer | DryRunFailure) -> NoReturn:
     """Write the answer and end at once, without the script's own exit handlers (trackers, threads)."""
-    forks.end_all()
+    code = 1
     try:
+        forks.end_all()
         handle = os.open(folder / ANSWER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        data = memoryview(to_json(answer).encode())
-        while data:
-            data = data[os.write(handle, data) :]
+        write_all(handle, memoryview(to_json(answer).encode()))
         sys.stdout.flush()
         sys.stderr.flush()
+        code = 0
+    except BaseException:  # noqa: BLE001 - the launcher shows where this is printed
+        traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,7 @@ def moved_in_place(recorder: Recorder) -> Iterator[None]:
         else:
             _base.data.__set__(self, value)
 
+    @functools.wraps(_shares_memory_with)  # torch's compiler, imported meanwhile, compares signatures with its own
     def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         plain = not (hasattr(tensor, "__tensor_flatten__") or hasattr(other, "__tensor_flatten__"))
         return (plain and is_symbolic(other) and not is_symbolic(tensor)) or _shares_memory_with(tensor, other)
