@@ -86,7 +86,7 @@ def test_an_answer_for_programs_and_the_exit_code(
         (("--gpus", "8", "--node-gpus", "0"), "--node-gpus must be between 1"),
         (("--gpus", "8", "--compare-gpus", "8,x"), "--compare-gpus must be a whole number"),
         (("--gpus", "8", "--layouts", "fsdp"), "layouts: unknown 'fsdp'"),
-        (("--link", "nvlink"), "give gpus as well"),
+        (("--link", "nvlink"), "it needs --gpus"),
     ],
 )
 def test_bad_usage_is_said_in_one_line(
