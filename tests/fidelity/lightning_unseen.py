@@ -380,8 +380,8 @@ def prepared():
     module = Base()
     module.net.train()
     module.net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-    with warnings.catch_warnings():  # of torch's own, for torchao
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings():  # torch warns of itself
+        warnings.simplefilter("ignore")
         torch.ao.quantization.prepare_qat(module.net, inplace=True)
     return module
 
