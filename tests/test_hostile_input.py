@@ -150,7 +150,6 @@ def cases():
 
 
 OTHERS = (
-    "",
     "estmate",
     "--lang",
     "--lang xx gpus",

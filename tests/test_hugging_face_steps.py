@@ -10,6 +10,7 @@ from vram_guard.closed_form.inputs import InputSizes
 pytest.importorskip("transformers")
 
 from vram_guard.capture.hugging_face import _text_encoder, inputs_of, step_of
+from vram_guard.capture.lora import Weights
 
 BERT = {
     "model_type": "bert",
@@ -38,7 +39,7 @@ def test_labels_are_those_of_the_task(architecture: str, labels: tuple[int, ...]
     assert given["input_ids"].shape == (3, 8)
     found = given.get("labels")
     assert (None if found is None else tuple(found.shape)) == labels
-    step = step_of(config, SIZES, "32-true")
+    step = step_of(config, SIZES, Weights())
     loss = step.loss(step.model(), given)
     assert loss.shape == ()
     assert torch.isfinite(loss)
