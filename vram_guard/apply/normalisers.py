@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from vram_guard.language import _
-from vram_guard.state.containers import children
+from vram_guard.state.containers import attributes
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Normaliser:
     and such a slice has no weight.
 
     Attributes:
-        path: to the part of the batch, by keys, indexes and fields.
+        path: to the part of the batch, by keys, indexes, fields and attributes; `...` is each item of a list.
         counts: "others": its values other than ``ignored``; "sum": their sum; "positive": those above zero.
         ignored: the value that does not count; NaN where those are left out.
         shifted: whether the first value along the last dimension is left out, as by a causal language model.
@@ -46,19 +46,25 @@ class Normaliser:
 
     def values(self, batch: Any) -> torch.Tensor:
         """The part of the batch that is counted in."""
-        for key in self.path:
-            batch = (children(batch) or {})[key]
-        values = torch.as_tensor(batch).detach()
-        return values[..., 1:] if self.shifted else values
+        if ... not in self.path:
+            return self._values_at(batch, self.path)
+        at = self.path.index(...)
+        samples = (attributes(_at(batch, self.path[:at])) or {}).values()
+        return torch.cat([self._values_at(one, self.path[at + 1 :]).flatten() for one in samples])
 
     def is_in(self, batch: Any) -> bool:
         """Check whether a batch has the part that is counted in."""
         for key in self.path:
-            parts = children(batch) or {}
+            parts = attributes(batch) or {}
+            key = next(iter(parts), None) if key is ... else key  # noqa: PLW2901
             if key not in parts:
                 return False
             batch = parts[key]
         return isinstance(batch, torch.Tensor)
+
+    def _values_at(self, part: Any, path: tuple[Any, ...]) -> torch.Tensor:
+        values = torch.as_tensor(_at(part, path)).detach()
+        return values[..., 1:] if self.shifted else values
 
     def counted(self, values: torch.Tensor) -> torch.Tensor:
         """How much each value counts."""
@@ -70,7 +76,7 @@ class Normaliser:
 
     def words(self) -> str:
         """The count in the reader's language."""
-        where = "batch" + "".join(f"[{key!r}]" for key in self.path) + ("[..., 1:]" if self.shifted else "")
+        where = _named(self.path) + ("[..., 1:]" if self.shifted else "")
         ignored = f"{self.ignored:.12g}"
         if self.counts == "sum":
             return _("the sum of {where}", where=where)
@@ -106,13 +112,23 @@ class EveryLabel:
         """The reason why this batch must not be cut; "" for none."""
         for one in self.labels:
             if bool((one.values(batch) == one.ignored).any()):
-                where = "batch" + "".join(f"[{key!r}]" for key in one.path)
+                where = _named(one.path)
                 return _(
                     "a label in {where} is {ignored}, and the loss has means over samples as well",
                     where=where,
                     ignored=f"{one.ignored:.12g}",
                 )
         return ""
+
+
+def _at(part: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        part = (attributes(part) or {})[key]
+    return part
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    return "batch" + "".join("[...]" if key is ... else f"[{key!r}]" for key in path)
 
 
 def _weights_of(labels: torch.Tensor, weights: tuple[float, ...], counted: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,8 @@ class Reading:
         if self._whole is not None and size < self._whole[2]:
             return microbatch.first_samples(self._whole[0], self._whole[1], size)
         with random_state_kept():
-            samples = [own_copy(self.samples[index % len(self.samples)]) for index in range(size)]
+            few = len(self.samples)  # a repeated sample has memory of its own, as another one would have
+            samples = [own_copy(self.samples[index % few], arrays=index >= few) for index in range(size)]
             return self.loader.collate_fn(samples)  # which may write into them
 
 

@@ -423,13 +423,15 @@ def _concatenated(call: Call) -> Label:
         dim,
     )
     single = {sample for label in labels for sample in label.samples}
-    key = call.key
+    key, part = call.key, None
     if all(len(label.samples) == 1 for label in labels) and len(single) == len(labels):
         # One tensor for each sample: they are alike only if all were computed in the same way.
         if len({label.key for label in labels}) > 1:
             return joined(_("the step treats samples of the batch in different ways"), out.dim())
         key = key_of("of each", call.name, dim, labels[0].key)
-    return Label(compressed(full), key)
+        if dim == 0 and len(labels) == call.samples and {label.part for label in labels} == {labels[0].part}:
+            part = labels[0].part
+    return Label(compressed(full), key, part=part)
 
 
 def _repeated(call: Call) -> Label:

@@ -17,10 +17,10 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.language import _
@@ -28,6 +28,7 @@ from vram_guard.patching import replaced
 from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, key_of, nothing
 from vram_guard.proof._rules import _SIZES, FACTS, Call, label_of
 from vram_guard.proof.watched import ReadValue
+from vram_guard.state.containers import attributes
 from vram_guard.tensors import without_modes
 
 #: Operators that hand a value to Python.
@@ -76,6 +77,7 @@ class SamplesApart(TorchDispatchMode):
         self._samples = samples
         self._labels: dict[tuple[Any, ...], Label] = {}
         self._held: list[torch.Tensor] = []
+        self._places: dict[int, StorageWeakRef] = {}
         self._seen = 0
         self._within = False
         """An operator runs, which may read tensors by itself."""
@@ -87,7 +89,7 @@ class SamplesApart(TorchDispatchMode):
         """Storages that were there before the block, as far as they were used."""
         with without_modes():
             for tensor, label in _of_batch(batch, samples, parts):
-                self._labels[_place(tensor)] = label
+                self._put(tensor, label)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator itself, followed."""
@@ -201,7 +203,13 @@ class SamplesApart(TorchDispatchMode):
             self._write(tensor, results[0])
 
     def _keep(self, tensor: torch.Tensor, label: Label) -> None:
-        self._labels[_place(tensor)] = label if label.ids.dim() == tensor.dim() else _fitted(label, tensor)
+        self._put(tensor, label if label.ids.dim() == tensor.dim() else _fitted(label, tensor))
+
+    def _put(self, tensor: torch.Tensor, label: Label) -> None:
+        at = _place(tensor)
+        self._labels[at] = label
+        if len(at) > 1 and at[0] not in self._places:  # no other storage comes to lie there, though this one is freed
+            self._places[at[0]] = StorageWeakRef(tensor.untyped_storage())
 
     def _write(self, tensor: torch.Tensor, label: Label) -> None:
         """A tensor was written in place: whatever else lies in its memory is then of the same samples."""
@@ -219,6 +227,10 @@ class SamplesApart(TorchDispatchMode):
                 self._labels[at] = self._seen_as(at, label, own)
             elif label.const and not label.drawn and not other.why and not other.const:
                 continue  # what is put into rows leaves them rows
+            elif label.const and other.const:
+                key = key_of("written", other.key, label.key, own[1] - at[1], own[3])
+                drawn, held = label.drawn or other.drawn, label.held or other.held
+                self._labels[at] = constant(key, at[2], uniform=False, drawn=drawn, held=held)
             elif label.why:
                 self._labels[at] = joined(label.why, len(at[2]))
             elif not _covers(other, label):
@@ -315,12 +327,19 @@ def _plain(value: Any, name: str, apart: SamplesApart) -> Any:
 
 def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Iterator[tuple[torch.Tensor, Label]]:
     """The tensors of a batch, each with what its elements are of."""
-    whole = [(path, one) for path, one in parts_of(batch) if isinstance(one, torch.Tensor)]
+    whole = list(_tensors_of(batch))
     cut: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    paths: dict[int, tuple[Any, ...]] = {}
     for number, part in enumerate(parts or ()):
-        for _path, one in parts_of(part.data):
-            if isinstance(one, torch.Tensor):
-                cut.setdefault(_place(one)[0], []).append((number, one))
+        for path, one in _tensors_of(part.data):
+            cut.setdefault(_place(one)[0], []).append((number, one))
+            paths[id(one)] = path
+    # One tensor for each sample: the key of a path that is another in a batch than in a sample alone is of the samples.
+    lists = {
+        tuple(... if key != own else key for key, own in zip(path, paths[id(one)], strict=True))
+        for path, one in whole
+        if len(paths.get(id(one), ())) == len(path)
+    }
     for path, tensor in whole:
         key = key_of("batch", [key for key in path if not isinstance(key, int)], len(path))
         pieces = cut.get(_place(tensor)[0], [])
@@ -331,9 +350,30 @@ def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Itera
         if ids is None:
             yield tensor, constant(key_of("batch", path), tensor.shape, uniform=False)
         else:
-            values = None if len(pieces) == 1 else Part(path, whole=not tensor.is_floating_point())
-            named = key if values is None else key_of("batch", path)
+            each = next((one for one in lists if _is_one_of(path, one)), None) if len(pieces) == 1 else path
+            values = None if each is None else Part(each, whole=not tensor.is_floating_point())
+            named = key if len(pieces) == 1 else key_of("batch", path)
             yield tensor, Label(ids, named, part=values, natural=tensor.dtype == torch.bool)
+
+
+def _tensors_of(
+    part: Any, path: tuple[Any, ...] = (), within: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Tensors in nested containers and in the attributes of objects in them."""
+    if isinstance(part, torch.Tensor):
+        yield path, part
+    elif id(part) not in within:  # an object may hold what holds it
+        for key, one in (attributes(part) or {}).items():
+            yield from _tensors_of(one, (*path, key), (*within, id(part)))
+
+
+def _is_one_of(path: tuple[Any, ...], each: tuple[Any, ...]) -> bool:
+    """True for a path to one of the tensors that another path, with ``...`` for the sample, leads to."""
+    return (
+        each.count(...) == 1
+        and len(path) == len(each)
+        and all(wanted in (..., key) for key, wanted in zip(path, each, strict=True))
+    )
 
 
 def _samples_of(tensor: torch.Tensor, pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor | None:

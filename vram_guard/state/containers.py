@@ -64,18 +64,37 @@ def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     return rebuilt(part, {key: mapped(child, function) for key, child in parts.items()})
 
 
-def own_copy(part: Any) -> Any:
+def attributes(part: Any) -> dict[Any, Any] | None:
+    """The parts of a container, or the attributes of an object; None for what has neither, and for tensors and arrays.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> attributes(SimpleNamespace(label=3)), attributes([5]), attributes(7)
+        ({'label': 3}, {0: 5}, None)
+    """
+    parts = children(part)
+    if parts is not None or isinstance(part, type) or (hasattr(part, "dtype") and hasattr(part, "shape")):
+        return parts
+    return dict(vars(part)) if hasattr(part, "__dict__") else None
+
+
+def own_copy(part: Any, *, arrays: bool = False) -> Any:
     """A copy, down to the objects in nested containers, whose tensors and arrays are those of the original.
 
     What is written to its containers and attributes does not reach the original. What cannot be copied is returned as
     it is.
+
+    Args:
+        part: to copy.
+        arrays: whether tensors and arrays are copied as well.
     """
     if _fixed(part):
         return part
     if type(part) in (dict, list) and all(map(_fixed, part.values() if type(part) is dict else part)):
         return part.copy()  # as most samples are: grown batches have thousands of them
     shared: dict[int, Any] = {}
-    _note_arrays(part, shared, set())
+    if not arrays:
+        _note_arrays(part, shared, set())
     try:
         return copy.deepcopy(part, shared)
     except Exception:  # noqa: BLE001 - other people's objects
