@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import time
 import venv
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_it_runs_there_with_what_is_there(environment, project):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.removeprefix("welcome to the cluster\n"))
     here, there = Releases.here().as_dict(), answer["report"]["estimate"]["releases"]
-    assert there == {"python": here["python"], "torch": here["torch"], "timm": "1.0.9"} | {
+    assert there == {"python": here["python"], "torch": version("torch"), "timm": "1.0.9"} | {
         name: release for name, release in there.items() if here.get(name) == release
     }
     # Its own lines are no part of the user's code there either, where it lies behind links.

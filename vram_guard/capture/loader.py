@@ -53,6 +53,10 @@ class Sample:
     """The samples of each loader behind it, of those that deliver samples."""
 
 
+#: Samples of the largest batch in which a repeated one has memory of its own, by which it is told from the first.
+LARGEST_APART = 16
+
+
 class Reading:
     """Samples of one loader, and the batches that its ``collate_fn`` makes of them.
 
@@ -119,8 +123,9 @@ class Reading:
         if self._whole is not None and size < self._whole[2]:
             return microbatch.first_samples(self._whole[0], self._whole[1], size)
         with random_state_kept():
-            few = len(self.samples)  # a repeated sample has memory of its own, as another one would have
-            samples = [own_copy(self.samples[index % few], arrays=index >= few) for index in range(size)]
+            few = len(self.samples)
+            own = few if size <= LARGEST_APART else size
+            samples = [own_copy(self.samples[index % few], arrays=index >= own) for index in range(size)]
             return self.loader.collate_fn(samples)  # which may write into them
 
 

@@ -11,6 +11,7 @@ import torch
 from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import CannotSplitError, Layout, MicroBatch, Splitter
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
+from vram_guard.capture.loader import LARGEST_APART
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.patching import replaced
@@ -122,7 +123,7 @@ class LossGraph:
     def _looked(self, batch_size: int) -> tuple[_Look, _Look]:
         """The step at two sizes of the batch; kept, for the step stays the same."""
         if not self._looks:
-            self._look(*_sizes(min(batch_size, _LARGEST_LOOKED_AT)))
+            self._look(*_sizes(min(batch_size, LARGEST_APART)))
         return self._looks[max(self._looks)], self._looks[min(self._looks)]
 
     def _look(self, large: int, small: int) -> None:
@@ -233,10 +234,6 @@ class LossGraph:
             return Splitter(self._size, 1, layout=self._layout).split(self._loaded(batch))
         except CannotSplitError:
             return None
-
-
-#: Samples of the larger of the two batches, where as many are in one: more would show no more.
-_LARGEST_LOOKED_AT = 16
 
 
 class _Look(NamedTuple):

@@ -73,7 +73,7 @@ def attributes(part: Any) -> dict[Any, Any] | None:
         ({'label': 3}, {0: 5}, None)
     """
     parts = children(part)
-    if parts is not None or isinstance(part, type) or (hasattr(part, "dtype") and hasattr(part, "shape")):
+    if parts is not None or isinstance(part, type) or _is_array(part):
         return parts
     return dict(vars(part)) if hasattr(part, "__dict__") else None
 
@@ -88,12 +88,12 @@ def own_copy(part: Any, *, arrays: bool = False) -> Any:
         part: to copy.
         arrays: whether tensors and arrays are copied as well.
     """
-    if _fixed(part):
-        return part
-    if type(part) in (dict, list) and all(map(_fixed, part.values() if type(part) is dict else part)):
-        return part.copy()  # as most samples are: grown batches have thousands of them
     shared: dict[int, Any] = {}
     if not arrays:
+        if _fixed(part):
+            return part
+        if type(part) in (dict, list) and all(map(_fixed, part.values() if type(part) is dict else part)):
+            return part.copy()  # as most samples are: grown batches have thousands of them
         _note_arrays(part, shared, set())
     try:
         return copy.deepcopy(part, shared)
