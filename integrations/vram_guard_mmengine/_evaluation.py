@@ -17,6 +17,7 @@ from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
 from vram_guard.longest.choice import longest_beside
 from vram_guard.longest.wish import Wish
+from vram_guard.proof.effects import StepEffects
 from vram_guard.state.containers import leaves
 from vram_guard.state.objects import objects_kept
 from vram_guard.state.random_generators import random_state_kept
@@ -271,7 +272,7 @@ def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, wish: Wish) ->
         parallel=_layouts.layout_of(runner),
         device="cpu" if get_device() == "cpu" else "cuda",
     )
-    quiet = functools.partial(symbolic_run, 1, 1)
+    quiet = functools.partial(symbolic_run, 1, 1, StepEffects())
     return CapturedEvaluation(step, rounds.sample.batch_size, quiet, tuple(notes))
 
 
