@@ -85,7 +85,7 @@ def test_a_runner_is_planned_for_its_longest_batch(tmp_path):
     ("large", "collate", "model", "seconds"),
     [
         (13, "pseudo_collate", "SmallClassifier", 60),
-        (13, "pseudo_collate", "Brightness", 0),  # by the graph alone, which shows nothing of padding
+        (13, "pseudo_collate", "Brightness", 0),  # without a run of samples
         (None, "pseudo_collate", "SmallClassifier", 60),
         (None, "pseudo_collate", "Brightness", 0),
         (13, "padded_collate", "SmallClassifier", 60),
@@ -113,7 +113,7 @@ def test_micro_batches_that_are_padded_otherwise_than_the_whole_batch_are_refuse
         assert "proven by the loss graph" in said
     else:
         assert cases.guard(split).plan.splits == 1
-        assert "samples of different sizes come to the step unpadded" in said
+        assert "the step treats samples of the batch in different ways" in said
     assert cases.diary(split).losses == pytest.approx(cases.diary(plain).losses, abs=1e-5)
     assert torch.allclose(cases.weights(split), cases.weights(plain), rtol=0, atol=1e-6)
 

@@ -60,17 +60,18 @@ def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
 
 
 def test_the_layout_travels_without_its_strategy() -> None:
+    from mmengine._strategy import FSDPStrategy
+
     from vram_guard_mmengine import _layouts
 
-    class FSDPStrategy:
-        model_wrapper = None
-
-    found = _layouts.layout_of(SimpleNamespace(strategy=FSDPStrategy(), world_size=4))
+    strategy = FSDPStrategy.__new__(FSDPStrategy)  # without what it sets up for processes
+    strategy.model_wrapper = None
+    found = _layouts.layout_of(SimpleNamespace(strategy=strategy, world_size=4))
     assert found is not None
     assert (found.gpus, found.dimensions) == (4, {"shard": 4})
     assert vars(pickle.loads(pickle.dumps(found)).apply) == {}
     assert _layouts.layout_of(SimpleNamespace(world_size=4)) is None
-    FSDPStrategy.model_wrapper = {"cpu_offload": True}  # type: ignore[assignment]
-    offloaded = _layouts.layout_of(SimpleNamespace(strategy=FSDPStrategy(), world_size=4))
+    strategy.model_wrapper = {"cpu_offload": True}
+    offloaded = _layouts.layout_of(SimpleNamespace(strategy=strategy, world_size=4))
     assert offloaded is not None
     assert (found.offload, offloaded.offload) == (False, True)
