@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mmengine")
-from vram_guard_mmengine import VramGuardHook, _optim  # noqa: I001 - first: it knows what MMEngine's own imports warn of
-
 import torch
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 
+from vram_guard.proof.effects import StepEffects
+from vram_guard_mmengine import VramGuardHook, _optim
 from vram_guard_mmengine._schedule import Schedule, _numbers_of
 from vram_guard_mmengine._step_look import StepLook, _parts_of, _simple
 from vram_guard_mmengine._symbolic_run import symbolic_run
@@ -90,7 +90,7 @@ def test_values_are_compared_by_what_decides_about_memory(one: Any, other: Any, 
 def test_a_trace_sees_a_training_that_has_just_begun() -> None:
     outside, logger = MessageHub.get_instance("a training"), logging.getLogger("mmengine")
     outside.update_info("epoch", 7)
-    with symbolic_run(3, 12):
+    with symbolic_run(3, 12, StepEffects()):
         hub = MessageHub.get_current_instance()
         names = ("loop_stage", "epoch", "iter", "max_epochs", "max_iters")
         assert [hub.get_info(name) for name in names] == ["train", 0, 0, 3, 12]
