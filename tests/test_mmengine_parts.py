@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mmengine")
+from vram_guard_mmengine import VramGuardHook, _optim  # noqa: I001 - first: it knows what MMEngine's own imports warn of
+
 import torch
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 
 from vram_guard.proof.effects import StepEffects
-from vram_guard_mmengine import VramGuardHook, _optim
 from vram_guard_mmengine._schedule import Schedule, _numbers_of
 from vram_guard_mmengine._step_look import StepLook, _parts_of, _simple
 from vram_guard_mmengine._symbolic_run import symbolic_run
