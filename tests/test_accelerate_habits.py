@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("accelerate")
+psutil = pytest.importorskip("psutil")
 torch = pytest.importorskip("torch")
 if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
@@ -170,19 +170,15 @@ def test_what_a_script_leaves_behind_ends_with_its_dry_run(
     given = ("--dry-run", "--budget", "1GiB", HABITS, "leaves_one_behind", "--out", out)
     done = launch(*ONE, *given, cache=cache, libraries=())  # its own group of processes is what ends
     assert done.returncode == 0, done.stderr
-    process, deadline = int(Path(f"{out}.pid").read_text()), time.monotonic() + 100
-    while _alive(process):
+    deadline = time.monotonic() + 100
+    while _run_with(f"{out}.runs"):
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.1)
 
 
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    state = Path(f"/proc/{process}/stat")  # an orphan that nobody has waited for yet has ended all the same
-    return not (state.is_file() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+def _run_with(word: str) -> bool:
+    """Whether a process was given this word; one that has ended and that nobody has waited for yet has none."""
+    return any(word in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from vram_guard.capture.loader import Sample  # noqa: E402
 from vram_guard_accelerate.dry_run import loop_profile  # noqa: E402
-from vram_guard_accelerate.dry_run.loop_profile import LoopObserver, LoopProfile, _epoch  # noqa: E402
+from vram_guard_accelerate.dry_run.loop_profile import LoopObserver, LoopProfile, epoch_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -262,11 +262,11 @@ def test_the_end_of_an_epoch_is_known_of_samplers_of_torchs_own() -> None:
         pass
 
     data = torch.zeros(10)
-    assert _epoch(DataLoader(data, batch_size=4)) == (3, 10)
-    assert _epoch(DataLoader(data, batch_size=4, drop_last=True)) == (2, 10)
-    assert _epoch(DataLoader(Endless(), batch_size=4)) == (None, None)
-    assert _epoch(DataLoader(data, batch_sampler=Batches(SequentialSampler(data), 4, False))) == (3, None)
-    assert _epoch(range(3)) == (3, None)
+    assert epoch_of(DataLoader(data, batch_size=4)) == (3, 10)
+    assert epoch_of(DataLoader(data, batch_size=4, drop_last=True)) == (2, 10)
+    assert epoch_of(DataLoader(Endless(), batch_size=4)) == (None, None)
+    assert epoch_of(DataLoader(data, batch_sampler=Batches(SequentialSampler(data), 4, False))) == (3, None)
+    assert epoch_of(range(3)) == (3, None)
 
 
 def test_what_counts_items_shows_it_in_every_loss() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from vram_guard_accelerate._settings import Settings  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.dry_run import _periodic_branches, _script_source  # noqa: E402
-from vram_guard_accelerate.dry_run.loop_profile import _epoch  # noqa: E402
+from vram_guard_accelerate.dry_run.loop_profile import epoch_of  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates  # noqa: E402
 from vram_guard_accelerate.relaunch.divisible import why_not_divided  # noqa: E402
@@ -234,12 +234,12 @@ def test_what_else_a_branch_tests_is_known_of_the_frame(test: str, value: bool |
 
 def test_an_epoch_is_as_long_as_the_loader_and_its_sampler_say() -> None:
     data: Any = range(10)
-    assert _epoch(DataLoader(data, 4)) == (3, 10)
-    assert _epoch(DataLoader(data, 4, drop_last=True)) == (2, 10)
-    assert _epoch(DataLoader(data, batch_sampler=[[0, 1], [2]])) == (2, None)
-    assert _epoch(iter(data)) == (None, None)
+    assert epoch_of(DataLoader(data, 4)) == (3, 10)
+    assert epoch_of(DataLoader(data, 4, drop_last=True)) == (2, 10)
+    assert epoch_of(DataLoader(data, batch_sampler=[[0, 1], [2]])) == (2, None)
+    assert epoch_of(iter(data)) == (None, None)
     unknown: Any = torch.utils.data.BatchSampler(iter(data), 4, False)  # type: ignore[arg-type]
-    assert _epoch(SimpleNamespace(batch_sampler=unknown, __len__=None)) == (None, None)
+    assert epoch_of(SimpleNamespace(batch_sampler=unknown, __len__=None)) == (None, None)
 
 
 # --- the dry run, seen from outside --------------------------------------------------------------------------------

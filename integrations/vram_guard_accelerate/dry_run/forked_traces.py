@@ -46,7 +46,7 @@ class ForkedTraces:
         self._compares_samples = False
         self._answers: dict[_Asked, TraceResult] = {}
         self._running: dict[_Asked, Fork] = {}
-        self._again: TraceResult | None = None
+        self._again: dict[int, TraceResult] = {}
         self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
         """How the models' arguments are cut in copies that work in slices."""
         self.why_not_sliced = ""
@@ -74,19 +74,22 @@ class ForkedTraces:
         """The loop as written, at another size of batches."""
         return self._answer(TraceRequest(batch_size, self._first.precision)).facts
 
-    def looked_again(self) -> tuple[int, TraceResult]:
+    def looked_again(self, samples: int | None = None) -> tuple[int, TraceResult]:
         """The loop as written with another batch, to be compared with the first look; see :class:`ForkTask`.
 
+        Args:
+            samples: of that batch; None: half as many as the script's own, or twice those of a small one.
+
         Returns:
-            The samples of that batch (half as many, or twice those of a small one), and the answer.
+            The samples, and the answer.
         """
         size = self._first.sample.batch_size
-        other = size // 2 if size > 3 else 2 * size
-        if self._again is None:
+        other = samples or (size // 2 if size > 3 else 2 * size)
+        if other not in self._again:
             request = TraceRequest(other, self._first.precision)
             ask = partial(self._fork, request, False, None, looks_again=True)
-            self._again = _answer_of(ask, _what(request), TraceResult)
-        return other, self._again
+            self._again[other] = _answer_of(ask, _what(request), TraceResult)
+        return other, self._again[other]
 
     def read_layouts(self, only: LoopFacts | None = None) -> str:
         """Find out how the models' arguments are cut; why they cannot be ("" where they can).

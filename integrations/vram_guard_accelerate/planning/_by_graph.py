@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Literal
 
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
@@ -9,6 +10,7 @@ from vram_guard.language import _
 from vram_guard.proof.effects import other_draws
 from vram_guard.proof.samples_apart import form_over_samples
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
+from vram_guard_accelerate.dry_run.results import LoopFacts
 
 #: Names that are told of what changes.
 NAMED = 3
@@ -34,7 +36,7 @@ class GraphProof:
         Raises:
             VramGuardError: the second run came to no answer.
         """
-        one, other = self._traces.first_look().facts, self._traces.looked_again()[1].facts
+        one, other = self._compared()
         if len(one.forms) != len(other.forms):
             return "mean", _("it returns different numbers at different batch sizes")
         found = [form_over_samples(*pair) for pair in zip(one.forms, other.forms, strict=True)]
@@ -45,7 +47,7 @@ class GraphProof:
         kind = kinds.pop() if kinds else "mean"
         if isinstance(kind, EveryLabel):
             kind, why = "mean", why or _("it adds means over different counts of the batch")
-        if isinstance(kind, Normaliser) and any(type(key) not in (str, int) for key in kind.path):
+        if isinstance(kind, Normaliser) and any(type(key) not in (str, int, NoneType) for key in kind.path):
             why = why or _("it is divided by a number that nothing in the batch explains")
         return ("mean", why) if why else (kind, "")
 
@@ -55,17 +57,30 @@ class GraphProof:
         Raises:
             VramGuardError: the second run came to no answer.
         """
-        one = self._traces.first_look().facts
-        _other_samples, again = self._traces.looked_again()
-        names = tuple(dict.fromkeys((*one.advances, *one.changed_in_calls, *again.facts.changed_in_calls)))
-        if names:
-            return _("every step changes state that the model keeps: {names}", names=", ".join(names[:NAMED]))
+        one, other = self._compared()
+        if why := self._why_not_the_same_call():
+            return why
         if one.returns_loss:
             return ""  # read before
-        if len(one.joined) != len(again.facts.joined):
+        if len(one.joined) != len(other.joined):
             return _("it returns different numbers at different batch sizes")
-        return next((why for why in (*one.joined, *again.facts.joined) if why), "")
+        return next((why for why in (*one.joined, *other.joined) if why), "")
+
+    def _why_not_the_same_call(self) -> str:
+        """The state that one call of the models leaves to the next; "" where there is none."""
+        one, again = self._traces.first_look().facts, self._traces.looked_again()[1].facts
+        names = tuple(dict.fromkeys((*one.advances, *one.changed_in_calls, *again.changed_in_calls)))
+        if not names:
+            return ""
+        return _("every step changes state that the model keeps: {names}", names=", ".join(names[:NAMED]))
 
     def remarks(self) -> tuple[str, ...]:
         """What two runs hear of and cannot compare, where :meth:`why_not` is ""."""
         return (other_draws(),) if self._traces.looked_again()[1].random else ()
+
+    def _compared(self) -> tuple[LoopFacts, LoopFacts]:
+        """Two runs whose calls are read alike: at the script's own size, a list of samples may read as columns."""
+        one, (samples, other) = self._traces.first_look().facts, self._traces.looked_again()
+        if one.calls == other.facts.calls:
+            return one, other.facts
+        return self._traces.looked_again(2 * samples)[1].facts, other.facts
