@@ -530,7 +530,7 @@ lightning.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpoin
 """
 
 
-def test_on_a_machine_with_a_gpu_copies_and_their_copies_run_backward_passes_and_plans_are_proven() -> None:
+def test_on_a_machine_with_a_gpu_copies_and_their_copies_run_backward_passes_and_plans_are_made() -> None:
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ON_A_GPU_MACHINE],
@@ -541,7 +541,7 @@ def test_on_a_machine_with_a_gpu_copies_and_their_copies_run_backward_passes_and
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "(3.0, 3.0)"
-    assert "proven by running 4 samples" in done.stdout + done.stderr
+    assert "2 micro-batches of 512" in done.stdout
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -371,15 +371,20 @@ def test_real_tensors_that_a_step_writes_to_hold_what_they_held() -> None:
     assert model.weight.grad is gradient
 
 
-def test_an_optimizer_over_the_real_parameters_is_refused_before_it_trains_them() -> None:
-    model = nn.Linear(6, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_an_optimizer_over_real_parameters_is_followed_over_the_models_own_and_trains_none() -> None:
+    """LightningCLI makes its optimizer over the model's parameters before the trace begins."""
+    model, other = nn.Linear(6, 6), nn.Linear(6, 6)
     model(torch.randn(2, 6)).sum().backward()
-    before = model.weight.detach().clone()
-    step = TrainingStep(model, lambda b: torch.randn(b, 6), lambda m, b: m(b).sum(), lambda parameters: optimizer)
-    with pytest.raises(UnsupportedStepError, match="other parameters than those it was given"):
-        trace(step)
-    assert torch.equal(model.weight, before)
+    before = [one.detach().clone() for one in (model.weight, other.weight)]
+
+    def step(trained: nn.Module) -> TrainingStep:
+        optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
+        return TrainingStep(model, lambda b: torch.randn(b, 6), lambda m, b: m(b).sum(), lambda parameters: optimizer)
+
+    assert estimate(step(model), 2).breakdown["optimizer_states"] == 2 * 2 * 512  # two of each, in blocks
+    with pytest.raises(UnsupportedStepError):
+        trace(step(other))
+    assert all(torch.equal(one, now) for one, now in zip((model.weight, other.weight), before, strict=True))
     assert model.weight.grad is not None
 
 

@@ -100,6 +100,7 @@ def replay(
     first = max(0, next((index for index, event in enumerate(run.events) if event < 0), len(run.events) + 1) - 1)
     for start, end in zip(starts, (*starts[1:], len(run.events)), strict=True):
         allocator.restart_peaks()
+        run.peak, run.peak_event = allocator.allocated, start
         middle = min(max(start, first), end)
         failure = run.step_through(allocator, curves, start, middle) if start < middle else None
         if middle == first:
@@ -153,7 +154,7 @@ class _Run:
         #: Bytes that the allocator counted for each block when it was allocated; 0: not yet.
         self.granted = [0] * len(sizes)
         self.blocks: list[PoolBlock | None] = [None] * len(sizes)
-        self.peak_event = 0
+        self.peak = self.peak_event = 0
 
     def step_through(
         self, allocator: CachingAllocator, curves: tuple[list[int], list[int]] | None, start: int, end: int
@@ -162,8 +163,7 @@ class _Run:
         sizes, streams, granted = self.sizes, self.streams, self.granted
         blocks = self.blocks
         allocate, release = allocator.allocate, allocator.release
-        peak = allocator.allocated
-        self.peak_event = start
+        peak = self.peak
         for index, event in enumerate(self.events[start:end], start):
             if event >= 0:
                 size = sizes[event]
@@ -181,7 +181,7 @@ class _Run:
                     else:
                         granted[event] = block.size
                         if allocator.allocated > peak:
-                            peak = allocator.allocated
+                            self.peak = peak = allocator.allocated
                             self.peak_event = index
             elif sizes[~event]:
                 held = blocks[~event]

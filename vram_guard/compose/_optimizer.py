@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.compose._events import blocks_of_set_up, shifted
-from vram_guard.timeline import Marks, Timeline
+from vram_guard.timeline import Affine, Marks, Timeline
 
 
 def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = False) -> Timeline:
     """The timeline with the optimizer phases of another one.
 
-    What the phase frees of earlier ones (gradients) it frees before or after all that the other form allocates, as it
-    does before or after its own first allocation.
+    What the phase frees of earlier ones it frees behind as much of its own as before, while both forms do the same
+    (gradients are clipped and unscaled, the comparison of recomputations is read); else at its end.
 
     Args:
         timeline: the whole step.
@@ -35,7 +36,7 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
     if on_host and any(timeline.blocks[block].category == "optimizer_states" for block in blocks_of_set_up(timeline)):
         raise CannotComposeError("states are made before the first step")
     replacing = {start: _own_events(other, *span) for (_key, start, _end), (_, *span) in zip(own, taken, strict=True)}
-    offset, gone = len(timeline.blocks), set[int]()
+    gone = set[int]()
     events: list[int] = []
     at_event: list[int] = []
     phases = []
@@ -49,12 +50,8 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
                     events.append(event)
             continue
         gone.update(event for event in span if event >= 0)
-        first = next((at for at, event in enumerate(span) if event >= 0), len(span))
-        early, late = ([e for e in part if e < 0 and ~e not in gone] for part in (span[:first], span[first:]))
         at_event += [len(events)] * len(span)
-        events += early
-        events += shifted(replacing[phase.start], offset)
-        events += late
+        events += _merged(timeline, span, gone, other, list(replacing[phase.start]))
     at_event.append(len(events))
     marks = timeline.marks
     return replace(
@@ -65,6 +62,36 @@ def with_optimizer_of(timeline: Timeline, other: Timeline, *, on_host: bool = Fa
         **(_in_host_memory(timeline, other) if on_host else {}),
         marks=None if marks is None else Marks((), tuple((at_event[at], block) for at, block in marks.accumulated)),
     )
+
+
+def _merged(timeline: Timeline, span: Sequence[int], gone: set[int], other: Timeline, taken: list[int]) -> list[int]:
+    """One optimizer phase: the events of the other form, and the frees of earlier blocks among them.
+
+    Args:
+        timeline: the whole step.
+        span: its events in this phase.
+        gone: its blocks that optimizer phases allocate.
+        other: the step with the other form.
+        taken: the other form's events in this phase.
+    """
+
+    def sizes(of: Timeline, events: Iterable[int]) -> Iterator[tuple[bool, Affine]]:
+        return ((event >= 0, of.blocks[event if event >= 0 else ~event].size) for event in events)
+
+    own = [event for event in span if event >= 0 or ~event in gone]
+    pairs = zip(sizes(timeline, own), sizes(other, taken), strict=False)
+    alike = sum(1 for _pair in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    freed: list[list[int]] = [[] for _place in range(len(taken) + 1)]
+    done = 0
+    for event in span:
+        if event >= 0 or ~event in gone:
+            done += 1
+        else:
+            freed[done if done <= alike else -1].append(event)
+    merged = list(freed[0])
+    for event, then in zip(shifted(taken, len(timeline.blocks)), freed[1:], strict=True):
+        merged += [event, *then]
+    return merged
 
 
 def _in_host_memory(timeline: Timeline, other: Timeline) -> dict[str, Any]:

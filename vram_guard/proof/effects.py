@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vram_guard.forks.side_effects import opened_for_writing
 from vram_guard.language import _
 from vram_guard.proof.watched import WatchedNumber
-from vram_guard.state.random_generators import RandomState
+from vram_guard.state.random_generators import RandomState, random_state_kept
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,7 +113,9 @@ class Listening(TorchDispatchMode):
         self.random = self.random or (
             torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(func, args, kwargs)
         )
-        return func(*args, **kwargs)
+        # torch's stand-ins for collectives number what they begin by Python's generator.
+        with random_state_kept() if func.namespace == "c10d" else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -35,6 +35,8 @@ from vram_guard.tensors import without_modes
 _READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "item", "allclose"))
 #: Packages that read values to check or to count them, and never change what is trained by them.
 _READ_BY = frozenset(("torchmetrics",))
+#: Namespaces of operators that hand over what other ranks hold, and draw no numbers.
+_COLLECTIVE = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"))
 #: Arguments that say again how many samples there are.
 _COUNTS = frozenset((("native_group_norm", "N"),))
 #: Operators that hand over a tensor that was made of numbers of Python.
@@ -189,7 +191,8 @@ class SamplesApart(TorchDispatchMode):
             return
         if library not in ("aten", "prims"):
             found = call.unknown() if not all(label.const for label in labels) else None
-            found = found or constant(key, made[0].shape if made else (), uniform=False, drawn=True)
+            drawn = library not in _COLLECTIVE  # as far as is known
+            found = found or constant(key, made[0].shape if made else (), uniform=False, drawn=drawn)
         else:
             tags = func.tags
             found = label_of(call, pointwise=torch.Tag.pointwise in tags, reduces=torch.Tag.reduction in tags)
@@ -201,6 +204,8 @@ class SamplesApart(TorchDispatchMode):
                 self._keep(tensor, label)
         for tensor in (one for one in tree_leaves(written) if isinstance(one, torch.Tensor)):
             self._write(tensor, results[0])
+            if library == "fsdp":  # weights that were gathered, where they lay before
+                self.written.discard(_place(tensor)[0])
 
     def _keep(self, tensor: torch.Tensor, label: Label) -> None:
         self._put(tensor, label if label.ids.dim() == tensor.dim() else _fitted(label, tensor))
@@ -322,7 +327,7 @@ def _plain(value: Any, name: str, apart: SamplesApart) -> Any:
         if any(isinstance(one, torch.Tensor) for one in value):
             return [_plain(one, name, apart) for one in value]
         return None if name in _SIZES else list(value)
-    return None if isinstance(value, torch.Generator) else value
+    return None if isinstance(value, (torch.Generator, torch.ScriptObject)) else value  # of this process alone
 
 
 def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Iterator[tuple[torch.Tensor, Label]]:
@@ -338,7 +343,7 @@ def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Itera
     lists = {
         tuple(... if key != own else key for key, own in zip(path, paths[id(one)], strict=True))
         for path, one in whole
-        if len(paths.get(id(one), ())) == len(path)
+        if id(one) in paths and len(paths[id(one)]) == len(path)
     }
     for path, tensor in whole:
         key = key_of("batch", [key for key in path if not isinstance(key, int)], len(path))

@@ -116,22 +116,21 @@ class LiftSplat(BaseModel):
     def _splat(self, lifted: Tensor, calibration: Tensor) -> Tensor:
         """The sum of what falls into each cell; (samples, channels, cells, cells)."""
         samples = calibration.shape[0]
-        places = self._cells_of(calibration).flatten()
-        # One cell more, for what falls outside the map: no size depends on where the points are.
-        canvas = lifted.new_zeros(samples * self.cells**2 + 1, self.channels)
-        canvas = canvas.index_add(0, places, lifted.reshape(-1, self.channels))
-        return canvas[:-1].view(samples, self.cells, self.cells, self.channels).permute(0, 3, 1, 2)
+        places = self._cells_of(calibration).flatten(1)
+        # One cell more, for what falls outside the map: no size depends on where the points are. Each sample has a
+        # canvas of its own, so that it is seen that none meets another.
+        canvas = lifted.new_zeros(samples, self.cells**2 + 1, self.channels)
+        found = lifted.reshape(samples, -1, self.channels)
+        canvas = canvas.scatter_add(1, places.unsqueeze(-1).expand_as(found), found)
+        return canvas[:, :-1].view(samples, self.cells, self.cells, self.channels).permute(0, 3, 1, 2)
 
     @torch.no_grad()
     def _cells_of(self, calibration: Tensor) -> Tensor:
         """The cell of every lifted feature; (samples, cameras, depths, height, width)."""
-        samples = calibration.shape[0]
         points = torch.einsum("scij,dhwj->scdhwi", calibration, self.frustum)
         cells = ((points[..., :2] + self.reach) * (self.cells / (2 * self.reach))).floor().long()
         inside = ((cells >= 0) & (cells < self.cells)).all(-1) & (points[..., 2].abs() < 5.0)
-        sample = torch.arange(samples, device=cells.device).view(-1, 1, 1, 1, 1)
-        numbers = (sample * self.cells + cells[..., 0]) * self.cells + cells[..., 1]
-        return torch.where(inside, numbers, samples * self.cells**2)
+        return torch.where(inside, cells[..., 0] * self.cells + cells[..., 1], self.cells**2)
 
     def _segment(self, seen_from_above: Tensor) -> Tensor:
         logits: Tensor = self.segment_head(self.map_encoder(seen_from_above)).squeeze(1)
