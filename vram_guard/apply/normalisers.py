@@ -20,7 +20,7 @@ class Normaliser:
     and such a slice has no weight.
 
     Attributes:
-        path: to the part of the batch, by keys, indexes, fields and attributes; `...` is each item of a list.
+        path: to the part of the batch, by keys, indexes, fields and attributes; None is each item of a list.
         counts: "others": its values other than ``ignored``; "sum": their sum; "positive": those above zero.
         ignored: the value that does not count; NaN where those are left out.
         shifted: whether the first value along the last dimension is left out, as by a causal language model.
@@ -46,9 +46,9 @@ class Normaliser:
 
     def values(self, batch: Any) -> torch.Tensor:
         """The part of the batch that is counted in."""
-        if ... not in self.path:
+        if None not in self.path:
             return self._values_at(batch, self.path)
-        at = self.path.index(...)
+        at = self.path.index(None)
         samples = (attributes(_at(batch, self.path[:at])) or {}).values()
         return torch.cat([self._values_at(one, self.path[at + 1 :]).flatten() for one in samples])
 
@@ -56,7 +56,7 @@ class Normaliser:
         """Check whether a batch has the part that is counted in."""
         for key in self.path:
             parts = attributes(batch) or {}
-            key = next(iter(parts), None) if key is ... else key  # noqa: PLW2901
+            key = next(iter(parts), None) if key is None else key  # noqa: PLW2901
             if key not in parts:
                 return False
             batch = parts[key]
@@ -128,7 +128,7 @@ def _at(part: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _named(path: tuple[Any, ...]) -> str:
-    return "batch" + "".join("[...]" if key is ... else f"[{key!r}]" for key in path)
+    return "batch" + "".join("[...]" if key is None else f"[{key!r}]" for key in path)
 
 
 def _weights_of(labels: torch.Tensor, weights: tuple[float, ...], counted: torch.Tensor) -> torch.Tensor:

@@ -341,7 +341,7 @@ def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Itera
             paths[id(one)] = path
     # One tensor for each sample: the key of a path that is another in a batch than in a sample alone is of the samples.
     lists = {
-        tuple(... if key != own else key for key, own in zip(path, paths[id(one)], strict=True))
+        tuple(None if key != own else key for key, own in zip(path, paths[id(one)], strict=True))
         for path, one in whole
         if id(one) in paths and len(paths[id(one)]) == len(path)
     }
@@ -373,11 +373,11 @@ def _tensors_of(
 
 
 def _is_one_of(path: tuple[Any, ...], each: tuple[Any, ...]) -> bool:
-    """True for a path to one of the tensors that another path, with ``...`` for the sample, leads to."""
+    """True for a path to one of the tensors that another path, with None for the sample, leads to."""
     return (
-        each.count(...) == 1
+        each.count(None) == 1
         and len(path) == len(each)
-        and all(wanted in (..., key) for key, wanted in zip(path, each, strict=True))
+        and all(wanted in (None, key) for key, wanted in zip(path, each, strict=True))
     )
 
 
