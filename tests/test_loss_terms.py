@@ -183,6 +183,17 @@ def test_what_an_operator_of_another_library_writes_is_seen_in_every_view(write:
     assert (apart.form(loss).why == "") is known
 
 
+def test_samples_are_followed_into_and_out_of_a_tensor_that_wraps_others() -> None:
+    """No operator makes the wrapper, nor takes its parts out: as DTensor."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor")
+    batch = torch.randn(8, 3)
+    apart = SamplesApart(batch, 8, split(batch, 8, 1))
+    with apart:
+        wrapped = two.TwoTensor(batch, torch.zeros(8, 3))
+        loss = (wrapped - wrapped.mean(0)).a.square().mean()
+    assert apart.form(loss).why
+
+
 def shifted_by_transformers(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
 

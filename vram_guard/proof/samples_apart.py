@@ -29,7 +29,7 @@ from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, 
 from vram_guard.proof._rules import _SIZES, FACTS, Call, label_of
 from vram_guard.proof.watched import ReadValue
 from vram_guard.state.containers import attributes
-from vram_guard.tensors import without_modes
+from vram_guard.tensors import inner_tensors, without_modes
 
 #: Operators that hand a value to Python.
 _READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "item", "allclose"))
@@ -37,6 +37,8 @@ _READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "item", "allcl
 _READ_BY = frozenset(("torchmetrics",))
 #: Namespaces of operators that hand over what other ranks hold, and draw no numbers.
 _COLLECTIVE = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"))
+#: Those that meet the same element of every rank, whose batches are all cut alike.
+_ELEMENTWISE = frozenset(("all_reduce", "all_reduce_", "wait_tensor", "_wrap_tensor_autograd"))
 #: Arguments that say again how many samples there are.
 _COUNTS = frozenset((("native_group_norm", "N"),))
 #: Operators that hand over a tensor that was made of numbers of Python.
@@ -146,6 +148,8 @@ class SamplesApart(TorchDispatchMode):
 
     def label(self, tensor: torch.Tensor) -> Label:
         """What a tensor was computed of; what was there before the block depends on no sample."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            return _of_inner(tensor, [(one, self.label(one)) for one in inner_tensors(tensor)])
         at = _place(tensor)
         found = self._labels.get(at)
         if found is None:
@@ -191,6 +195,8 @@ class SamplesApart(TorchDispatchMode):
             return
         if library not in ("aten", "prims"):
             found = call.unknown() if not all(label.const for label in labels) else None
+            if library in _COLLECTIVE and name in _ELEMENTWISE and labels[0].apart and not labels[0].const:
+                found = Label(labels[0].ids, key)
             drawn = library not in _COLLECTIVE  # as far as is known
             found = found or constant(key, made[0].shape if made else (), uniform=False, drawn=drawn)
         else:
@@ -211,9 +217,15 @@ class SamplesApart(TorchDispatchMode):
         self._put(tensor, label if label.ids.dim() == tensor.dim() else _fitted(label, tensor))
 
     def _put(self, tensor: torch.Tensor, label: Label) -> None:
+        if hasattr(tensor, "__tensor_flatten__"):  # its parts are known, whoever wraps them in another
+            for one in inner_tensors(tensor):
+                self._put(one, _seen_from(tensor, label, one))
+            return
         at = _place(tensor)
         self._labels[at] = label
-        if len(at) > 1 and at[0] not in self._places:  # no other storage comes to lie there, though this one is freed
+        if len(at) == 1:
+            self._held.append(tensor)  # nothing else is taken for it
+        elif at[0] not in self._places:  # no other storage comes to lie there, though this one is freed
             self._places[at[0]] = StorageWeakRef(tensor.untyped_storage())
 
     def _write(self, tensor: torch.Tensor, label: Label) -> None:
@@ -287,10 +299,32 @@ def _covers(other: Label, label: Label) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+    if tensor.layout != torch.strided:
         return (id(tensor),)
     storage = int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _of_inner(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, Label]]) -> Label:
+    """The label of a tensor that wraps others, as DTensor does, from those of its parts."""
+    labels = [label for _part, label in parts]
+    if all(label.const for label in labels):
+        drawn, held = any(label.drawn for label in labels), any(label.held for label in labels)
+        key = key_of("wrapped", type(tensor).__name__, [label.key for label in labels])
+        return constant(key, tensor.shape, uniform=False, drawn=drawn, held=held)
+    if len(parts) == 1:
+        return _seen_from(parts[0][0], labels[0], tensor)
+    return joined(_("it passes through a {kind}", kind=type(tensor).__name__), tensor.dim())
+
+
+def _seen_from(tensor: torch.Tensor, label: Label, other: torch.Tensor) -> Label:
+    """The label of a tensor for one that wraps it or is wrapped in it, of other sizes maybe, but of as many samples."""
+    if label.const:
+        return constant(label.key, other.shape, uniform=False, drawn=label.drawn, held=label.held)
+    sizes = zip(tensor.shape, other.shape, label.ids.shape, strict=False)
+    if label.apart and tensor.dim() == other.dim() and all(one == of or ids == 1 for one, of, ids in sizes):
+        return label
+    return joined(label.why or _("it passes through a {kind}", kind=type(tensor).__name__), other.dim())
 
 
 def _fitted(label: Label, tensor: torch.Tensor) -> Label:
