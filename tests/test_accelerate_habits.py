@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 pytest.importorskip("accelerate")
 psutil = pytest.importorskip("psutil")
@@ -126,7 +127,7 @@ def test_a_program_that_tells_something_runs(answers: Any) -> None:
     assert any(line.startswith("runs on ") and line.endswith(" True") for line in said)
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "tells"),
     [
         (["git", "rev-parse", "HEAD"], True),

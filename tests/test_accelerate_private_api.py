@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from each import each
 
 pytest.importorskip("accelerate")
 
@@ -14,7 +15,7 @@ from vram_guard.private_names import PrivateName, missing_in_words
 from vram_guard_accelerate import private_api
 
 
-@pytest.mark.parametrize("name", private_api.TABLE, ids=lambda name: name.path)
+@each("name", private_api.TABLE)
 def test_this_release_has_it(name: PrivateName) -> None:
     assert missing_in_words((name,)) == []
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from each import each
 
 from vram_guard.allocator import AllocatorSettings
 from vram_guard.errors import InvalidInputError
@@ -87,12 +88,12 @@ STRICTER = [
 ]
 
 
-@pytest.mark.parametrize(("text", "settings"), ACCEPTED)
+@each(("text", "settings"), ACCEPTED)
 def test_reads_what_torch_reads(text, settings):
     assert AllocatorSettings.from_conf(text) == settings
 
 
-@pytest.mark.parametrize(("text", "reason"), REFUSED + STRICTER)
+@each(("text", "reason"), REFUSED + STRICTER)
 def test_refuses_with_the_reason(text, reason):
     with pytest.raises(InvalidInputError, match=reason):
         AllocatorSettings.from_conf(text)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def test_a_card_is_its_memory_less_driver_context_and_margin():
         assert "CUDA context (estimate)" in budget.explain()
 
 
-@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.name)
+@each("gpu", catalogue())
 def test_every_card_gives_a_sensible_budget(gpu):
     budget = Budget.resolve(gpu=gpu)
     assert 0.75 * gpu.memory_bytes < budget.usable < gpu.memory_bytes

@@ -6,6 +6,7 @@ from dataclasses import fields
 from importlib.resources import files
 
 import pytest
+from each import each
 
 from vram_guard.budget.catalogue import (
     GPU,
@@ -22,7 +23,7 @@ DATA = json.loads(files("vram_guard.budget").joinpath("catalogue.json").read_tex
 #: FP32 lanes of one multiprocessor (CUDA C++ programming guide, arithmetic instructions table).
 LANES = {(6, 0): 64, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 9): 128}
 
-each_gpu = pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.name)
+each_gpu = each("gpu", catalogue())
 
 
 def test_the_cards_people_train_on_are_there():
@@ -144,7 +145,7 @@ MEMORY_BUSES = {
 }
 
 
-@pytest.mark.parametrize("name", MEMORY_BUSES)
+@each("name", MEMORY_BUSES)
 def test_bandwidth_is_the_width_of_the_bus_times_its_rate(name):
     bits, rate = MEMORY_BUSES[name]
     assert find_gpu(name).memory_bandwidth == pytest.approx(bits / 8 * rate * 1e9, rel=0.01)
@@ -196,7 +197,7 @@ def test_every_name_and_alias_finds_its_card(gpu: GPU):
         assert find_gpu(name) == gpu
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "name"),
     [
         ("RTX 4090", "RTX 4090"),
@@ -227,9 +228,7 @@ def test_among_boards_of_one_memory_size_the_slowest_is_meant():
     assert find_gpu("A100 80GB").memory_bandwidth < find_gpu("A100 SXM4 80GB").memory_bandwidth
 
 
-@pytest.mark.parametrize(
-    "open_name", ["A100", "H100", "V100", "GTX 1060", "RTX 3080 Laptop", "RTX 4060 Ti", "RTX 6000", "RTX"]
-)
+@each("open_name", ["A100", "H100", "V100", "GTX 1060", "RTX 3080 Laptop", "RTX 4060 Ti", "RTX 6000", "RTX"])
 def test_a_name_that_leaves_the_memory_open_is_refused_with_the_choices(open_name):
     with pytest.raises(InvalidInputError, match="could be several cards") as refused:
         find_gpu(open_name)
@@ -248,7 +247,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
         find_gpu("RTX 6000 Adda")
 
 
-@pytest.mark.parametrize(
+@each(
     ("unknown", "never"),
     [
         *(("RTX 5040", "RTX 5090"), ("RTX 3040 Laptop", "RTX 4090"), ("RTX 2070 Max-Q", "RTX 4070")),
@@ -261,7 +260,7 @@ def test_no_larger_card_is_offered_for_a_smaller_one(unknown, never):
     assert never not in str(refused.value).replace(unknown, "")
 
 
-@pytest.mark.parametrize(
+@each(
     "unknown",
     [
         *("", "NVIDIA", "Radeon 7900", "RTX 3070 Ti Laptop GPU", "RTX 4090 12GB", "x" * 100_000, "\x00", "4090" * 50),
@@ -280,7 +279,7 @@ def test_a_name_is_text(other):
         find_gpu(other)
 
 
-@pytest.mark.parametrize("name", ["3050", "3060", "3070", "4050", "4060", "4070", "4080", "4090", "5050", "5060"])
+@each("name", ["3050", "3060", "3070", "4050", "4060", "4070", "4080", "4090", "5050", "5060"])
 def test_a_laptop_card_is_not_the_desktop_card_of_its_number(name):
     laptop = find_gpu(f"NVIDIA GeForce RTX {name} Laptop GPU")
     assert laptop.name == f"RTX {name} Laptop"

@@ -8,6 +8,7 @@ import shlex
 import sys
 
 import pytest
+from each import each
 from folders import write_cogvideox
 from test_estimate_folder import SMALL, SMALL_TEXT
 
@@ -193,7 +194,7 @@ def run(capsys, *words):
     return code, *(re.sub(r"/\S*reports/\S*|[0-9.]+ (ms|samples/s)|\+-\S+%", "", one) for one in (said.out, said.err))
 
 
-@pytest.mark.parametrize(("command", "way"), [(command, way) for command, ways in ASKED.items() for way in ways])
+@each(("command", "way"), [(command, way) for command, ways in ASKED.items() for way in ways])
 def test_an_option_is_read_or_refused_by_its_name(place, monkeypatch, capsys, command, way):
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "path", [str(place), *sys.path])

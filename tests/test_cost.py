@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import BY_NAME, adamw
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_import_cost import heavy_after
@@ -220,7 +221,7 @@ def test_what_a_card_lacks_its_ordinary_cores_do(card, unit, figure):
     assert flops_per_second(find_gpu(card), unit) == pytest.approx(figure, rel=0.01)
 
 
-@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.name)
+@each("gpu", catalogue())
 def test_every_card_of_the_catalogue_has_what_the_model_needs(gpu):
     time = step_seconds(timeline_of(matmul(10**12, 10**9), matmul(0, transfer=Affine(0, 10**9))), 1, gpu)
     assert 0 < time.seconds < 10

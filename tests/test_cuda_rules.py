@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from each import each
 from torch import nn
 from torch.nn import functional as F
 
@@ -763,7 +764,7 @@ SEEN: list[torch.dtype] = []
 HALF, FULL = torch.float16, torch.float32
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "expected"),
     [
         (lambda x, w: x @ w, HALF),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_blocks import FENCE, START_PAGES, commands_of, files_of, missing, pinned
+from each import each
 from folders import write_cogvideox
 
 from benchmarks.harness.pages import texts
@@ -247,14 +248,14 @@ def test_figures_of_a_page_made_anew_are_compared_and_its_seconds_are_not():
     assert {ROOT / "docs" / "en" / f"{name}.md" for name in tool.PAGES} <= set(PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@each("page", PAGES)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{named(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@each("page", PAGES)
 def test_yaml_on_pages_can_be_read(page):
     """What people copy into a workflow or a config."""
     for block in FENCE.finditer(page.read_text(encoding="utf-8")):

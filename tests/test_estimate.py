@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from each import each
 
 from vram_guard import cli
 
@@ -200,7 +201,7 @@ def test_what_stands_in_the_way_of_a_symbolic_answer_is_said_and_the_rule_remain
     assert "RuntimeError: the user's own loss" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         ("--batch 0", "--batch must be between 1 and"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
+from each import each
 
 TESTS = Path(__file__).parent
 
@@ -315,7 +315,7 @@ def test_all_of_them_are_there() -> None:
     assert len(FAULTS) == 45
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each("fault", FAULTS)
 def test_every_fault_has_tests_that_exist(fault: str) -> None:
     expected, tests = FAULTS[fault]
     assert expected

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def test_the_parts_make_the_batch_again(size: int, micro: int) -> None:
     assert all(len(part.data["x"]) == part.samples for part in parts)
 
 
-@pytest.mark.parametrize(
+@each(
     "batch",
     [
         X,
@@ -87,7 +88,6 @@ def test_the_parts_make_the_batch_again(size: int, micro: int) -> None:
         [torch.zeros(3, index + 1) for index in range(8)],
         (X, [{"boxes": torch.zeros(index, 4)} for index in range(8)]),
     ],
-    ids=lambda batch: type(batch).__name__,
 )
 def test_structures(batch: Any) -> None:
     parts = split(batch, 8, 3)

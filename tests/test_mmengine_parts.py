@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each import each
 
 pytest.importorskip("mmengine")
 from vram_guard_mmengine import VramGuardHook, _optim  # noqa: I001 - first: it knows what MMEngine's own imports warn of
@@ -59,7 +60,7 @@ class Holder:
         vars(self).update(attributes)
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other", "same"),
     [
         (0.1, 0.2, True),  # a factor

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 
 from vram_guard.simulate import operators
 from vram_guard.simulate.operators import composite_ops, foreach
@@ -59,7 +60,7 @@ def test_no_operator_is_both_modelled_and_not_but_for_other_releases() -> None:
     assert len(names) == len(set(names)) + len(both)
 
 
-@pytest.mark.parametrize("rule", sorted({entry["rule"] for entry in ENTRIES if entry["rule"]}))
+@each("rule", sorted({entry["rule"] for entry in ENTRIES if entry["rule"]}))
 def test_rules_exist(rule: str) -> None:
     module, name = rule.split(".")
     assert callable(getattr(importlib.import_module(f"vram_guard.simulate.operators.{module}"), name))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -467,7 +468,7 @@ def test_a_hydra_config(folder, capsys):
 # --- bad input: refused before any work, nothing written ---
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("batch_size: -3\n", "line 1: batch_size is -3"),

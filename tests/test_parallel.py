@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ def test_dtypes_have_one_name() -> None:
     assert layout == Parallel(8, kind="fsdp2", param_dtype="bfloat16", reduce_dtype="fp32")
 
 
-@pytest.mark.parametrize(
+@each(
     ("given_", "said"),
     [
         ({"gpus": 0}, "gpus must be between 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from each import each
 
 from vram_guard import Parallel
 from vram_guard.budget import find_gpu
@@ -19,7 +20,7 @@ NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_t
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", KNOWN_LINKS)
+@each("name", KNOWN_LINKS)
 def test_every_known_link_is_understood(name: str) -> None:
     made = topology(name, gpus=8, node=8, gpu=find_gpu("H100 SXM"))
 

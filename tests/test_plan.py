@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 
 from vram_guard import Budget, Job, Timeline, TrainingStep
 from vram_guard.errors import InvalidInputError, NoDeviceError
@@ -282,7 +283,7 @@ def test_progress_names_every_trace_once() -> None:
     assert len(lines) == len(set(lines)) >= 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from each import each
 
 torch = pytest.importorskip("torch")
 
@@ -177,7 +178,7 @@ def untouched() -> torch.nn.Module:
     raise AssertionError("a model was built")
 
 
-@pytest.mark.parametrize(
+@each(
     ("wishes", "said"),
     [
         ({"gpus": 12}, "12 GPUs are no whole number of nodes of 8"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each import each
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.private_names import PrivateName, missing_in_words
@@ -32,7 +33,7 @@ NEEDED = ALL if tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE else 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of imports
-@pytest.mark.parametrize("name", NEEDED, ids=lambda name: name.path)
+@each("name", NEEDED)
 def test_this_torch_has_every_name(name: PrivateName) -> None:
     assert missing_in_words((name,)) == []
 

@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.units import BYTES_PER_UNIT, LARGEST_BYTES, format_bytes, parse_bytes
 
 
-@pytest.mark.parametrize(
+@each(
     ("written", "count"),
     [
         ("24GB", 24 * 10**9),
@@ -39,7 +40,7 @@ def test_an_amount_is_exact(written, count):
     assert parse_bytes(written) == count
 
 
-@pytest.mark.parametrize(
+@each(
     "nonsense",
     [
         "",
