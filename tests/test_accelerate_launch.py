@@ -47,7 +47,7 @@ from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
 
 LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
-PROVEN = "the plan: proven by running 4 samples"
+PROVEN = "the plan: 4 samples were run as written and under it"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
 LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
 SLICED = LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=5)

@@ -121,7 +121,7 @@ def test_a_default_device_is_as_one_that_is_named(answers: Any) -> None:
     for key in ("peak_reserved", "peak_allocated"):
         assert default["plan"]["before"][key] == named["plan"]["before"][key]
     assert default["launch_plan"]["micro_batch_size"] == named["launch_plan"]["micro_batch_size"] < 64
-    assert any("proven by running" in note for note in default["notes"]), default["notes"]
+    assert any("samples were run" in note for note in default["notes"]), default["notes"]
 
 
 def test_a_loader_with_an_iteration_of_its_own_is_followed(answers: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_proven_plan_is_carried_out(answers: Any, folder: Path, name: str, hab
     answer = answers[name]
     assert answer["fits"]
     assert not answer["only_told"]
-    assert any("proven by running" in note for note in answer["notes"])
+    assert any("samples were run" in note for note in answer["notes"])
     found = read_answer(folder / name)
     plain, said = trained(folder / f"{name}_plain.pt", habit)
     guarded, says = trained(folder / f"{name}_guarded.pt", habit, to_json(found.launch_plan))  # type: ignore[union-attr]

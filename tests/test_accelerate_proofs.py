@@ -29,7 +29,7 @@ from vram_guard_accelerate.planning._proven import _parts  # noqa: E402
 
 LOSSES = cases.HERE / "accelerate_scripts" / "losses.py"
 SEGMENTATION = cases.HERE / "accelerate_scripts" / "segmentation.py"
-RUN = "the plan: proven by running {} samples"
+RUN = "the plan: {} samples were run as written and under it"
 BY_GRAPH = "slices of a batch: proven by the loss graph"
 WIDE: dict[str, Any] = {"budget": "76MiB", "allow": ("chunked_loss",)}
 AS_SAID = "slices of a batch: as you said (--loss-weight mean)"

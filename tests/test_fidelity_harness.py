@@ -40,7 +40,7 @@ def test_a_rounding_error_is_allowed_where_something_was_changed():
     [
         ("the queue differs by 3%", Verdict.SAID),
         ("usual words about the queue", Verdict.SILENT),
-        ("the queue: proven by running 4 samples", Verdict.SILENT),
+        ("the queue: 4 samples were run, and nothing that is learned differs", Verdict.SILENT),
         ("the queue is not proven by anything", Verdict.SAID),
         ("something else (models/queue.py:3)", Verdict.SILENT),
     ],

@@ -171,7 +171,7 @@ class _Prover:
         proof = self.verdict()
         if isinstance(proof, Disproof):
             return proof
-        said = _("proven by running {count} samples: smaller batches log the same", count=samples)
+        said = _("{count} samples were run, and smaller batches log the same", count=samples)
         return replace(proof, notes=(*proof.notes, said))
 
     def _verdict(self) -> Proof | Disproof:
@@ -316,9 +316,9 @@ class _Prover:
         return AS_WRITTEN.with_(checkpoint=recipe.checkpoint, checkpoint_keeps=recipe.checkpoint_keeps)
 
     def _words(self, samples: int) -> str:
-        if not self._splits:
-            return _("proven by running {count} samples: the step learns the same", count=samples)
         ran = _("{count} samples were run, and nothing that is learned differs", count=samples)
+        if not self._splits:
+            return ran
         return self._form(ran + (but_for_statistics() if self._plan.cuts_batch_norm else ""))
 
     def _form(self, ran: str) -> str:
@@ -369,7 +369,7 @@ class _Prover:
             return Proof("")
         if optimizer.refutation:
             return Disproof("offload_optimizer", optimizer.refutation)
-        return Proof(_("not proven by running a whole step ({reason})", reason=reason), notes=(optimizer.words(),))
+        return Proof(_("no whole step was run ({reason})", reason=reason), notes=(optimizer.words(),))
 
 
 def _compared(one: Rehearsed, other: Rehearsed, *, double: bool, cut: tuple[int, int]) -> tuple[Difference, ...]:

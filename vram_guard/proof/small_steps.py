@@ -60,7 +60,7 @@ class SmallSteps:
         if self.why_not:
             return _("the optimizer's other form was not run for a proof ({why})", why=self.why_not)
         if self.exact:
-            return _("the optimizer: proven by {count} steps of small weights, whose updates are equal", count=STEPS)
+            return _("the optimizer: {count} steps of small weights were run, and their updates are equal", count=STEPS)
         return _(
             "8-bit states round: after {count} steps of small weights, updates differ by {amount}", **self._figures()
         )

@@ -99,7 +99,7 @@ class Judge:
             return self._not_run(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
             drawn = (other_draws(),) if proof.random and whole.slices else ()
-            return Verdict(notes=(*notes, _proven_by_running(proof, statistics=batch_norm), *drawn))
+            return Verdict(notes=(*notes, _was_run(proof, statistics=batch_norm), *drawn))
         found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
         found = found or {ways[-1][0]: proof.refutation}
         if "accumulate" in found and not self._only_by_running:
@@ -146,11 +146,11 @@ def only_running_shows(why_not: str) -> str:
     )
 
 
-def _proven_by_running(proof: Proof, *, statistics: bool) -> str:
-    """What was proven; ``statistics``: but for those of batch normalisation, which slices have of their own."""
+def _was_run(proof: Proof, *, statistics: bool) -> str:
+    """The words for a run that refuted nothing; ``statistics``: but for those of batch normalisation, which slices have of their own."""
     said = _(
-        "the plan: proven by running {count} samples, as written and under it, with equal losses, gradients, weights, "
-        "buffers and attributes",
+        "the plan: {count} samples were run as written and under it, with equal losses, gradients, weights, buffers "
+        "and attributes",
         count=proof.samples,
     )
     return said + but_for_statistics() if statistics else said
