@@ -40,7 +40,8 @@ TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, GRAPH: 1e-5,
 FLOOR = 1e-2
 #: Promises, facts about every plan, and what is said about sizes: never the words that a difference needs.
 IRRELEVANT = re.compile(
-    r"(?<!not )(?<!un)proven by|samples were run(, and nothing| as written)|as you said|this plan is applied|micro-batches; the effective batch size stays|"
+    r"(?<!not )(?<!un)proven by|samples were run(, and nothing| as written)|as you said|this plan is applied|"
+    r"micro-batches; the effective batch size stays|"
     r"losses of micro-batches are weighted by sample count|out-of-memory error would not be recovered|"
     r"^(the step fits|fits as written)|no symbolic kernel|sizes are bounds|^the size of|sequence of allocations",
     re.IGNORECASE,

@@ -147,7 +147,7 @@ def only_running_shows(why_not: str) -> str:
 
 
 def _was_run(proof: Proof, *, statistics: bool) -> str:
-    """The words for a run that refuted nothing; ``statistics``: but for those of batch normalisation, which slices have of their own."""
+    """The words for a run that refuted nothing; ``statistics``: but for those of batch normalisation in slices."""
     said = _(
         "the plan: {count} samples were run as written and under it, with equal losses, gradients, weights, buffers "
         "and attributes",
