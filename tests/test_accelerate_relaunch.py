@@ -52,8 +52,11 @@ TRAINER_ARGUMENTS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
-    for name in ("by_hand", "undivided", "per_batch", "compares", "centred", "frozen", "counted"):
+    for name in ("by_hand", "undivided", "per_batch", "compares", "centred", "counted"):
         cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
+    for name in ("by_hand", "compares", "centred", "frozen", "flooded", "shifted"):
+        cases.request(asked / f"{name}_not_run", OPTIONS, name, "--out", "never.pt", budget="45MiB",
+                      allow=("accumulate",), proof_seconds=0)  # fmt: skip
     cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "accumulate"))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -88,7 +91,6 @@ def test_options_are_set_where_slices_would_run_forwards_twice(answers: Any) -> 
         ("per_batch", "learning rates differ, from optimizer step 1 on"),
         ("compares", "4 samples were run, and differed: the gradient of"),
         ("centred", "4 samples were run, and differed: the gradient of"),
-        ("frozen", "compared with each other where the script computes its loss. 4 samples came to the same"),
         ("counted", "later steps may not, so that half the batch, typed by hand, may be another training"),
     ],
 )
@@ -100,6 +102,28 @@ def test_options_that_make_another_training_are_left_alone(answers: Any, name: s
     assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == []
     assert any("--gradient_accumulation_steps" in note and why in note for note in answer["notes"]), answer["notes"]
     assert any("forward of each micro-batch runs twice" in note for note in answer["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("compares", "mm"),
+        ("centred", "aten.sub"),
+        ("shifted", "aten.sub"),
+        ("flooded", "AbsBackward0"),
+    ],
+)
+def test_samples_that_meet_outside_the_models_are_known_without_a_run(answers: Any, name: str, why: str) -> None:
+    answer = answers[f"{name}_not_run"]
+    assert "tried" not in answer
+    assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == []
+    assert any("--gradient_accumulation_steps" in note and why in note for note in answer["notes"]), answer["notes"]
+
+
+@pytest.mark.parametrize("name", ["by_hand", "frozen"])
+def test_options_are_set_without_a_run_where_the_graph_shows_all_of_it(answers: Any, name: str) -> None:
+    answer = answers[f"{name}_not_run"]
+    assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == SET, answer["notes"]
 
 
 def test_a_script_that_acts_on_its_precision_is_seen_to_do_so(answers: Any) -> None:

@@ -78,7 +78,7 @@ def _followed(
     if before is not None and request.fits(before.estimate) and not made.fits_as_written:
         # The compiled step fits where the eager one does not: nothing has to change.
         found = unchanged(request, before, fits_reasons(before), made.rejected)
-        return replace(found, compiled=_beside(made.before, before), uneven=made.uneven)
+        return replace(found, compiled=_beside(made.before, before))
     rejected: tuple[Rejected, ...] = ()
     if budgeted and before is not None and not request.fits(before.estimate):
         option, rejected = _largest_budget(request, compiled)
@@ -165,7 +165,7 @@ def _under_budget(
         *tier_reasons(after.estimate),
     )
     found = make_plan(request, before, after, option, request.batch_size, True, why, rejected)
-    return replace(found, compiled=_beside(made.before, after), uneven=made.uneven)
+    return replace(found, compiled=_beside(made.before, after))
 
 
 def _option(made: Plan) -> Option:

@@ -106,8 +106,6 @@ def _plan_of(
 
     def searched(wanted: Request) -> Plan:
         made = search(wanted, explored.traces, explored.costs, asked.progress, explored.candidates)
-        uneven = made.timeline_before is not None and made.timeline_before.retrace is not None
-        made = replace(made, uneven=uneven)
         return made if whole is source else _followed_to_its_end(asked, made, wanted, whole, explored.costs)
 
     made = searched(request)

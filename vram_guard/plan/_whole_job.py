@@ -94,7 +94,7 @@ def with_whole_job(
         return _with_evaluation(made, option, cut, cut.timeline, estimate, highest, request, whole)
     planned = search(request, whole, costs, progress)
     why = list(_why(request, estimate, highest, cut, why_not, fits=planned.fits))
-    return replace(planned, reason_values=(*why, *planned.reason_values), uneven=made.uneven)
+    return replace(planned, reason_values=(*why, *planned.reason_values))
 
 
 def _as_followed(

@@ -140,9 +140,6 @@ class Plan(ShownInNotebooks):
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     """The timeline that ``estimate`` was read from, for plots and snapshots."""
     timeline_before: Timeline | None = field(default=None, repr=False, compare=False)
-    uneven: bool = field(default=False, repr=False, compare=False)
-    """The memory of the step as written does not grow in a straight line with its batch: samples may be compared with
-    each other."""
     spread: Spread | None = None
     """How the training lies on several GPUs, of which this is the plan of one; None: one GPU was planned for."""
     evaluation: SmallerEvaluation | None = None

@@ -8,6 +8,7 @@ batch; it does not hold where the step reads values, which is written down.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -85,6 +86,7 @@ class SamplesApart(TorchDispatchMode):
         self._held: list[torch.Tensor] = []
         self._places: dict[int, StorageWeakRef] = {}
         self._seen = 0
+        self._aside = False
         self._within = False
         """An operator runs, which may read tensors by itself."""
         self.read = ""
@@ -99,6 +101,8 @@ class SamplesApart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator itself, followed."""
+        if self._aside:
+            return func(*args, **(kwargs or {}))
         within, self._within = self._within, True
         try:
             out = func(*args, **(kwargs or {}))
@@ -126,7 +130,7 @@ class SamplesApart(TorchDispatchMode):
         original = torch.Tensor.item
 
         def item(tensor: torch.Tensor) -> Any:
-            if self._within:  # torch takes no other number from an operator
+            if self._within or self._aside:  # torch takes no other number from an operator
                 return original(tensor)
             label = self.label(tensor)
             if label.const and not label.drawn:
@@ -140,6 +144,15 @@ class SamplesApart(TorchDispatchMode):
 
         return replaced(torch.Tensor, {"item": item})
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside the block nothing is followed: what is computed there depends on no sample."""
+        aside, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = aside
+
     def joined(self, output: torch.Tensor) -> str:
         """Why samples are joined in an output for each of them; "" where they are apart."""
         with without_modes():
@@ -147,6 +160,18 @@ class SamplesApart(TorchDispatchMode):
         if self.read or label.why:
             return self.read or label.why
         return "" if label.terms is None else _("it holds a mean or a sum over the batch")
+
+    def take_for_joined(self, batch: Any, why: str) -> None:
+        """From here on, what is computed of the tensors of another batch joins samples, for this reason."""
+        with without_modes():
+            for _path, tensor in _tensors_of(batch):
+                self._put(tensor, joined(why, tensor.dim()))
+
+    def take_for_constant(self, value: Any) -> None:
+        """From here on, a tensor that was computed of the batch is taken for a constant; other values are none."""
+        if isinstance(value, torch.Tensor):
+            with without_modes():
+                self._put(value, constant(key_of("taken for constant"), value.shape, uniform=True))
 
     def label(self, tensor: torch.Tensor) -> Label:
         """What a tensor was computed of; what was there before the block depends on no sample."""
@@ -195,7 +220,9 @@ class SamplesApart(TorchDispatchMode):
         found: Any
         if not made and not written:
             return
-        if library not in ("aten", "prims"):
+        if name == "set_":  # a storage, of which nothing is known
+            found = call.unknown()
+        elif library not in ("aten", "prims"):
             found = call.unknown() if not all(label.const for label in labels) else None
             if library in _COLLECTIVE and name in _ELEMENTWISE and labels[0].apart and not labels[0].const:
                 found = Label(labels[0].ids, key)
@@ -363,7 +390,8 @@ def _plain(value: Any, name: str, apart: SamplesApart) -> Any:
         if any(isinstance(one, torch.Tensor) for one in value):
             return [_plain(one, name, apart) for one in value]
         return None if name in _SIZES else list(value)
-    return None if isinstance(value, (torch.Generator, torch.ScriptObject)) else value  # of this process alone
+    of_this_process = (torch.Generator, torch.ScriptObject, torch.UntypedStorage)
+    return None if isinstance(value, of_this_process) else value
 
 
 def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Iterator[tuple[torch.Tensor, Label]]:

@@ -139,7 +139,9 @@ class ForkedPhase(LoopPhase):
         self.loop.batches += 1
         if self.loop.by_itself:
             self.loop.tracer.batch_begins()
-        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+        samples = self._request.batch_size * self._request.slices_of_model
+        follows = self._task.first_look or self._task.looks_again
+        return self.run.observer.from_batch.made(self._sample, samples) if follows else self._sample.make(samples)
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Notify the tracer."""
@@ -285,6 +287,7 @@ class ForkedPhase(LoopPhase):
             losses=observer.returned.terms,
             forms=observer.returned.forms,
             joined=observer.returned.joined,
+            from_batch=observer.from_batch.form,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),

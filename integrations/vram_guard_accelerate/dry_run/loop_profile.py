@@ -25,6 +25,7 @@ from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard.simulate.device.constants import compute
 from vram_guard.tensors import without_modes
 from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.dry_run._batch_to_loss import BatchToLoss
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,6 +87,7 @@ class LoopObserver:
 
     def __init__(self) -> None:
         self.returned = ReturnedLosses()
+        self.from_batch = BatchToLoss()
         self._events: list[_Event] = []
         self._ends: list[int] = []
         """Indices of the events at which optimizer steps end."""
@@ -128,6 +130,7 @@ class LoopObserver:
 
         def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
             batches, self._items = original(*args, **kwargs)
+            self.from_batch.counted(self._items)
             return batches, self._items
 
         wrap(trainer, "get_batch_samples", counted, optional=True)
@@ -180,6 +183,7 @@ class LoopObserver:
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
             self._events.append(_Event("loss", loss_terms(loss, items=self.items)))
+            self.from_batch.differentiated(loss)
             self.returned.differentiated(loss)
         self._scaled = (None, None)
 

@@ -66,6 +66,23 @@ class GraphProof:
             return _("it returns different numbers at different batch sizes")
         return next((why for why in (*one.joined, *other.joined) if why), "")
 
+    def why_not_smaller(self) -> str:
+        """Why smaller batches of the loader are not proven; "" where they are, if their losses are weighed as before.
+
+        Other than of slices, whose outputs meet again, it counts what the script does before and after its models.
+
+        Raises:
+            VramGuardError: the second run came to no answer.
+        """
+        if why := self._why_not_the_same_call():
+            return why
+        profile = self._traces.first_look().profile
+        if len(profile.losses) > profile.batches_per_step:
+            return _("it calls backward several times for a batch, and the graph of the first alone is read")
+        forms = (one.facts.from_batch for one in (self._traces.first_look(), self._traces.looked_again()[1]))
+        kind, why = form_over_samples(*forms)
+        return why if kind is None else ""
+
     def _why_not_the_same_call(self) -> str:
         """The state that one call of the models leaves to the next; "" where there is none."""
         one, again = self._traces.first_look().facts, self._traces.looked_again()[1].facts

@@ -145,9 +145,7 @@ def _decided(
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
     candidates = (
-        RelaunchCandidates(
-            first, look, settings, proofs.of_halves, lambda: _why_joined(by_graph, look.facts, weigh()[1])
-        )
+        RelaunchCandidates(first, look, settings, proofs.of_halves, lambda: _why_not_smaller(by_graph))
         if may_relaunch
         else None
     )
@@ -429,17 +427,12 @@ def _why_not_by_graph(by_graph: GraphProof) -> str:
         return str(error)
 
 
-def _why_joined(by_graph: GraphProof, facts: LoopFacts, unclear: str) -> str:
-    """The reason why samples that may be compared are not known to stay apart; "" where the loss graph shows it.
-
-    Args:
-        by_graph: of the models' calls.
-        facts: of the loop.
-        unclear: the reason why the weight of returned losses is unknown.
-    """
-    if not facts.returns_loss:  # a graph that begins behind the models does not show which samples met before
-        return _("samples of a batch may be compared with each other where the script computes its loss")
-    return unclear or _why_not_by_graph(by_graph)
+def _why_not_smaller(by_graph: GraphProof) -> str:
+    """The reason why smaller batches of the loader are not proven where nothing is run."""
+    try:
+        return by_graph.why_not_smaller()
+    except VramGuardError as error:
+        return str(error)
 
 
 def _why_not_mixed(first: FirstBatch) -> str:

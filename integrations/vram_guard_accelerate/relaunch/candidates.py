@@ -38,7 +38,8 @@ class RelaunchCandidates:
         look: what its loop was seen to do.
         settings: what may be changed.
         halved: what came of a few samples, run whole and in halves.
-        why_joined: the reason why the loss graph does not show that samples stay apart; "" where it does.
+        why_joined: the reason why the graph from a batch to its loss does not show that samples stay apart; "" where it
+            does.
     """
 
     def __init__(
@@ -148,11 +149,8 @@ class RelaunchCandidates:
                 )
             )
             return []
-        why = why_not_accumulated(self._look.profile, self._first.shape.ranks)
-        # A table of all samples against all samples is as wide as the batch and grows with its square. So may other
-        # things be. The graph tells them apart; a run of some samples does not.
-        if not why and (facts.compares_samples or made.uneven):
-            why = self._why_joined()
+        # The graph shows it of every batch; a run of some samples only refuses.
+        why = why_not_accumulated(self._look.profile, self._first.shape.ranks) or self._why_joined()
         found = None if why else accumulated()
         if found is not None:
             slower = made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)
