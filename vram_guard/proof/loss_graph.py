@@ -77,13 +77,13 @@ class LossGraph:
         return self._looked_at(model, batch) if self._looking else self._as_written.loss(model, batch)
 
     def reduction(
-        self, batch_size: int, layout: Layout | None
+        self, batch_size: int, layout: Layout | None = None
     ) -> tuple[Literal["mean", "sum"] | Normaliser | EveryLabel | None, str]:
         """The reduction, or what to count; None, and why, where it is none of these. Call it inside ``symbolic_run``.
 
         Args:
             batch_size: as written.
-            layout: how a batch is cut.
+            layout: how a batch is cut; None: its tensors hold samples where they are as long as it.
         """
         self._layout = layout
         try:
@@ -91,6 +91,10 @@ class LossGraph:
         except Exception as error:  # noqa: BLE001 - the user's own code runs in it
             return None, f"{type(error).__name__}: {error}"
         return form_over_samples(*(look.form for look in looks))
+
+    def joined(self, batch_size: int) -> str:
+        """Why samples are joined in the loss, the batch being as long tensors; "" where they are apart."""
+        return self.reduction(batch_size)[1]
 
     def advanced(self, batch_size: int) -> str:
         """Why state that the step advances itself makes micro-batches another training; "" where none is seen.
