@@ -25,6 +25,9 @@ class Net(nn.Module):
         self.head = nn.Linear(8, CLASSES).double()
         self.other = nn.Linear(8, CLASSES).double()
         self.register_buffer("scale", torch.tensor(0.3, dtype=torch.float64))
+        self.register_buffer("rarity", torch.rand(1, CLASSES, dtype=torch.float64) + 0.1)
+        self.register_buffer("one", torch.rand(CLASSES, dtype=torch.float64))
+        self.register_buffer("twin", self.one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.body(x))
@@ -109,6 +112,11 @@ def _focal(m: Any, b: Batch) -> torch.Tensor:
 def _dice(m: Any, b: Batch) -> torch.Tensor:
     found, real = m(b["x"]).sigmoid()[..., 0], b["mask"].double()
     return 1 - (2 * (found * real).sum() + 1) / (found.sum() + real.sum() + 1)
+
+
+def _written(weights: torch.Tensor) -> torch.Tensor:
+    weights[0] = 2
+    return weights
 
 
 def _dice_of_each(m: Any, b: Batch) -> torch.Tensor:
@@ -223,8 +231,24 @@ CASES: dict[str, Case] = {
         lambda m, b: functional.cross_entropy(m(b["x"]).transpose(1, 2)[..., None], b["tokens"][..., None]), "tokens"
     ),
     "nll": Case(lambda m, b: functional.nll_loss(m(b["x"]).log_softmax(-1).transpose(1, 2), b["tokens"]), "tokens"),
-    "class weights": Case(lambda m, b: functional.cross_entropy(_pooled(m, b), b["kind"], weight=WEIGHTS), "kind"),
-    "class weights, ignored": Case(lambda m, b: _ce(m, b, weight=WEIGHTS), "tokens"),
+    "class weights": Case(
+        lambda m, b: functional.cross_entropy(_pooled(m, b), b["kind"], weight=m.rarity.flatten()), "kind"
+    ),
+    "class weights, ignored": Case(lambda m, b: _ce(m, b, weight=m.rarity.clone().squeeze()), "tokens"),
+    "class weights, a parameter": Case(lambda m, b: _ce(m, b, weight=m.head.bias.detach()), "tokens"),
+    "class weights, of two names": Case(lambda m, b: _ce(m, b, weight=m.twin), ""),
+    "class weights, made here": Case(lambda m, b: _ce(m, b, weight=torch.tensor([3, 1, 0, 0.5]).double()), ""),
+    "class weights, computed": Case(lambda m, b: _ce(m, b, weight=1 / m.rarity.flatten()), ""),
+    "class weights, rounded": Case(lambda m, b: _ce(m, b, weight=m.rarity.flatten().bfloat16().double()), ""),
+    "class weights, copied": Case(
+        lambda m, b: _ce(m, b, weight=torch.zeros(CLASSES).bfloat16().copy_(m.rarity.flatten()).double()), ""
+    ),
+    "class weights, in other places": Case(lambda m, b: _ce(m, b, weight=m.rarity.flatten().flip(0)), ""),
+    "class weights, changed here": Case(lambda m, b: _ce(m, b, weight=_written(m.rarity.flatten().clone())), ""),
+    "class weights of the file": Case(lambda m, b: _ce(m, b, weight=WEIGHTS), ""),
+    "smoothed, of samples": Case(
+        lambda m, b: functional.cross_entropy(_pooled(m, b), b["kind"], label_smoothing=0.1), "kind"
+    ),
     "smoothed": Case(lambda m, b: _ce(m, b, label_smoothing=0.1), "tokens"),
     "smoothed, weighed": Case(lambda m, b: _ce(m, b, label_smoothing=0.1, weight=WEIGHTS), "tokens"),
     "penalised labels": Case(lambda m, b: _ce(m, b) + 0.01 * m.head.weight.square().sum(), "tokens"),

@@ -82,6 +82,7 @@ def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name:
 WEIGHED = {
     "Ignoring": "the number of values other than 0 in batch['labels']",
     "Masked": "the sum of batch['0']['mask']",
+    "Weighted": "the class weights (buffer classes) of the labels other than -100 in batch['labels']",
     "segmentation": "the number of values other than 255 in batch['labels']",
 }
 
@@ -112,7 +113,6 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
             "joins samples of the batch",
             marks=pytest.mark.torch_since(2, 6),
         ),
-        ("Weighted", "smaller micro-batches", "classes have weights that are not known"),
         ("Centred_heavy", "smaller micro-batches", "aten.sub"),
         ("Counting", "smaller micro-batches", "keeps: calls"),
         ("Queued", "smaller micro-batches", "it adds means over different counts of the batch"),
@@ -200,7 +200,7 @@ def test_what_the_user_says_is_done_and_said(answers: Any) -> None:
 
 
 def test_what_the_loss_is_divided_by_travels_with_the_plan() -> None:
-    count = Normaliser(("0", "items", 1), ignored=255, shifted=True, weights=(0.5, 2.0))
+    count = Normaliser(("0", "items", 1), ignored=255, shifted=True, weights="criterion.weight")
     plan = LaunchPlan(micro_batch_size=4, loss_weight=count)
     assert from_json(LaunchPlan, to_json(plan)) == plan
     assert from_json(LaunchPlan, to_json(replace(plan, loss_weight="sum"))).loss_weight == "sum"

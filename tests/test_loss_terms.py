@@ -67,7 +67,7 @@ EXPECTED = {
     **dict.fromkeys(
         ("by hand", "divided sum", "batchmean", "of two", "binary", "of attention within", "convolved", "picked",
          "penalised", "loop", "balanced"), "mean"),
-    **dict.fromkeys(("mean", "divided", "of images", "class weights"), "labels"),
+    **dict.fromkeys(("mean", "divided", "of images"), "labels"),
     **dict.fromkeys(("sum", "sum over a constant", "mean times samples", "labels, summed"), "sum"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loss_cases import CASES, Net, make_batch
 from torch.nn import functional
 
-from vram_guard.apply.loss_weight import LossWeight, loss_weights
+from vram_guard.apply.loss_weight import LossWeight, bound_to, loss_weights
 from vram_guard.apply.microbatch import MicroBatch, split
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.proof.samples_apart import SamplesApart, form_over_samples
@@ -27,7 +27,7 @@ def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
 def worst_difference(model: Any, loss: Any, batch: Any, parts: list[MicroBatch], weight: LossWeight) -> float:
     """Of the gradients of weighted slices and of the batch, against the largest of the batch's."""
     whole = gradients(model, loss(model, batch))
-    weights = loss_weights(parts, weight)
+    weights = loss_weights(parts, bound_to(model, weight))
     pieces = [
         gradients(model, loss(model, part.data) * float(one))
         for part, one in zip(parts, weights, strict=True)
@@ -38,16 +38,16 @@ def worst_difference(model: Any, loss: Any, batch: Any, parts: list[MicroBatch],
     return max(float((one - other).norm()) for one, other in zip(whole, summed, strict=True)) / (largest or 1)
 
 
-def form(loss: Any, batch: Any, samples: int) -> Any:
-    apart = SamplesApart(batch, samples, split(batch, samples, 1))
+def form(loss: Any, model: Net, batch: Any, samples: int) -> Any:
+    apart = SamplesApart(batch, samples, split(batch, samples, 1), model)
     with apart, apart.reading():
-        found = loss(batch)
+        found = loss(model, batch)
     return apart.form(found)
 
 
 def found_in(loss: Any, model: Net, seed: int = 1) -> Any:
     of = {size: make_batch(size, seed) for size in (8, 4)}
-    return form_over_samples(*(form(lambda part: loss(model, part), batch, size) for size, batch in of.items()))
+    return form_over_samples(*(form(loss, model, batch, size) for size, batch in of.items()))
 
 
 #: What weights are right for, and the graph does not show: a mask picks values, a count is read, classes' weights fill
@@ -109,7 +109,6 @@ def test_what_is_counted_is_found_in_nested_containers_and_goes_to_other_process
         Normaliser(path, shifted=True): 2,
         Normaliser(path, "positive"): 2,
         Normaliser(path, "others", 0): 5,
-        Normaliser(path, weights=(0.5, 1.0, 3.0)): 4.5,
     }
     for normaliser, expected in counts.items():
         assert normaliser(batch) == expected
@@ -118,6 +117,21 @@ def test_what_is_counted_is_found_in_nested_containers_and_goes_to_other_process
     holed = torch.tensor([[0.5, float("nan")]])
     assert Normaliser((), ignored=float("nan"))(holed) == 1
     assert Normaliser((), "sum")(torch.tensor([0.5, 0.25])) == 0.75
+
+
+def test_class_weights_are_those_that_the_model_holds_when_a_batch_is_counted() -> None:
+    model = torch.nn.Sequential(torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])))
+    labels = torch.tensor([0, 1])
+    count = Normaliser((), weights="0.weight")
+    bound = count.bound(model)
+    assert "0.weight" in bound.words()
+    assert bound(labels) == 4
+    model[0].weight[1] = 7
+    assert bound(labels) == 8
+    model[0].weight = torch.tensor([5.0, 5.0])
+    assert bound(labels) == 10
+    with pytest.raises(RuntimeError, match="bound"):
+        count(labels)
 
 
 def test_a_batch_in_which_nothing_counts_is_weighed_by_its_samples() -> None:

@@ -85,7 +85,7 @@ def rehearse(
     trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, MOST_ACCUMULATED)
     trainer.callbacks.append(_callback(namespace, step))  # type: ignore[attr-defined]
     if rehearsal.splitter is not None:
-        step.applied.callback(_closure.install(trainer, rehearsal.splitter, rehearsal.loss_weight))
+        step.applied.callback(_closure.install(trainer, rehearsal.splitter, step.rehearsal.loss_weight))
     strategy: Any = trainer.strategy
     sharding = rehearsal.recipe.sharding
     if sharding is not None and sharding.fsdp2:

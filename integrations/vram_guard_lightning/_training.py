@@ -65,6 +65,11 @@ class LightningTraining:
         """The strategy's."""
         return self.trainer.strategy.root_device
 
+    @property
+    def model(self) -> LightningModule:
+        """The module that is fitted."""
+        return self.module
+
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """A spinner on a terminal, nothing elsewhere."""

@@ -70,6 +70,12 @@ class RunnerTraining:
         device = torch.device(get_device())
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
+    @property
+    def model(self) -> Any:
+        """The runner's, within its wrapper."""
+        model = self.runner.model
+        return model.module if is_model_wrapper(model) else model
+
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Nothing: the runner's log is for what came out."""

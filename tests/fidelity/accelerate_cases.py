@@ -31,8 +31,21 @@ def accumulated(m, out, y):
     return F.cross_entropy(out, y)
 
 
-@case("class weights", LOSS)
-def class_weights(m, out, y):
+@case("class weights")
+class ClassWeights(Network):
+    """In a buffer of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(weight=WEIGHTS.clone())
+
+    def forward(self, x, labels):
+        out = super().forward(x)
+        return {"loss": self.criterion(out, labels), "logits": out}
+
+
+@case("class weights of the file", LOSS)
+def class_weights_of_the_file(m, out, y):
     return F.cross_entropy(out, y, weight=WEIGHTS)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,7 +30,9 @@ def loss(*fields: str, exact: bool = False, tight: bool = False, **more: Any) ->
             module = OfLoss()
             for name, value in more.get("parts", dict)().items():
                 setattr(module, name, value)
-            return Training(module, loader(Rows(*fields)))
+            for name, value in more.get("buffers", {}).items():
+                module.register_buffer(name, value.clone())
+            return Training(module, loader(Rows(*fields)), callbacks=[one() for one in more.get("callbacks", ())])
 
         says = "" if exact else CAUSE
         name = function.__name__
@@ -210,14 +213,75 @@ def tokens_of_equal_numbers(m, out, b):
 # --- normalised by what the batch holds ---------------------------------------------------------------------
 
 
-@loss("x", "label", exact=True, tight=True)
+@loss("x", "label", exact=True, tight=True, parts=lambda: {"criterion": nn.CrossEntropyLoss(weight=WEIGHTS.clone())})
 def class_weights(m, out, b):
+    return m.criterion(out, b["label"])
+
+
+@loss("x", "label", exact=True, parts=lambda: {"criterion": nn.NLLLoss(weight=WEIGHTS.clone())})
+def class_weights_of_likelihoods(m, out, b):
+    return m.criterion(out.log_softmax(-1), b["label"])
+
+
+class Reweighs(Callback):
+    """Changes the weights of the classes after each batch, in place and by another tensor."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx % 2:
+            pl_module.criterion.weight = pl_module.criterion.weight.flip(0) + 0.1
+        else:
+            pl_module.criterion.weight[1] *= 5
+
+
+@loss("x", "label", exact=True, parts=lambda: {"criterion": nn.CrossEntropyLoss(weight=WEIGHTS.clone())},
+      callbacks=[Reweighs])  # fmt: skip
+def class_weights_that_a_callback_changes(m, out, b):
+    return m.criterion(out, b["label"])
+
+
+@loss("x", "label", exact=True, buffers={"w": WEIGHTS.double()[None]})
+def class_weights_in_another_shape_and_precision(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=m.w.squeeze(0).to(out.dtype).detach().contiguous())
+
+
+@loss("x", "label", exact=True, parts=lambda: {"w": nn.Parameter(WEIGHTS.clone(), requires_grad=False)})
+def class_weights_in_a_parameter(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=m.w)
+
+
+def twins() -> Any:
+    one = nn.CrossEntropyLoss(weight=WEIGHTS.clone())
+    return {"criterion": one, "beside": nn.CrossEntropyLoss(weight=one.weight)}
+
+
+@loss("x", "label", parts=twins)
+def class_weights_of_two_names(m, out, b):
+    return m.criterion(out, b["label"])
+
+
+@loss("x", "label", buffers={"w": WEIGHTS})
+def class_weights_rounded(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=m.w.bfloat16().to(out.dtype))
+
+
+@loss("x", "label", buffers={"w": WEIGHTS})
+def class_weights_of_a_buffer_of_counts(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=1 / m.w)
+
+
+@loss("x", "label")
+def class_weights_of_the_step(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=torch.tensor([0.2, 1.0, 3.0, 0.5], device=out.device))
+
+
+@loss("x", "label", parts=lambda: {"w": WEIGHTS.clone()})
+def class_weights_in_an_attribute(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=m.w)
+
+
+@loss("x", "label")
+def class_weights_of_the_file(m, out, b):
     return F.cross_entropy(out, b["label"], weight=WEIGHTS)
-
-
-@loss("x", "label", exact=True)
-def class_weights_and_smoothing(m, out, b):
-    return F.nll_loss(out.log_softmax(-1), b["label"], weight=WEIGHTS)
 
 
 @loss("x", "label_255", exact=True, tight=True)
@@ -235,9 +299,9 @@ def ignoring_minus_100(m, out, b):
     return F.cross_entropy(*flat(out, b["token_-100"]))
 
 
-@loss("tokens", "token_255", exact=True)
+@loss("tokens", "token_255", exact=True, buffers={"w": WEIGHTS})
 def ignoring_255_with_class_weights(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255, weight=WEIGHTS)
+    return F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255, weight=m.w)
 
 
 @loss("tokens", "token_-100", exact=True)

@@ -24,7 +24,9 @@ def rows(*names: str, **more: Any) -> dict[str, Any]:
     return {"train_dataloader": {"dataset": {"type": "FidelityRows", "names": names}, **more}}
 
 
-def loss(*fields: str, exact: bool = False, tight: bool = False) -> Callable[[Any], Any]:
+def loss(
+    *fields: str, exact: bool = False, tight: bool = False, hooks: Any = (), **buffers: Any
+) -> Callable[[Any], Any]:
     """Register a loss ``function(model, out, batch)``."""
 
     def register(function: Callable[..., torch.Tensor]) -> Any:
@@ -33,7 +35,10 @@ def loss(*fields: str, exact: bool = False, tight: bool = False) -> Callable[[An
                 def loss(self, out: torch.Tensor, b: Any) -> torch.Tensor:
                     return function(self, out, b)
 
-            return Training(OfLoss(), rows(*fields))
+            model = OfLoss()
+            for own, value in buffers.items():
+                model.register_buffer(own, value.clone())
+            return Training(model, rows(*fields), hooks=[one() for one in hooks])
 
         name = function.__name__
         says = "" if exact else CAUSE
@@ -48,8 +53,20 @@ def cross_entropy(m, out, b):
     return F.cross_entropy(out, b["label"])
 
 
-@loss("x", "label", exact=True, tight=True)
+class Reweighs(Hook):
+    """Changes the weights of the classes after each batch."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        runner.model.w[batch_idx % 4] *= 5
+
+
+@loss("x", "label", exact=True, tight=True, hooks=[Reweighs], w=WEIGHTS)
 def class_weights(m, out, b):
+    return F.cross_entropy(out, b["label"], weight=m.w)
+
+
+@loss("x", "label")
+def class_weights_of_the_file(m, out, b):
     return F.cross_entropy(out, b["label"], weight=WEIGHTS)
 
 

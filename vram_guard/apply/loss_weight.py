@@ -22,6 +22,11 @@ LossWeight = Literal["mean", "sum"] | Callable[[Any], Any]
 IGNORED = -100
 
 
+def bound_to(model: torch.nn.Module, loss_weight: LossWeight) -> LossWeight:
+    """The same weighting, which reads from this model what it weighs by, see :meth:`Normaliser.bound`."""
+    return loss_weight.bound(model) if isinstance(loss_weight, Normaliser) else loss_weight
+
+
 def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> list[Any]:
     """Factors of the micro-batches' losses, so that they add up to the loss of the batch.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from vram_guard.language import _
 from vram_guard.state.containers import attributes
@@ -24,7 +26,8 @@ class Normaliser:
         counts: "others": its values other than ``ignored``; "sum": their sum; "positive": those above zero.
         ignored: the value that does not count; NaN where those are left out.
         shifted: whether the first value along the last dimension is left out, as by a causal language model.
-        weights: of the classes, where "others" weighs each label by its class.
+        weights: where "others" weighs each label by its class, the name of the model's buffer of the weights, which is
+            read at each batch, from the model that :meth:`bound` is given.
 
     Example:
         >>> Normaliser(("labels",), ignored=0)({"labels": torch.tensor([[3, 0], [1, 2]])})
@@ -35,14 +38,23 @@ class Normaliser:
     counts: Literal["others", "sum", "positive"] = "others"
     ignored: float = -100
     shifted: bool = False
-    weights: tuple[float, ...] | None = None
+    weights: str | None = None
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """The count in a batch or a part of it, as a tensor where the batch is."""
-        values = self.values(batch)
+        """The count in a batch or a part of it, as a tensor where the batch is.
+
+        Raises:
+            RuntimeError: it weighs by a buffer, and is bound to no model.
+        """
         if self.weights is not None:
-            return _weights_of(values, self.weights, values != self.ignored).sum()
-        return self.counted(values).sum()
+            raise RuntimeError("class weights of a buffer are read from a model, see bound")
+        return self.counted(self.values(batch)).sum()
+
+    def bound(self, model: nn.Module) -> Normaliser:
+        """The same, which reads weights of classes from this model's buffer, where it weighs by one."""
+        if self.weights is None:
+            return self
+        return _Weighted(**{one.name: getattr(self, one.name) for one in fields(Normaliser)}, model=model)
 
     def values(self, batch: Any) -> torch.Tensor:
         """The part of the batch that is counted in."""
@@ -83,8 +95,27 @@ class Normaliser:
         if self.counts == "positive":
             return _("the number of values above zero in {where}", where=where)
         if self.weights is not None:
-            return _("the class weights of the labels other than {ignored} in {where}", ignored=ignored, where=where)
+            return _(
+                "the class weights (buffer {name}) of the labels other than {ignored} in {where}",
+                name=self.weights,
+                ignored=ignored,
+                where=where,
+            )
         return _("the number of values other than {ignored} in {where}", ignored=ignored, where=where)
+
+
+@dataclass(frozen=True)
+class _Weighted(Normaliser):
+    """A count that weighs each label by what a buffer holds when the batch is counted; it stays in this process."""
+
+    model: nn.Module = field(kw_only=True, compare=False, repr=False)
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        values = self.values(batch)
+        counted = values != self.ignored
+        buffer: Any = functools.reduce(getattr, str(self.weights).split("."), self.model)
+        weights = buffer.detach().flatten().to(values.device, torch.float64)
+        return torch.where(counted, weights[torch.where(counted, values, 0).long()], 0.0).sum()
 
 
 @dataclass(frozen=True)
@@ -129,8 +160,3 @@ def _at(part: Any, path: tuple[Any, ...]) -> Any:
 
 def _named(path: tuple[Any, ...]) -> str:
     return "batch" + "".join("[...]" if key is None else f"[{key!r}]" for key in path)
-
-
-def _weights_of(labels: torch.Tensor, weights: tuple[float, ...], counted: torch.Tensor) -> torch.Tensor:
-    table = torch.tensor(weights, dtype=torch.float64, device=labels.device)
-    return torch.where(counted, table[torch.where(counted, labels, 0).long()], 0.0)

@@ -71,6 +71,8 @@ def slice_forward(
         A function that takes it off again.
     """
     before = vars(model).get("forward")
+    if isinstance(loss_weight, Normaliser):
+        loss_weight = loss_weight.bound(model)
     sliced = SlicedModel(model, model.forward, loss_weight, returns_loss, scale, at_most, on_slice)
     vars(model)["forward"] = SlicedForward(sliced, Splitter(batch_size, micro_batch_size, layout=layout))
 

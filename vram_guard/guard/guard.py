@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vram_guard.apply.loss_weight import bound_to
 from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
@@ -57,9 +58,9 @@ class Guard:
 
     @property
     def loss_weight(self) -> LossWeight:
-        """How losses of micro-batches are weighed."""
+        """How losses of micro-batches are weighed, by what the model holds when they are."""
         found = None if self.decision is None else self.decision.loss_weight
-        return found or self.settings.said_loss_weight or "mean"
+        return bound_to(self.training.model, found or self.settings.said_loss_weight or "mean")
 
     @property
     def may_change(self) -> bool:

@@ -122,6 +122,10 @@ class Training(Protocol):
     def device(self) -> torch.device:
         """The device on which this process trains."""
 
+    @property
+    def model(self) -> nn.Module:
+        """As the user made it, without a framework's wrapper; it is the one that trains."""
+
     def progress(self) -> AbstractContextManager[Progress]:
         """While the training is looked at, which takes some seconds for large models: shows lines of text."""
 

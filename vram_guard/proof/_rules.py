@@ -152,6 +152,8 @@ class Call(NamedTuple):
     label: Callable[[torch.Tensor], Label]
     value: Callable[[torch.Tensor], torch.Tensor | None]
     """The real value of a tensor; None where it is not known."""
+    names_of: Callable[[int], list[str] | None]
+    """The names of the model's buffers and parameters that tensors of this key hold the values of."""
 
     def of(self, name: str) -> Label:
         """The label of an argument."""
@@ -228,7 +230,7 @@ def _rule(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Label]:
     name = call.name.rstrip("_") if not call.name.endswith("__") else call.name
     if name in IDENTITY:
         source = call.label(call.first)
-        return source.with_(part=_cast(source.part, call))
+        return source.with_(part=_cast(source.part, call), key=call.key if _rounds(call) else source.key)
     if name in RESHAPES:
         source = call.label(call.first)
         return source.with_(ids=reshaped(source, call.first.shape, call.outs[0].shape), key=source.key)
@@ -276,6 +278,13 @@ def _cast(part: Part | None, call: Call) -> Part | None:
     if part is None or part.test or to is not torch.bool:
         return part
     return part._replace(test="others", value=0.0) if not part.summed else None
+
+
+def _rounds(call: Call) -> bool:
+    """True where values that depend on no sample are rounded to fewer digits than single precision has."""
+    one, other = call.first.dtype, call.outs[0].dtype if call.outs else call.first.dtype
+    exact = other in (torch.float32, torch.float64) or torch.promote_types(one, other) == other
+    return call.label(call.first).const and not exact
 
 
 def _tested(call: Call) -> Part | None:
@@ -577,10 +586,14 @@ def _likelihood(call: Call) -> list[Label]:
     if given is None and target.natural and ignored < 0:
         return [_sum(call, label, shape, 1 / max(1, math.prod(shape)), label.key), second]
     why = ""
-    if given is not None:
-        known = call.value(given)
-        weight = None if known is None else tuple(known.detach().double().tolist())
-        why = "" if weight is not None else _("it is a mean over labels whose classes have weights that are not known")
+    if weighing is not None:
+        names = call.names_of(weighing.key) or []
+        weight = names[0] if len(names) == 1 else None
+        if weight is None:
+            why = _(
+                "it is a mean over labels that are weighted by class, and the weights are not one buffer of the model, "
+                "whose values are known at each step; register them as a buffer (register_buffer)"
+            )
     part = target.part
     counted = None
     if part is not None and not part.test and not part.summed:
@@ -973,10 +986,10 @@ def _filled_diagonal(call: Call) -> Label:
 
 
 def _copied(call: Call) -> Label:
-    """``copy_``: the target is as its source."""
+    """``copy_``: the target is as its source, but for its shape and precision."""
     source = call.of("src")
     ids = source.ids.reshape((1,) * (call.outs[0].dim() - source.ids.dim()) + tuple(source.ids.shape))
-    return source.with_(ids=ids)
+    return source.with_(ids=ids, key=call.key if source.const else source.key)
 
 
 def _cell(call: Call) -> list[Label]:

@@ -157,7 +157,7 @@ class LossGraph:
         state = StepState(model, self._as_written.loss, self._optimizer)
         loaded = self._loaded(batch)
         given = BatchState(loaded)
-        apart = SamplesApart(loaded, self._size, self._single_samples(batch))
+        apart = SamplesApart(loaded, self._size, self._single_samples(batch), model)
         ran, functions = CodeRun(), list[type]()
         with (
             self._effects.heard(),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vram_guard.apply.loss_weight import LossWeight
+from vram_guard.apply.loss_weight import LossWeight, bound_to
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
 from vram_guard.apply.microbatch import Layout as BatchLayout
 from vram_guard.forks.side_effects import opened_for_writing, refuse_connections
@@ -91,7 +91,7 @@ class RehearsedStep(ExitStack):
 
     Args:
         model: that is trained, on the CPU.
-        rehearsal: how.
+        rehearsal: how; as an attribute, its weighting reads from this model.
         closed: types of attributes that are not compared: a framework's own objects.
         read: whether the user's hooks run after the step, which may read what it has written to its batch.
 
@@ -105,7 +105,7 @@ class RehearsedStep(ExitStack):
     ) -> None:
         super().__init__()
         self._read = read
-        self.rehearsal = rehearsal
+        self.rehearsal = rehearsal.with_(loss_weight=bound_to(model, rehearsal.loss_weight))
         self.applied = Applied()
         self.stepped = False
         self._model = model

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,9 +78,12 @@ class SamplesApart(TorchDispatchMode):
         batch: that the step is given.
         samples: of it.
         parts: the same batch as single samples; None: its tensors hold samples where they are as long as these.
+        model: whose buffers and parameters are known by their names; None: there is none.
     """
 
-    def __init__(self, batch: Any, samples: int, parts: list[MicroBatch] | None) -> None:
+    def __init__(
+        self, batch: Any, samples: int, parts: list[MicroBatch] | None, model: nn.Module | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
         self._labels: dict[tuple[Any, ...], Label] = {}
@@ -95,7 +99,16 @@ class SamplesApart(TorchDispatchMode):
         """Storages that were written in place."""
         self.before: set[int] = set()
         """Storages that were there before the block, as far as they were used."""
+        self._names: dict[tuple[Any, ...], list[str]] = {}
+        """Places of the model's buffers and parameters -> their names: several may be one tensor for a while."""
+        self._names_of: dict[int, list[str]] = {}
+        """The same by the key of their label, which stays where a tensor is handed on as it is."""
         with without_modes():
+            for path, module in () if model is None else model.named_modules():
+                every = {"recurse": False, "remove_duplicate": False}
+                own = (*module.named_buffers(path, **every), *module.named_parameters(path, **every))
+                for name, tensor in own:
+                    self._names.setdefault(_place(tensor), []).append(name)
             for tensor, label in _of_batch(batch, samples, parts):
                 self._put(tensor, label)
 
@@ -184,6 +197,7 @@ class SamplesApart(TorchDispatchMode):
             found = constant(key_of("before", self._seen, _values(tensor)), tensor.shape, uniform=False,
                              natural=tensor.dtype == torch.bool, held=True)  # fmt: skip
             self._labels[at] = found
+            self._names_of[found.key] = self._names.get(at, [])
             self.before.add(at[0])
             self._held.append(tensor)  # its memory is not given to another
         if tuple(found.ids.shape) != () and found.ids.dim() != tensor.dim():
@@ -216,7 +230,7 @@ class SamplesApart(TorchDispatchMode):
             if label.apart and not label.const
         ]
         key = key_of(name, [_plain(one, name, self) for at, one in given.items() if (name, at) not in _COUNTS], lengths)
-        call = Call(shown, given, labels, key, made, self._samples, self.label, _known)
+        call = Call(shown, given, labels, key, made, self._samples, self.label, _known, self._names_of.get)
         found: Any
         if not made and not written:
             return
@@ -481,6 +495,8 @@ def form_over_samples(
             return None, why
         found.add(kind)
     whole = [one for one in found if isinstance(one, EveryLabel)]
+    # Smoothing divides by the same labels, of which its own sum does not show that each sample has one.
+    found = {next((every for every in whole if every.labels == (one,)), one) for one in found}
     if len(found) > 1 and len(whole) >= len(found - {"mean"}):
         return EveryLabel(tuple(label for one in whole for label in one.labels)), ""
     if len(found) > 1:

@@ -72,10 +72,10 @@ def set_slices(
 
     for model, layout in models:
         if any(parameter.requires_grad for parameter in model.parameters()):
-            slice_forward(_within(model), batch_size, micro_batch_size, layout=layout, scale=scale, **how)
+            slice_forward(within(model), batch_size, micro_batch_size, layout=layout, scale=scale, **how)
 
 
-def _within(model: nn.Module) -> nn.Module:
+def within(model: nn.Module) -> nn.Module:
     """The module of a script's own DistributedDataParallel, which would reduce the gradients of every slice."""
     from torch.nn.parallel import DistributedDataParallel
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from vram_guard.proof.step_state import StepState
+from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH
+from vram_guard.proof.step_state import StepState, numbers_in
 from vram_guard.tensors import version_of
 from vram_guard_accelerate.dry_run.first_batch import root_of
 
@@ -50,17 +51,23 @@ class ChangesInCalls:
         self._before: dict[int, StepState] = {}
         self._looked: set[tuple[int, bool]] = set()
         self._names: dict[str, None] = {}
+        self.numbers: set[tuple[str, str]] = set()
+        """Numbers that the first call of each is given and finds, but for the count that its loss is divided by."""
 
-    def begin(self, model: nn.Module, *, stepped: bool) -> None:
+    def begin(self, model: nn.Module, called: Mapping[str, Any], *, stepped: bool) -> None:
         """Before a call.
 
         Args:
             model: that is called.
+            called: its arguments by name.
             stepped: whether an optimizer has stepped.
         """
         if model.training and (id(model), stepped) not in self._looked:
             self._looked.add((id(model), stepped))
-            self._before[id(model)] = StepState(model, None)
+            state = self._before[id(model)] = StepState(model, None)
+            if not stepped:
+                given = {name: one for name, one in called.items() if name != ITEMS_IN_BATCH}
+                self.numbers.update((*state.numbers(), *numbers_in(given, "batch")))
 
     def end(self, model: nn.Module, written: Container[int]) -> None:
         """After it.

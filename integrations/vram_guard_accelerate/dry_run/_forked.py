@@ -150,7 +150,7 @@ class ForkedPhase(LoopPhase):
     def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
         """Follow what it computes without a graph."""
         if self.run.observer.reads_losses:
-            self._changes.begin(model, stepped=bool(self._state))
+            self._changes.begin(model, called, stepped=bool(self._state))
             if self._listens and self._heard is None:
                 self._heard = Listening().__enter__()
             self.run.observer.returned.begin(model, called, self._request.batch_size)
@@ -292,6 +292,7 @@ class ForkedPhase(LoopPhase):
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),
             changed_in_calls=self._changes.names,
+            numbers=self._changes.numbers,
         )
         if not self._task.first_look:
             return TraceResult(timeline, facts, random=self._random)

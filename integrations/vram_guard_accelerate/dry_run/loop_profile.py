@@ -25,6 +25,7 @@ from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard.simulate.device.constants import compute
 from vram_guard.tensors import without_modes
 from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate.apply.techniques import within
 from vram_guard_accelerate.dry_run._batch_to_loss import BatchToLoss
 
 if TYPE_CHECKING:
@@ -352,7 +353,8 @@ class ReturnedLosses:
             samples: of the training's batch.
         """
         if id(model) not in self._apart:
-            self._apart[id(model)] = SamplesApart(called, samples, _single_samples(called, samples))
+            single = _single_samples(called, samples)
+            self._apart[id(model)] = SamplesApart(called, samples, single, within(model))
             self._apart[id(model)].__enter__()  # type: ignore[no-untyped-call]
             self._entered.add(id(model))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -62,6 +63,8 @@ class LoopFacts:
     """Attributes and buffers of models that are others after every optimizer step: each call may move them on."""
     changed_in_calls: tuple[str, ...] = ()
     """The names of what models hold otherwise after one of their own calls."""
+    numbers: AbstractSet[tuple[str, str]] = frozenset()
+    """Names and numbers that the models are given and find, beside the samples."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class GraphProof:
         if len(one.forms) != len(other.forms):
             return "mean", _("it returns different numbers at different batch sizes")
         found = [form_over_samples(*pair) for pair in zip(one.forms, other.forms, strict=True)]
+        for name, _number in sorted(one.numbers ^ other.numbers):
+            return "mean", _("{part} is of the whole batch, and every micro-batch is given it", part=name)
         why = next((why for kind, why in found if kind is None), "")
         kinds = {kind for kind, _why in found if kind is not None}
         if not why and len(kinds) > 1:
