@@ -8,6 +8,7 @@ numbers are drawn sample by sample, and batch normalisation uses its running sta
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,7 @@ class ProvingPhase(Phase):
     def _in_double_precision(self) -> None:
         """Every floating-point tensor that is alive is made one of double precision, and those to come."""
         torch.set_default_dtype(torch.float64)
+        gc.unfreeze()  # what a script has frozen (gc.freeze) is alive as well
         for tensor in [*(known() for known in self._tensors), *alive(torch.Tensor)]:
             if tensor is not None:
                 with contextlib.suppress(RuntimeError):
