@@ -71,6 +71,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
         cases.request(
             asked / f"translation_{tokens}", SCRIPT, "translation", *trainer[1:], *generates, "--eval_strategy", "epoch"
         )
+    by_epoch = (*trainer, "--eval_strategy", "epoch")
+    cases.request(asked / "freed", SCRIPT, *by_epoch, "--eval_accumulation_steps", 4)
+    cases.request(asked / "four_batches", SCRIPT, *by_epoch, "--held_out", 32)
+    cases.request(asked / "evaluates_first", SCRIPT, *trainer, "--first")
     cases.request(asked / "never_evaluates", SCRIPT, *trainer)
     cases.request(asked / "bf16", SCRIPT, *trainer, "--bf16")
     cases.request(asked / "smaller", SCRIPT, "plain", "--held_out", 16384, "--evaluation_batch", 16384, budget="110MiB")
@@ -200,6 +204,18 @@ def test_the_trainers_evaluation_keeps_all_logits_on_the_gpu(answers: dict[str, 
     assert peak > 10 * peak_of(answers["trainer"], "training") / 2
     assert {phase["name"] for phase in phases(answers["trainer"])} >= {"validation", "saving", "training"}
     assert "validation" not in {phase["name"] for phase in phases(answers["never_evaluates"])}
+
+
+def test_the_trainers_argument_moves_logits_to_the_host(answers: dict[str, Any]) -> None:
+    """Of all 64 batches no more than four are on the GPU at once; without it, of four batches all are."""
+    freed, four = (phases(answers[name]) for name in ("freed", "four_batches"))
+    assert [phase["peak_reserved"] for phase in freed] == [phase["peak_reserved"] for phase in four]
+    told = {name: "eval_accumulation_steps" in " ".join(answers[name]["notes"]) for name in answers}
+    assert {name for name, said in told.items() if said} == {"trainer", "evaluates_first", "too_small"}
+
+
+def test_an_evaluation_before_the_training_counts_all_its_batches(answers: dict[str, Any]) -> None:
+    assert peak_of(answers["evaluates_first"], "setup") >= 512 * 64 * 1024 * 4 * (1 + 504 / 512)
 
 
 @pytest.mark.parametrize("name", ["generation", "translation"])

@@ -197,6 +197,8 @@ def trainer(options):
         eval_dataset=data(options.held_out),
         compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
     )
+    if options.first:
+        made.evaluate()
     made.train()
     made.save_model("finished")
 
@@ -216,6 +218,7 @@ parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
 parser.add_argument("--endless", action="store_true", help="the evaluation's loader never ends")
+parser.add_argument("--first", action="store_true", help="an evaluation comes before the training")
 parser.add_argument("--finally", dest="finally_", type=int, default=0, help="rows of a test after the last epoch")
 options, options.rest = parser.parse_known_args()
 globals()[options.loop](options)

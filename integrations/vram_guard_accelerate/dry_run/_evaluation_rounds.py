@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ class EvaluationRounds:
 
     Args:
         recorder: of the copy.
-        trains: whether a loader is the training's.
+        trains: whether a loader is the training's, in the phase that it is asked in.
     """
 
     def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
@@ -33,14 +34,33 @@ class EvaluationRounds:
         self._open: WeakKeyDictionary[Any, contextlib.ExitStack] = WeakKeyDictionary()
         """Rounds that have not ended, by iterator or loader."""
         self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._until_freed: int | None = None
+        """Rounds after which the Trainer that evaluates moves to the host what it has kept of them; None: all."""
+        self.kept_outputs = 0
+        """Bytes that a Trainer keeps on the GPU of all rounds of an evaluation, and would not with another argument."""
         self.notes: list[Note] = []
 
     def install(self) -> None:
-        """Accelerate's loaders say when they hand out a batch."""
+        """Accelerate's loaders say when they hand out a batch, and Transformers' Trainer when it evaluates."""
         from accelerate import data_loader
 
+        trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+        wrap(trainer, "evaluation_loop", self._trainer_evaluates, optional=True)
         for name in ("DataLoaderShard", "DataLoaderDispatcher"):
             wrap(getattr(data_loader, name), "__iter__", self._handed_out)
+
+    def _trainer_evaluates(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        options = trainer.args
+        by_batch = getattr(options, "batch_eval_metrics", False)  # it moves nothing to the host then
+        outer, self._until_freed = self._until_freed, None if by_batch else options.eval_accumulation_steps
+        before = len(self._recorder.repeats)
+        try:
+            return original(trainer, *args, **kwargs)
+        finally:
+            if self._until_freed is None and not by_batch:
+                kept = sum(repeat.kept for repeat in self._recorder.repeats[before:])
+                self.kept_outputs = max(self.kept_outputs, kept)
+            self._until_freed = outer
 
     def asks_ahead(self, loader: Any) -> bool:
         """True if one of Accelerate's loaders iterates over this one."""
@@ -94,6 +114,8 @@ class EvaluationRounds:
             rounds = len(loader) if asking is None or not asking.loops else asking.rounds
         except Exception:  # noqa: BLE001 - of the user's data set
             rounds = None
+        if self._until_freed is not None:
+            rounds = self._until_freed if rounds is None else min(rounds, self._until_freed)
         if rounds is not None:
             return max(1, rounds - 1)
         self.notes.append(Note(_("the number of batches of an evaluation is not known: two are counted")))

@@ -18,6 +18,7 @@ from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._engine import EngineProcess
+from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
@@ -62,6 +63,11 @@ class FollowedLoop:
         self.tracer.begin()
         side_effects.discard_saving()
         _subprocess_policy.refuse_processes(stopped)
+        self.rounds = EvaluationRounds(
+            self.tracer.recorder,
+            lambda loader: run.phase.trains_on(loader),  # noqa: PLW0108 - of the phase that it is then
+        )
+        self.rounds.install()
         self.tracer.adopt(moved, shared)
         self.tracer.recorder.classify([one for one in moved if isinstance(one, nn.Parameter)], "parameters")
 

@@ -20,6 +20,7 @@ from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
+from vram_guard_accelerate.dry_run._script_lines import asker
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
@@ -55,11 +56,16 @@ class FollowingPhase(LoopPhase):
         else:
             resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
+    def trains_on(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
+        """No loader is trained on before the first batch that is planned for."""
+        return False
+
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""
         batches.began = self._probe.asked(batches.began)
         if not self._trains():
-            return batches.next_beside_training()
+            with self.loop.rounds.asked(batches, asker()):
+                return batches.next_beside_training()
         self.run.phase = self._forked(batches.loader)
         return self.run.phase.next_batch(batches)
 

@@ -17,7 +17,6 @@ from vram_guard.language import _
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Note, Timeline
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
@@ -62,8 +61,6 @@ class WholeJobPhase(ForkedPhase):
         self._most_steps: int | None = None
         """Of a Trainer's whole run."""
         self._notes: list[Note] = []
-        self._rounds = EvaluationRounds(self._recorder, self.trains_on)
-        self._rounds.install()
         self._lines = ScriptLines(self._branch_entered)
         self._asked = False
         self._asking: Asker | None = None
@@ -96,9 +93,9 @@ class WholeJobPhase(ForkedPhase):
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
             self._cut(batches.loader)
-            with self._rounds.asked(batches, asking):
-                if asking is not None and asking.loops and self._rounds.enough(batches):
-                    self._lines.leave(asking, lambda _ended: self._rounds.close_all())
+            with self.loop.rounds.asked(batches, asking):
+                if asking is not None and asking.loops and self.loop.rounds.enough(batches):
+                    self._lines.leave(asking, lambda _ended: self.loop.rounds.close_all())
                 return batches.next_beside_training()
         self._evaluates, self._asking = False, asking
         if self._last:
@@ -115,7 +112,7 @@ class WholeJobPhase(ForkedPhase):
                 if steps >= enough - 1:
                     self._lines.leave(asking, partial(self._loop_left, batches))
             # Accelerate's loaders ask for a batch ahead: a step more will be taken.
-            elif steps >= enough - self._rounds.asks_ahead(batches.loader):
+            elif steps >= enough - self.loop.rounds.asks_ahead(batches.loader):
                 self._over = batches
                 raise StopIteration
         elif self._next_epoch_at is None:
@@ -254,7 +251,9 @@ class WholeJobPhase(ForkedPhase):
         )
 
     def _result(self) -> TraceResult:
-        return replace(super()._result(), evaluation_batch_size=self._largest)
+        return replace(
+            super()._result(), evaluation_batch_size=self._largest, kept_outputs=self.loop.rounds.kept_outputs
+        )
 
     def timeline(self) -> Timeline:
         """With what a step leaves behind, and what was not followed."""
@@ -263,7 +262,7 @@ class WholeJobPhase(ForkedPhase):
             Note(_("what the script does now and then ({where}) was not reached; it is not included", where=one.where))
             for one in self._lines.pending
         ]
-        return replace(made, notes=(*made.notes, *self._rounds.notes, *self._notes))
+        return replace(made, notes=(*made.notes, *self.loop.rounds.notes, *self._notes))
 
     @property
     def steps(self) -> int | None:

@@ -112,6 +112,11 @@ class ForkedTraces:
         """Samples of the largest batch of an evaluation that was followed; None where none can be made smaller."""
         return max((one.evaluation_batch_size or 0 for one in self._answers.values()), default=0) or None
 
+    @property
+    def kept_outputs(self) -> int:
+        """Bytes that a Trainer keeps of all batches of an evaluation, and would not with another argument."""
+        return max((one.kept_outputs for one in self._answers.values()), default=0)
+
     def whole_job(self, request: TraceRequest, most: int | None = None) -> Timeline:
         """The same with what the script does besides its steps, as far as that can be followed.
 

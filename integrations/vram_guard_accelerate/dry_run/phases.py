@@ -141,6 +141,10 @@ class Phase:
         """A loader's next batch."""
         return batches.next_real()
 
+    def trains_on(self, loader: Any) -> bool:  # noqa: ARG002 - of no use here
+        """True for the training's loader, and where rounds over any other one are not counted."""
+        return True
+
     def moving_batch(self) -> AbstractContextManager[object]:
         """A batch moves to the GPU inside the block."""
         return nullcontext()

@@ -262,6 +262,11 @@ def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
     first, settings, traces = planner.first, planner.settings, planner.traces
     yield from first.loaded_beside
+    if 2 * traces.kept_outputs > made.estimate.peak_allocated:
+        yield _(
+            "most of the peak is outputs of an evaluation, which the Trainer keeps on the GPU until its last batch; "
+            "its argument eval_accumulation_steps moves them to host memory after so many batches"
+        )
     for name, why in planner.refused.items():
         if settings.asks(name) and name != "evaluation":  # the plan says it, where it would help
             yield Refusal(name, why).words()

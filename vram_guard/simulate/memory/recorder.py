@@ -325,7 +325,10 @@ class Recorder:
     @property
     def allocated(self) -> int:
         """Bytes of the tensors that are there now."""
-        return sum(self._sizes[block] for block in self.alive())
+        return self._bytes_of(self.alive())
+
+    def _bytes_of(self, blocks: Iterable[int]) -> int:
+        return sum(self._sizes[block] for block in blocks)
 
     @contextlib.contextmanager
     def repeat(self, count: int) -> Iterator[None]:
@@ -344,7 +347,6 @@ class Recorder:
             for block, instead in paired(after - before, gone, self._origins)
         ]
         left = tuple(block for block, instead in pairs if instead is None)
-        self.repeats.append(Repeat(start, len(self.events), count - 1, left))
         self.repeated |= dict.fromkeys(left, count)
         grown = [(block, old) for block, old in pairs if old is not None and self._sizes[block] > self._sizes[old]]
         if grown and count > 1:
@@ -354,6 +356,8 @@ class Recorder:
                 self._sizes[block] += more
                 self._sizes[old] += more
             self.larger |= {block: self._origins[block][1] for block, _old in grown}
+        kept = count * self._bytes_of(left) + self._bytes_of(part for pair in grown for part in pair)
+        self.repeats.append(Repeat(start, len(self.events), count - 1, left, kept))
 
     def computed_of(self, args: Iterable[object]) -> None:
         """An operator has allocated something, sized by its arguments: a note where one of them is counted larger."""

@@ -24,6 +24,8 @@ class Repeat(NamedTuple):
     """Rounds that are not traced; they come right before it."""
     left: tuple[int, ...]
     """The blocks that each round leaves behind, of the traced one."""
+    kept: int = 0
+    """Bytes that all rounds leave behind, and of what is joined to them in the last one."""
 
 
 def paired(made: Iterable[int], gone: Iterable[int], kinds: Sequence[object]) -> list[tuple[int, int | None]]:
