@@ -72,9 +72,12 @@ def test_a_plan_that_is_many_times_slower_says_so_behind_the_verdict():
     )
     made = plan(step, 65536, "192MiB")
     assert made.changed
-    lines = render(replace(made, slowdown=26.0), verbose=False).splitlines()[:6]
-    assert any("26 times as long" in line for line in lines), lines
-    assert "times as long" not in render(replace(made, slowdown=2.0), verbose=False)
+    for slowdown, said in ((26.0, "26 times as long"), (3.0, "3 times as long")):
+        lines = render(replace(made, slowdown=slowdown), verbose=False).splitlines()[:6]
+        assert any(said in line for line in lines), lines
+    assert "times as long" not in render(replace(made, slowdown=2.9), verbose=False)
+    unchanged = plan(step, 16, "192MiB")
+    assert "times as long" not in render(replace(unchanged, slowdown=26.0), verbose=False)
 
 
 def test_doctor_imports_neither_torch_nor_a_framework():

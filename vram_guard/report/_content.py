@@ -34,7 +34,7 @@ _TIERS = {
 BRIEF_PARTS = 3
 
 #: A plan whose step takes so many times as long as written is said to be slow right behind the verdict.
-MUCH_SLOWER = 5.0
+MUCH_SLOWER = 3.0
 #: Host memory of a node with eight GPUs as many have it, in bytes (NVIDIA's data sheet of the DGX A100: 1 TB).
 USUAL_NODE = 10**12
 #: Notes that a short report shows.
