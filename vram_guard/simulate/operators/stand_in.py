@@ -17,7 +17,27 @@ from vram_guard.tensors import map_tensors_in, tensors_in
 #: Larger stand-ins are not computed for real: it would cost host memory and time.
 LARGEST_STAND_IN = 64 * 2**20
 
-_TORCHS_OWN = ("aten.", "prim.", "prims.", "quantized.")
+#: Namespaces of the operators that torch itself registers, in the releases supported.
+_TORCHS_OWN = frozenset(
+    {
+        *(
+            "aten",
+            "prim",
+            "prims",
+            "_native",
+            "_test",
+            "higher_order",
+            "static_runtime",
+            "profiler",
+            "export",
+            "streams",
+        ),
+        *("quantized", "_quantized", "quantization", "quantized_decomposed", "sparse"),
+        *("mkl", "mkldnn", "mkldnn_prepacked", "onednn", "xnnpack", "prepacked", "onnx", "onnx_symbolic"),
+        *("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor", "fsdp"),
+        *("inductor", "inductor_prims", "_inductor_test", "rngprims", "debugprims", "debug_mode_ops", "flex_lib"),
+    }
+)
 
 
 def stand_in_result(
@@ -88,12 +108,26 @@ def _empty_sparse(tensor: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True)
 
 
+def is_torchs_own(name: str) -> bool:
+    """True for an operator of torch itself, whose users cannot register kernels for it.
+
+    Args:
+        name: as torch prints it: "aten.add.Tensor"; one of higher order has no namespace there.
+
+    Example:
+        >>> is_torchs_own("aten.sparse_mask.default"), is_torchs_own("torchvision.nms.default")
+        (True, False)
+    """
+    namespace, dot, _rest = name.partition(".")
+    return not dot or namespace in _TORCHS_OWN
+
+
 def no_kernel(recorder: Recorder, name: str, why: str) -> str:
     """The message about an operator that cannot be followed; its kernels are for its library to register."""
-    if name.startswith(_TORCHS_OWN):
+    if is_torchs_own(name):
         return _(
-            "PyTorch's operator {name} (at {line}) is not followed {why}; predict the step without it, or measure it "
-            "on a GPU",
+            "PyTorch's operator {name} (at {line}) has no symbolic implementation {why}; predict the step without it, "
+            "or measure it on a GPU",
             name=name,
             line=recorder.source() or _("an unknown line"),
             why=why,
