@@ -84,7 +84,7 @@ def add_variants(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
-    add_options(parser, *DEVICE, "json", "verbose")
+    add_options(parser, *DEVICE, "cudnn", "json", "verbose")
     add_options(parser, "allow", default=allow)
     add_release_options(parser)
 
@@ -99,7 +99,9 @@ def _compare(options: argparse.Namespace) -> int:
     required = required_releases(options)
     configurations = tuple(_configurations(options))
     with progress_shown() as progress:
-        answer = compare(configurations, budget, allow=allow, lr_rule=options.lr_rule, progress=progress)
+        answer = compare(
+            configurations, budget, allow=allow, lr_rule=options.lr_rule, cudnn=options.cudnn, progress=progress
+        )
     _print(answer, options, required)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
 
@@ -121,6 +123,7 @@ def _variants(options: argparse.Namespace) -> int:
             budget,
             allow=listed(options.allow),
             prefer=options.prefer,
+            cudnn=options.cudnn,
             progress=progress,
         )
     _print(answer, options, required)

@@ -11,6 +11,7 @@ from vram_guard.budget import GPU, Budget
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.plan.checks import check_cudnn
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.model import Plan
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
@@ -151,6 +152,7 @@ def compare(
     allow: Iterable[str] = DEFAULT_ALLOW,
     lr_rule: str = "linear",
     settings: AllocatorSettings | None = None,
+    cudnn: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Predicted peak, plan, learning rate and modelled speed of several configurations.
@@ -163,6 +165,7 @@ def compare(
         allow: what a plan may change where a configuration does not fit as written.
         lr_rule: "linear", "sqrt", "none" or "auto": how learning rates follow the samples of an optimizer step.
         settings: the allocator's settings; None: PyTorch's defaults.
+        cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.plan`.
         progress: called with a line of text before each slow part.
 
     Returns:
@@ -174,7 +177,7 @@ def compare(
     """
     given = tuple(configurations)
     learning_rate_factor(lr_rule, 1, 1)
-    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, lr_rule=lr_rule)
+    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, cudnn=cudnn, lr_rule=lr_rule)
     return Comparison(rows, resolved)
 
 
@@ -187,6 +190,7 @@ def compared_rows(
     settings: AllocatorSettings | None,
     progress: Callable[[str], None] | None,
     *,
+    cudnn: str | None,
     lr_rule: str = "none",
     limit: int | None = None,
 ) -> tuple[tuple[Compared, ...], Budget]:
@@ -202,6 +206,7 @@ def compared_rows(
                 _("two configurations are named {name}: each needs a unique name", name=repr(one.name))
             )
         checked_count("batch_size", one.batch_size)
+    check_cudnn(cudnn)
     techniques = sorted(checked_techniques(allow))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
 
@@ -212,7 +217,7 @@ def compared_rows(
 
         found: dict[str, Any]
         try:
-            found = _found(one, resolved, techniques, settings, limit, say)
+            found = _found(one, resolved, techniques, settings, cudnn, limit, say)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
             found = {"error": with_line(f"{type(error).__name__}: {error}", line_of_error(error))}
         made: Plan | None = found.get("plan")
@@ -228,6 +233,7 @@ def _found(
     budget: Budget,
     allow: list[str],
     settings: AllocatorSettings | None,
+    cudnn: str | None,
     limit: int | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -240,7 +246,7 @@ def _found(
     say(_("building the model"))
     capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
     step = with_built_model(one.step, capability)
-    made = plan(step, one.batch_size, budget, allow=allow, settings=settings, progress=say)
+    made = plan(step, one.batch_size, budget, allow=allow, settings=settings, cudnn=cudnn, progress=say)
     found = {"plan": made, "seconds": _seconds(made), "parameters": _parameters(step.model)}
     if limit is not None and made.timeline_before is not None:
         say(_("looking for the largest batch"))
@@ -251,6 +257,7 @@ def _found(
                 compute_capability=capability,
                 multiprocessors=budget.multiprocessors,
                 placement=budget.placement,
+                cudnn=cudnn,
             )
         found["largest_batch_size"] = timeline.max_batch_size(budget, settings=settings, limit=limit)
     return found

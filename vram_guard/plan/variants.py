@@ -97,6 +97,7 @@ def variants(
     prefer: Prefer = "parameters",
     limit: int = LARGEST_BATCH_ASKED,
     settings: AllocatorSettings | None = None,
+    cudnn: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Variants:
     """Predict the memory of each variant of a model at one batch size, and choose the largest that fits.
@@ -109,7 +110,8 @@ def variants(
         steps: name -> the step with that variant (its ``model`` best a constructor: built symbolically, it takes no
             memory), from small to large or by preference where ``prefer`` goes by their order.
         batch_size: samples that the loader delivers at once.
-        budget: as in :func:`vram_guard.plan.comparison.compare`; so are ``gpu``, ``margin`` and ``settings``.
+        budget: as in :func:`vram_guard.plan.comparison.compare`; so are ``gpu``, ``margin``, ``settings`` and
+            ``cudnn``.
         gpu: see there.
         margin: see there.
         allow: what a plan may change in a variant that does not fit as written, as in :func:`vram_guard.plan`;
@@ -117,6 +119,7 @@ def variants(
         prefer: which of the variants that fit is chosen, see :data:`Prefer`.
         limit: the largest batch size that is considered, in samples.
         settings: see there.
+        cudnn: see there.
         progress: called with a line of text before each variant and each slow part of it.
 
     Returns:
@@ -136,7 +139,7 @@ def variants(
     given = [Configuration(name, step, batch_size) for name, step in _named_steps(steps)]
     limit = checked_count("limit", limit)
     one_of("prefer", prefer, PREFERENCES)
-    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, limit=limit)
+    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, cudnn=cudnn, limit=limit)
     return Variants(rows, resolved, batch_size, prefer)
 
 
