@@ -221,3 +221,12 @@ def test_an_option_is_read_or_refused_by_its_name(place, monkeypatch, capsys, co
         elif code not in (0, 1) and not refused and (option, f"{command} {way}") not in LACKING:
             ignored.append(f"{option}: {code} {said[1]}")
     assert not ignored
+
+
+def test_lora_without_settings_has_those_of_peft(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    asked = ("estimate", "--model", "text.json", "--batch", "2", "--budget", "1GiB", "--json")
+    code, bare, said = run(capsys, *asked, "--lora")
+    assert (code, "Warning" in said) == (0, False)
+    assert bare == run(capsys, *asked, "--lora", "r=8,alpha=8")[1]
+    assert bare != run(capsys, *asked, "--lora", "r=32")[1]

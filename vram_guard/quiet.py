@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Inside the block, warnings and log lines below an error are dropped; for imports of libraries alone."""
+    """Inside the block, warnings and log lines below an error are dropped; for what libraries do by themselves."""
     threshold = logging.root.manager.disable
     logging.disable(max(threshold, logging.WARNING))
     try:

@@ -99,7 +99,8 @@ class Weights:
             with quiet_imports():
                 peft: Any = import_module("peft")
             try:
-                adapted: nn.Module = peft.get_peft_model(made, peft.LoraConfig(**settings))
+                with quiet_imports():  # it reads what transformers deprecates
+                    adapted: nn.Module = peft.get_peft_model(made, peft.LoraConfig(**settings))
             except (ValueError, TypeError) as error:
                 said = " ".join(str(error).split())
                 raise InvalidInputError(

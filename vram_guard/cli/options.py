@@ -64,6 +64,8 @@ class _Option(NamedTuple):
     choices: tuple[str, ...] = ()
     accepts: Callable[[str], bool] | None = None
     """Of an option of several values: which words are one."""
+    bare: bool = False
+    """It may stand without a value too."""
 
 
 _OPTIONS: Final[dict[str, _Option]] = {
@@ -87,7 +89,9 @@ _OPTIONS: Final[dict[str, _Option]] = {
     ),
     "json": _Option("", marked("answer as JSON")),
     "ignore-releases": _Option("", marked("do not compare with the releases that files in this folder ask for")),
-    "lora": _Option("A=1,B=2", marked("train LoRA alone, built by peft: r=16,alpha=32,target=q_proj+v_proj")),
+    "lora": _Option(
+        "A=1,B=2", marked("train LoRA alone, built by peft: r=16,alpha=32,target=q_proj+v_proj"), bare=True
+    ),
     "lr-rule": _Option(
         "", marked("rule that scales learning rates with the batch"), ("linear", "sqrt", "none", "auto")
     ),
@@ -103,7 +107,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
     "pixels": _Option("", marked("--height, --width and --num-frames are of the picture or video, not of its latents")),
     "precision": _Option("P", marked("32-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true")),
-    "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes")),
+    "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes"), bare=True),
     "num-layers": _Option("N", marked("number of layers")),
     "quick": _Option("", marked("the closed form alone: no model is built")),
     "releases": _Option("FILE", marked("lock file or requirements of the training (default: those in this folder)")),
@@ -150,6 +154,8 @@ def add_options(parser: Any, *names: str, **settings: Any) -> None:
             kind = {"choices": option.choices, "default": option.choices[0]}
         if option.accepts is not None:
             kind |= {"action": "list", "accepts": option.accepts}
+        if option.bare:
+            kind |= {"nargs": "?", "const": ""}
         flags = (f"--{name}", *_ALIASES.get(name, ()))
         parser.add_argument(*flags, **{"help": _(option.help), **kind, **settings})
 
