@@ -54,7 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     asked = folder / "asked"
     for name in ("by_hand", "undivided", "per_batch", "compares", "centred", "counted"):
         cases.request(asked / name, OPTIONS, name, "--out", "never.pt", budget="45MiB", allow=("accumulate",))
-    for name in ("by_hand", "compares", "centred", "frozen", "flooded", "shifted"):
+    for name in ("by_hand", "compares", "centred", "frozen", "flooded", "shifted", "keeps", "later"):
         cases.request(asked / f"{name}_not_run", OPTIONS, name, "--out", "never.pt", budget="45MiB",
                       allow=("accumulate",), proof_seconds=0)  # fmt: skip
     cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "accumulate"))
@@ -111,6 +111,8 @@ def test_options_that_make_another_training_are_left_alone(answers: Any, name: s
         ("centred", "aten.sub"),
         ("shifted", "aten.sub"),
         ("flooded", "AbsBackward0"),
+        ("keeps", "earlier batch"),
+        ("later", "aten.sub"),
     ],
 )
 def test_samples_that_meet_outside_the_models_are_known_without_a_run(answers: Any, name: str, why: str) -> None:

@@ -29,6 +29,8 @@ WAYS = (
     "counted",
     "flooded",
     "shifted",
+    "keeps",
+    "later",
 )
 
 
@@ -52,7 +54,7 @@ def loop(options, way):
     decoder = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(10, 10), nn.LayerNorm(10), nn.SiLU())))
     decoder.requires_grad_(False).to(accelerator.device, dtype=torch.float32)
     bar = tqdm(total=len(loader) if way == "wide" else total, disable=True)
-    rates, losses = [], []
+    rates, losses, kept = [], [], torch.zeros(10, device=accelerator.device)
     for _ in range(2):
         model.train()
         for number, (x, y) in enumerate(loader):
@@ -63,7 +65,9 @@ def loop(options, way):
                     shown = logits.detach() @ logits.detach().t()  # compares samples, and is only looked at
                     assert shown.shape[0] == len(y)
                     logits = decoder(logits.to(dtype=torch.float32))
-                loss = loss_of(way, logits, y)
+                if way == "keeps":  # as DINO centres what its teacher says
+                    logits, kept = logits - kept, 0.9 * kept + 0.1 * logits.detach().mean(0)
+                loss = loss_of("centred" if way == "later" and number else way, logits, y)
                 losses.append(accelerator.gather(loss.detach()).mean().item())
                 if way in ("by_hand", "twice_divided"):
                     loss = loss / steps_per_update

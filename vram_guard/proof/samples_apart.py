@@ -91,6 +91,10 @@ class SamplesApart(TorchDispatchMode):
         self._places: dict[int, StorageWeakRef] = {}
         self._seen = 0
         self._aside = False
+        self._batch = 0
+        """Batches that were followed before."""
+        self._earlier = ""
+        """The reason why what was computed of them joins samples."""
         self._within = False
         """An operator runs, which may read tensors by itself."""
         self.read = ""
@@ -122,7 +126,13 @@ class SamplesApart(TorchDispatchMode):
         finally:
             self._within = within
         with without_modes():
-            self._follow(func, args, kwargs or {}, out)
+            try:
+                self._follow(func, args, kwargs or {}, out)
+            except Exception:  # noqa: BLE001 - what an operator is given that no rule expected must not end the step
+                why = _("nothing is known of {operator}, whether it leaves samples apart", operator=str(func))
+                self.read = self.read or why
+                for made in (one for one in tree_leaves(out) if isinstance(one, torch.Tensor)):
+                    self._put(made, joined(why, made.dim()))
         return out
 
     def form(self, loss: torch.Tensor) -> LossForm:
@@ -153,7 +163,8 @@ class SamplesApart(TorchDispatchMode):
                 value = original(tensor)
             finally:
                 self.read = read
-            return ReadValue(value, lambda: self._reads((label,)))
+            batch = self._batch
+            return ReadValue(value, lambda: self._reads((label,)) if batch == self._batch else None)
 
         return replaced(torch.Tensor, {"item": item})
 
@@ -180,6 +191,17 @@ class SamplesApart(TorchDispatchMode):
             for _path, tensor in _tensors_of(batch):
                 self._put(tensor, joined(why, tensor.dim()))
 
+    def turn_to(self, batch: Any, parts: list[MicroBatch]) -> None:
+        """From here on, follow another batch of as many samples; what was computed of earlier ones joins samples."""
+        self.read, self._batch = "", self._batch + 1
+        self._earlier = _("a batch is computed with what an earlier batch has left")
+        with without_modes():
+            for at, label in self._labels.items():
+                if not label.const:
+                    self._labels[at] = joined(self._earlier, label.ids.dim())
+            for tensor, label in _of_batch(batch, self._samples, parts):
+                self._put(tensor, label)
+
     def take_for_constant(self, value: Any) -> None:
         """From here on, a tensor that was computed of the batch is taken for a constant; other values are none."""
         if isinstance(value, torch.Tensor):
@@ -196,10 +218,9 @@ class SamplesApart(TorchDispatchMode):
             self._seen += 1
             found = constant(key_of("before", self._seen, _values(tensor)), tensor.shape, uniform=False,
                              natural=tensor.dtype == torch.bool, held=True)  # fmt: skip
-            self._labels[at] = found
+            self._put(tensor, found)
             self._names_of[found.key] = self._names.get(at, [])
             self.before.add(at[0])
-            self._held.append(tensor)  # its memory is not given to another
         if tuple(found.ids.shape) != () and found.ids.dim() != tensor.dim():
             return joined(_("a tensor is used in another shape than it was made in"), tensor.dim())
         return found
@@ -230,7 +251,9 @@ class SamplesApart(TorchDispatchMode):
             if label.apart and not label.const
         ]
         key = key_of(name, [_plain(one, name, self) for at, one in given.items() if (name, at) not in _COUNTS], lengths)
-        call = Call(shown, given, labels, key, made, self._samples, self.label, _known, self._names_of.get)
+        # A list that is written in place is handed back by no operator.
+        into = tuple(one for one in tree_leaves(written) if isinstance(one, torch.Tensor))
+        call = Call(shown, given, labels, key, made or into, self._samples, self.label, _known, self._names_of.get)
         found: Any
         if not made and not written:
             return
@@ -251,7 +274,7 @@ class SamplesApart(TorchDispatchMode):
         for tensor, label in zip(made, results, strict=False):
             if not any(tensor is one for one in written):
                 self._keep(tensor, label)
-        for tensor in (one for one in tree_leaves(written) if isinstance(one, torch.Tensor)):
+        for tensor in into:
             self._write(tensor, results[0])
             if library == "fsdp":  # weights that were gathered, where they lay before
                 self.written.discard(_place(tensor)[0])
@@ -308,7 +331,8 @@ class SamplesApart(TorchDispatchMode):
             return joined(_("a part of a tensor is written, and another view of it is used"), len(at[2]))
 
     def _reads(self, labels: tuple[Label, ...]) -> None:
-        if all(label.const and not label.drawn and not label.held for label in labels) or self.read:
+        unread = (label.const and not label.drawn and not label.held for label in labels)
+        if all(unread) or self.read or (self._earlier and any(label.why == self._earlier for label in labels)):
             return
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack is what is asked for
         while frame is not None:

@@ -1,7 +1,7 @@
-"""The first training batch of a loop, followed to what ``backward`` is called for.
+"""The training batches of a loop, each followed to what ``backward`` is called for.
 
 A model's calls alone do not show which samples met before it or after: a script may mix its batch, and compute its loss
-by itself.
+by itself, with what it has kept of an earlier batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vram_guard.apply.microbatch import splitter_of
+from vram_guard.apply.microbatch import MicroBatch, Splitter, splitter_of
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
@@ -21,45 +21,63 @@ from vram_guard.tensors import without_modes
 
 
 class BatchToLoss:
-    """Follows one batch."""
+    """Follows one batch after the other: each backward pass ends one."""
 
     def __init__(self) -> None:
         self._apart: SamplesApart | None = None
-        self._entered = contextlib.ExitStack()
-        self._samples = 0
-        self.form = LossForm(0, (), False, _("no batch of its loader was followed to a backward pass"))
-        """How the loss adds up the samples of the batch."""
+        self._splitter: Splitter | None = None
+        self._forever = contextlib.ExitStack()
+        self._ended = True
+        """The batch that is followed has come to its backward pass."""
+        self._ahead: list[tuple[Any, list[MicroBatch]]] = []
+        """Batches that were made before the earlier one had come to its backward pass."""
+        self._forms: list[LossForm] = []
+        self._why_not = _("no batch of its loader was followed to a backward pass")
+
+    @property
+    def forms(self) -> tuple[LossForm, ...]:
+        """How each loss adds up the samples of its batch."""
+        return tuple(self._forms) or (LossForm(0, (), False, self._why_not),)
 
     def made(self, sample: Sample, samples: int) -> Any:
-        """A training batch, made; the first one is followed, of others it is known that they are others.
+        """A training batch, made, and followed from now on or once the one before has ended.
 
         Args:
             sample: of the training's loader.
             samples: of the batch.
         """
-        with contextlib.nullcontext() if self._apart is None else self._apart.aside():
+        with self.aside():
             batch = sample.make(samples)
-        if self._apart is not None:
+            with without_modes():
+                try:
+                    self._splitter = self._splitter or splitter_of(sample.make, samples, 1)
+                    parts = self._splitter.split(batch)
+                except VramGuardError as error:
+                    self._forms.append(LossForm(samples, (), False, str(error)))
+                    return batch
+        if self._apart is None:
+            self._begin(batch, samples, parts)
+        elif self._ended:
+            self._apart.turn_to(batch, parts)
+        else:
             self._apart.take_for_joined(batch, _("samples of several batches meet"))
-        elif not self._samples:
-            self._begin(sample, batch, samples)
+            self._ahead.append((batch, parts))
+        self._ended = False
         return batch
 
-    def _begin(self, sample: Sample, batch: Any, samples: int) -> None:
-        self._samples = samples
+    def _begin(self, batch: Any, samples: int, parts: list[MicroBatch]) -> None:
+        self._apart = SamplesApart(batch, samples, parts)
         with without_modes():
-            try:
-                parts = splitter_of(sample.make, samples, 1).split(batch)
-            except VramGuardError as error:
-                self._say(str(error))
-                return
-            apart = SamplesApart(batch, samples, parts)
-            if any(apart.label(one).const for one in leaves(batch) if isinstance(one, torch.Tensor)):
-                self._say(_("its batches hold numbers that belong to no single sample"))
-                return
-        self._apart = apart
-        self._entered.enter_context(apart)
-        self._entered.enter_context(apart.reading())
+            if any(self._apart.label(one).const for one in leaves(batch) if isinstance(one, torch.Tensor)):
+                why = _("its batches hold numbers that belong to no single sample")
+                self._forms.append(LossForm(samples, (), False, why))
+        # Other modes may come to lie above it: it stays where it is.
+        self._forever.enter_context(self._apart)
+        self._forever.enter_context(self._apart.reading())
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block nothing is followed: gradients, and weights that are updated by them, are no samples."""
+        return contextlib.nullcontext() if self._apart is None else self._apart.aside()
 
     def counted(self, items: Any) -> None:
         """A Trainer has counted the items of an optimizer step, by which it divides the losses of all its batches."""
@@ -68,12 +86,10 @@ class BatchToLoss:
             self._apart.take_for_constant(items)
 
     def differentiated(self, loss: torch.Tensor) -> None:
-        """A backward pass begins; the first one is read."""
+        """A backward pass begins."""
         if self._apart is None:
             return
-        apart, self._apart = self._apart, None
-        self.form = apart.form(loss)
-        self._entered.enter_context(apart.aside())  # other modes may lie above it: it stays where it is
-
-    def _say(self, why: str) -> None:
-        self.form = LossForm(self._samples, (), False, why)
+        self._forms.append(self._apart.form(loss))
+        self._ended = not self._ahead
+        if self._ahead:
+            self._apart.turn_to(*self._ahead.pop(0))

@@ -287,7 +287,7 @@ class ForkedPhase(LoopPhase):
             losses=observer.returned.terms,
             forms=observer.returned.forms,
             joined=observer.returned.joined,
-            from_batch=observer.from_batch.form,
+            from_batch=observer.from_batch.forms,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),

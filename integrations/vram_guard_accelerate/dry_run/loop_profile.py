@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, split
@@ -96,6 +96,7 @@ class LoopObserver:
         self._bars: list[int] = []
         self._scaled: tuple[Any, Any] = (None, None)
         self._inside = Counter[str]()
+        self._updates = contextlib.ExitStack()
         self._items: torch.Tensor | int | None = None
         """Of the batches of this optimizer step, where a Trainer counts them."""
         self.reads_losses = False
@@ -111,6 +112,7 @@ class LoopObserver:
         for kind in (LRScheduler, ReduceLROnPlateau):  # the second does not call the first's
             self._around(kind, "__init__", self._scheduler_made)
         register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(lambda *_step: self._updates.close())
         bars = sys.modules.get("tqdm.std")
         if bars is not None:
             self._around(bars.tqdm, "__init__", self._bar_made)
@@ -151,7 +153,8 @@ class LoopObserver:
             try:
                 if before and self._inside[key] == 1:
                     told(None, args, kwargs)
-                result = original(*args, **kwargs)
+                with self.from_batch.aside() if before else contextlib.nullcontext():
+                    result = original(*args, **kwargs)
                 if not before and self._inside[key] == 1:
                     told(result, args, kwargs)
                 return result
@@ -189,6 +192,7 @@ class LoopObserver:
         self._scaled = (None, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
+        self._updates.enter_context(self.from_batch.aside())
         self._events.append(_Event("rates", _rates(optimizer)))
 
     def _scheduler_made(self, _result: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

@@ -53,8 +53,8 @@ class LoopFacts:
     """How each of them adds up its samples."""
     joined: tuple[str, ...]
     """Why samples are joined in each of the models' outputs for each sample; "" where they are not."""
-    from_batch: LossForm
-    """How what ``backward`` is called for first adds up the samples of its batch, whatever computes it."""
+    from_batch: tuple[LossForm, ...]
+    """How each number that ``backward`` is called for adds up the samples of its batch, whatever computes it."""
     counts_items: bool
     """Models are given the number of items that their loss is divided by."""
     calls: tuple[ModelCall, ...]

@@ -80,10 +80,12 @@ class GraphProof:
             return why
         profile = self._traces.first_look().profile
         if len(profile.losses) > profile.batches_per_step:
-            return _("it calls backward several times for a batch, and the graph of the first alone is read")
-        forms = (one.facts.from_batch for one in (self._traces.first_look(), self._traces.looked_again()[1]))
-        kind, why = form_over_samples(*forms)
-        return why if kind is None else ""
+            return _("it calls backward several times for a batch")
+        one, other = self._traces.first_look().facts, self._traces.looked_again()[1].facts
+        if len(one.from_batch) != len(other.from_batch):
+            return _("it calls backward more often at one batch size than at another")
+        found = (form_over_samples(*pair) for pair in zip(one.from_batch, other.from_batch, strict=True))
+        return next((why for kind, why in found if kind is None), "")
 
     def _why_not_the_same_call(self) -> str:
         """The state that one call of the models leaves to the next; "" where there is none."""
