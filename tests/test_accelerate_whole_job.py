@@ -52,6 +52,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "counted", SCRIPT, "counted", "--rounds", 4)
     cases.request(asked / "counted_many", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120)
     cases.request(asked / "counted_prepared", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
+    cases.request(
+        asked / "counted_first", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared", "--first"
+    )
     cases.request(asked / "every", SCRIPT, "counted", "--every", 4)
     cases.request(asked / "restarted", SCRIPT, "restarted", "--held_out", 50_000)
     adam, sgd = (checkpoint(tmp_path_factory.mktemp("resumed"), kind) for kind in (torch.optim.AdamW, torch.optim.SGD))
@@ -215,7 +218,9 @@ def test_the_trainers_argument_moves_logits_to_the_host(answers: dict[str, Any])
 
 
 def test_an_evaluation_before_the_training_counts_all_its_batches(answers: dict[str, Any]) -> None:
+    """Once each, whether a loop over the loader ends early, or calls ``next`` as often as it says."""
     assert peak_of(answers["evaluates_first"], "setup") >= 512 * 64 * 1024 * 4 * (1 + 504 / 512)
+    assert 40 * LOGITS * 2 <= peak_of(answers["counted_first"], "setup") <= 40 * LOGITS * 2 + 10 * MIB
 
 
 @pytest.mark.parametrize("name", ["generation", "translation"])

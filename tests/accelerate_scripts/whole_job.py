@@ -89,6 +89,8 @@ def counted(options):
         model.train()
         return torch.cat(logits).argmax(-1)
 
+    if options.first:
+        evaluated()
     for epoch in range(3):
         batches = iter(loader)
         for update in range(len(loader) // 2):

@@ -23,12 +23,12 @@ class EvaluationRounds:
 
     Args:
         recorder: of the copy.
-        trains: whether a loader is the training's, in the phase that it is asked in.
+        stands: whether the second round over a loader stands for all others, see ``Phase.stands_for_others``.
     """
 
-    def __init__(self, recorder: Recorder, trains: Callable[[Any], bool]) -> None:
+    def __init__(self, recorder: Recorder, stands: Callable[[Any, Asker | None], bool]) -> None:
         self._recorder = recorder
-        self._trains = trains
+        self._stands = stands
         self._ahead: dict[int, Any] = {}
         """Loaders over which one of Accelerate's iterates, which asks for a batch ahead; kept, since ids are reused."""
         self._open: WeakKeyDictionary[Any, contextlib.ExitStack] = WeakKeyDictionary()
@@ -104,7 +104,7 @@ class EvaluationRounds:
     def _handed(self, key: Any, loader: Any, asking: Asker | None) -> None:
         self.close(key)
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] == OTHER_BATCHES and not self._trains(getattr(loader, "base_dataloader", loader)):
+        if self._seen[key] == OTHER_BATCHES and self._stands(getattr(loader, "base_dataloader", loader), asking):
             stack = self._open[key] = contextlib.ExitStack()
             stack.enter_context(self._recorder.repeat(self._rounds_of(loader, asking)))
 

@@ -20,7 +20,7 @@ from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
-from vram_guard_accelerate.dry_run._script_lines import asker
+from vram_guard_accelerate.dry_run._script_lines import Asker, asker
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
@@ -56,9 +56,9 @@ class FollowingPhase(LoopPhase):
         else:
             resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
-    def trains_on(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
-        """No loader is trained on before the first batch that is planned for."""
-        return False
+    def stands_for_others(self, loader: Any, asking: Asker | None) -> bool:  # noqa: ARG002 - whichever it is
+        """Loops that call ``next`` take all their rounds here."""
+        return asking is None
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""

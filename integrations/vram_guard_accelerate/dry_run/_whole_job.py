@@ -86,6 +86,10 @@ class WholeJobPhase(ForkedPhase):
         again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
         return self.loop.trains and (of_training or again)
 
+    def stands_for_others(self, loader: Any, asking: Asker | None) -> bool:  # noqa: ARG002 - its loop is ended early
+        """Every loader but the training's: it is ended after two rounds, however it is asked."""
+        return not self.trains_on(loader)
+
     def next_batch(self, batches: BatchIterator) -> Any:
         """The training's until its epoch is over; two of any other loader."""
         forget_locals()

@@ -15,7 +15,7 @@ from vram_guard.language import _
 from vram_guard.longest.wish import Wish
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._script_lines import asker
+from vram_guard_accelerate.dry_run._script_lines import Asker, asker
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
@@ -141,9 +141,9 @@ class Phase:
         """A loader's next batch."""
         return batches.next_real()
 
-    def trains_on(self, loader: Any) -> bool:  # noqa: ARG002 - of no use here
-        """True for the training's loader, and where rounds over any other one are not counted."""
-        return True
+    def stands_for_others(self, loader: Any, asking: Asker | None) -> bool:  # noqa: ARG002 - of no use here
+        """True if no more than two rounds over a loader are followed, so that the second stands for all others."""
+        return False
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """A batch moves to the GPU inside the block."""
