@@ -11,6 +11,7 @@ from torch import nn
 from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH
 from vram_guard.proof.step_state import StepState, numbers_in
 from vram_guard.tensors import version_of
+from vram_guard_accelerate.dry_run._model_calls import single_samples
 from vram_guard_accelerate.dry_run.first_batch import root_of
 
 
@@ -54,20 +55,23 @@ class ChangesInCalls:
         self.numbers: set[tuple[str, str]] = set()
         """Numbers that the first call of each is given and finds, but for the count that its loss is divided by."""
 
-    def begin(self, model: nn.Module, called: Mapping[str, Any], *, stepped: bool) -> None:
+    def begin(self, model: nn.Module, called: dict[str, Any], samples: int, *, stepped: bool) -> None:
         """Before a call.
 
         Args:
             model: that is called.
             called: its arguments by name.
+            samples: of the training's batch.
             stepped: whether an optimizer has stepped.
         """
         if model.training and (id(model), stepped) not in self._looked:
             self._looked.add((id(model), stepped))
             state = self._before[id(model)] = StepState(model, None)
             if not stepped:
-                given = {name: one for name, one in called.items() if name != ITEMS_IN_BATCH}
-                self.numbers.update((*state.numbers(), *numbers_in(given, "batch")))
+                parts = single_samples(called, samples) or ()
+                # What is one number for each sample of a list is not of the whole batch.
+                of_all = set.intersection(*map(_numbers_given, (called, *(part.data for part in parts[:1]))))
+                self.numbers.update((*state.numbers(), *of_all))
 
     def end(self, model: nn.Module, written: Container[int]) -> None:
         """After it.
@@ -86,3 +90,7 @@ class ChangesInCalls:
     def names(self) -> tuple[str, ...]:
         """Of what has changed."""
         return tuple(self._names)
+
+
+def _numbers_given(called: Mapping[str, Any]) -> set[tuple[str, str]]:
+    return set(numbers_in({name: one for name, one in called.items() if name != ITEMS_IN_BATCH}, "batch"))

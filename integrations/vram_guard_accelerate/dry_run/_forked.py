@@ -150,7 +150,7 @@ class ForkedPhase(LoopPhase):
     def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
         """Follow what it computes without a graph."""
         if self.run.observer.reads_losses:
-            self._changes.begin(model, called, stepped=bool(self._state))
+            self._changes.begin(model, called, self._request.batch_size, stepped=bool(self._state))
             if self._listens and self._heard is None:
                 self._heard = Listening().__enter__()
             self.run.observer.returned.begin(model, called, self._request.batch_size)

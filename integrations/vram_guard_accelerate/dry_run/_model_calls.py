@@ -11,10 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vram_guard.apply.microbatch import PROBED_SIZES, CannotSplitError, Layout, batch_size, read_layout
+from vram_guard.apply.microbatch import (
+    PROBED_SIZES,
+    CannotSplitError,
+    Layout,
+    MicroBatch,
+    batch_size,
+    read_layout,
+    split,
+)
 from vram_guard.errors import VramGuardError
 from vram_guard.language import _
 from vram_guard.simulate import TRACED_SIZES
+from vram_guard.tensors import without_modes
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,15 @@ def read_call(model: int, called: dict[str, Any], size: int) -> ModelCall:
             return ModelCall(model, read_layout(called, samples), samples // size)
     except CannotSplitError as error:
         return ModelCall(model, None, why_not=str(error))
+
+
+def single_samples(called: dict[str, Any], samples: int) -> list[MicroBatch] | None:
+    """The arguments of a call, cut; None where they cannot be."""
+    try:
+        with without_modes():
+            return split(called, samples, 1)
+    except CannotSplitError:
+        return None
 
 
 def agreed_layouts(

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
-from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, split
 from vram_guard.language import marked
 from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard.simulate.device.constants import compute
@@ -27,6 +26,7 @@ from vram_guard.tensors import without_modes
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.techniques import within
 from vram_guard_accelerate.dry_run._batch_to_loss import BatchToLoss
+from vram_guard_accelerate.dry_run._model_calls import single_samples
 
 if TYPE_CHECKING:
     from torch import nn
@@ -357,7 +357,7 @@ class ReturnedLosses:
             samples: of the training's batch.
         """
         if id(model) not in self._apart:
-            single = _single_samples(called, samples)
+            single = single_samples(called, samples)
             self._apart[id(model)] = SamplesApart(called, samples, single, within(model))
             self._apart[id(model)].__enter__()  # type: ignore[no-untyped-call]
             self._entered.add(id(model))
@@ -409,12 +409,3 @@ class ReturnedLosses:
     def terms(self) -> tuple[tuple[Term, ...], ...]:
         """Of every number, model by model."""
         return tuple(terms for of in self._of.values() for terms in of)
-
-
-def _single_samples(called: dict[str, Any], samples: int) -> list[MicroBatch] | None:
-    """The arguments of a call, cut; None where they cannot be."""
-    try:
-        with without_modes():
-            return split(called, samples, 1)
-    except CannotSplitError:
-        return None
