@@ -140,8 +140,9 @@ class ForkedPhase(LoopPhase):
         if self.loop.by_itself:
             self.loop.tracer.batch_begins()
         samples = self._request.batch_size * self._request.slices_of_model
-        follows = self._task.first_look or self._task.looks_again
-        return self.run.observer.from_batch.made(self._sample, samples) if follows else self._sample.make(samples)
+        if self._task.looks_again:  # what follows it changes how autograd adds up gradients: this is no timeline
+            return self.run.observer.from_batch.made(self._sample, samples)
+        return self._sample.make(samples)
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Notify the tracer."""

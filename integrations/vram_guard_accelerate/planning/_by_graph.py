@@ -81,7 +81,8 @@ class GraphProof:
         profile = self._traces.first_look().profile
         if len(profile.losses) > profile.batches_per_step:
             return _("it calls backward several times for a batch")
-        one, other = self._traces.first_look().facts, self._traces.looked_again()[1].facts
+        samples, again = self._traces.looked_again()
+        one, other = self._traces.looked_again(2 * samples)[1].facts, again.facts
         if len(one.from_batch) != len(other.from_batch):
             return _("it calls backward more often at one batch size than at another")
         found = (form_over_samples(*pair) for pair in zip(one.from_batch, other.from_batch, strict=True))
