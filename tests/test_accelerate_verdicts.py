@@ -74,7 +74,7 @@ def test_what_the_graph_proves_is_run_too() -> None:
     for random, said in ((False, 2), (True, 3)):
         found = judged(SLICED, Proofs(slices=Proof(4, random=random)))
         assert found.refused == {}
-        assert "running 4 samples" in found.notes[1]
+        assert "4 samples were run" in found.notes[1]
         assert len(found.notes) == said
     whole = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(checkpoint=("0",)))
     assert len(judged(whole, Proofs(checkpoint=Proof(4, random=True))).notes) == 2  # and compared in the training

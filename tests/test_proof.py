@@ -553,7 +553,7 @@ def test_an_optimizer_on_the_host_is_proven_by_running(
 
 # --- other forms of the optimizer --------------------------------------------------------------------------------
 
-SAID_BY_SMALL_STEPS = "the optimizer: proven by 3 steps of small weights, whose updates are equal"
+SAID_BY_SMALL_STEPS = "the optimizer: 3 steps of small weights were run, and their updates are equal"
 
 
 @pytest.mark.parametrize("form", ["for-loop", "fused"])
