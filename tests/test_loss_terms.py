@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
-from vram_guard.apply.microbatch import Layout, probe_layout, split
+from vram_guard.apply.microbatch import Layout, MicroBatch, probe_layout, split
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.samples_apart import SamplesApart, form_over_samples
@@ -181,6 +181,19 @@ def test_what_an_operator_of_another_library_writes_is_seen_in_every_view(write:
         write(row)
         loss = functional.linear(batch, weight).square().mean()
     assert (apart.form(loss).why == "") is known
+
+
+def test_samples_that_lie_beside_each_other_in_memory_are_told_apart() -> None:
+    """Rows of one data set, handed on in a list."""
+    rows = torch.randn(5, 3)
+    forms = []
+    for samples in (4, 2):
+        batch = [rows[number] for number in range(samples)]
+        apart = SamplesApart(batch, samples, [MicroBatch([one], 1, samples) for one in batch])
+        with apart:
+            loss = torch.stack(batch).square().mean()
+        forms.append(apart.form(loss))
+    assert form_over_samples(*forms)[0] == "mean"
 
 
 def test_samples_are_followed_into_and_out_of_a_tensor_that_wraps_others() -> None:

@@ -450,16 +450,19 @@ def _of_batch(batch: Any, samples: int, parts: list[MicroBatch] | None) -> Itera
     for path, tensor in whole:
         key = key_of("batch", [key for key in path if not isinstance(key, int)], len(path))
         pieces = cut.get(_place(tensor)[0], [])
-        ids = _samples_of(tensor, pieces)
+        of_list = [number for number, one in pieces if _place(one) == _place(tensor)]
+        alone = len(of_list) == 1
+        pieces = [piece for piece in pieces if paths[id(piece[1])] == path] or pieces  # others may lie beside it
+        ids = torch.full((1,) * tensor.dim(), of_list[0]) if alone else _samples_of(tensor, pieces)
         if parts is None:  # by its leading size alone
             rows = tensor.dim() > 0 and tensor.shape[0] == samples
             ids = torch.arange(samples).view([-1] + [1] * (tensor.dim() - 1)) if rows else None
         if ids is None:
             yield tensor, constant(key_of("batch", path), tensor.shape, uniform=False)
         else:
-            each = next((one for one in lists if _is_one_of(path, one)), None) if len(pieces) == 1 else path
+            each = next((one for one in lists if _is_one_of(path, one)), None) if alone else path
             values = None if each is None else Part(each, whole=not tensor.is_floating_point())
-            named = key if len(pieces) == 1 else key_of("batch", path)
+            named = key if alone else key_of("batch", path)
             yield tensor, Label(ids, named, part=values, natural=tensor.dtype == torch.bool)
 
 
@@ -485,8 +488,6 @@ def _is_one_of(path: tuple[Any, ...], each: tuple[Any, ...]) -> bool:
 
 def _samples_of(tensor: torch.Tensor, pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
     """The sample of each element; None where every sample is given all of it."""
-    if len(pieces) == 1 and _place(pieces[0][1]) == _place(tensor):
-        return torch.full((1,) * tensor.dim(), pieces[0][0])
     if not pieces or all(one.shape == tensor.shape for _number, one in pieces):
         return None
     dim = next((at for at, size in enumerate(tensor.shape) if pieces[0][1].shape[at] != size), 0)
