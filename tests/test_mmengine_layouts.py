@@ -60,9 +60,9 @@ def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
 
 
 def test_the_layout_travels_without_its_strategy() -> None:
-    from mmengine._strategy import FSDPStrategy
+    from vram_guard_mmengine import _layouts  # noqa: I001 - first: it knows what MMEngine's own imports warn of
 
-    from vram_guard_mmengine import _layouts
+    from mmengine._strategy import FSDPStrategy
 
     strategy = FSDPStrategy.__new__(FSDPStrategy)  # without what it sets up for processes
     strategy.model_wrapper = None
