@@ -59,10 +59,11 @@ def test_accumulated_batches_keep_whole_gradients(answers: Any) -> None:
     assert twice - plain > answers[0]["weights"] * 4
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # MMEngine's own, of its first import
 def test_the_layout_travels_without_its_strategy() -> None:
-    from vram_guard_mmengine import _layouts  # noqa: I001 - first: it knows what MMEngine's own imports warn of
-
     from mmengine._strategy import FSDPStrategy
+
+    from vram_guard_mmengine import _layouts
 
     strategy = FSDPStrategy.__new__(FSDPStrategy)  # without what it sets up for processes
     strategy.model_wrapper = None
