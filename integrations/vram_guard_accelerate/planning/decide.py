@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Literal, cast
@@ -137,7 +137,7 @@ def _decided(
     judge = Judge(
         proofs,
         settings,
-        lambda: _why_not_by_graph(by_graph),
+        lambda: _why_not_by_graph(by_graph.why_not),
         by_graph.remarks,
         lambda recipe: _small_steps(first, recipe),
         only_by_running=bool(first.called_with),
@@ -145,7 +145,7 @@ def _decided(
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
     candidates = (
-        RelaunchCandidates(first, look, settings, proofs.of_halves, lambda: _why_not_smaller(by_graph))
+        RelaunchCandidates(first, look, settings, proofs.of_halves, lambda: _why_not_by_graph(by_graph.why_not_smaller))
         if may_relaunch
         else None
     )
@@ -424,18 +424,10 @@ def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -
     return traces.read_layouts(facts if first.called_with else None)
 
 
-def _why_not_by_graph(by_graph: GraphProof) -> str:
-    """The reason why slices are not proven where nothing is run; the weight of returned losses was read before."""
+def _why_not_by_graph(reason: Callable[[], str]) -> str:
+    """What a graph's proof answers, or why it came to no answer."""
     try:
-        return by_graph.why_not()
-    except VramGuardError as error:
-        return str(error)
-
-
-def _why_not_smaller(by_graph: GraphProof) -> str:
-    """The reason why smaller batches of the loader are not proven where nothing is run."""
-    try:
-        return by_graph.why_not_smaller()
+        return reason()
     except VramGuardError as error:
         return str(error)
 
