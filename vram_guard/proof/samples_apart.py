@@ -296,6 +296,10 @@ class SamplesApart(TorchDispatchMode):
 
     def _write(self, tensor: torch.Tensor, label: Label) -> None:
         """A tensor was written in place: whatever else lies in its memory is then of the same samples."""
+        if hasattr(tensor, "__tensor_flatten__"):  # as DTensors are, whose own place holds nothing
+            for one in inner_tensors(tensor):
+                self._write(one, _seen_from(tensor, label, one))
+            return
         own = _place(tensor)
         self.written.add(own[0])
         before = self._labels.get(own)

@@ -7,6 +7,7 @@ by itself, with what it has kept of an earlier batch.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +85,14 @@ class BatchToLoss:
         if self._apart is not None:
             self._apart.read = ""  # by the count
             self._apart.take_for_constant(items)
+
+    def clipping(self, clip: Callable[[], Any]) -> Any:
+        """The norm of gradients that are clipped: that of a step, of however many batches its gradients were added."""
+        with self.aside():
+            norm = clip()
+        if self._apart is not None:
+            self._apart.take_for_constant(norm)
+        return norm
 
     def differentiated(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""

@@ -128,7 +128,7 @@ def _state_loaded(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     given["parameters"] = run.phase.clips(given["parameters"])
-    return original(**given)
+    return run.observer.from_batch.clipping(lambda: original(**given))
 
 
 def _watch_precision(run: DryRun, accelerator: Any) -> None:
