@@ -52,6 +52,7 @@ class Asker:
 class _Watched:
     """The lines of a function of the script."""
 
+    code: CodeType
     branches: dict[int, Branch] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
 
@@ -103,7 +104,8 @@ class ScriptLines:
         self.enters = False
         """Branches that did not come by themselves are entered where they are reached."""
         self._entered = entered
-        self._watched: dict[CodeType, _Watched] = {}
+        self._watched: dict[int, _Watched] = {}
+        """By the identity of their code, which is asked for at every call: its hash reads all of its constants."""
         self._leaving: dict[FrameType, _Leaving] = {}
 
     def find_branches(self, loader: Any) -> None:
@@ -120,7 +122,7 @@ class ScriptLines:
             found = branches_in(node, loops_around(node, frame.f_lineno), Path(frame.f_code.co_filename).name)
             possible = {at: one for at, one in found.items() if may_come(one, frame, loader)}
             if possible:
-                self._watched[frame.f_code] = _Watched(possible)
+                self._watched[id(frame.f_code)] = _Watched(frame.f_code, possible)
         self.watch(frames)
 
     @property
@@ -186,7 +188,7 @@ class ScriptLines:
         return False
 
     def _called(self, frame: FrameType, _event: str, _given: Any) -> Callable[..., Any] | None:
-        return self._line if frame.f_code in self._watched else None
+        return self._line if id(frame.f_code) in self._watched else None
 
     def _line(self, frame: FrameType, event: str, _given: Any) -> Callable[..., Any]:
         if event != "line":
@@ -200,7 +202,7 @@ class ScriptLines:
             leaving.left(_jump(frame, line_after(leaving.node, leaving.loop)))
         elif leaving is not None:
             leaving.before = line
-        watched = self._watched.get(frame.f_code)
+        watched = self._watched.get(id(frame.f_code))
         if watched is not None:
             branch = watched.branches.get(line)
             if self.enters and branch is not None and branch.node.body[0].lineno not in watched.ran:

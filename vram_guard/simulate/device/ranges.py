@@ -14,6 +14,7 @@ import torch
 from vram_guard.simulate.device.symbolic import is_symbolic
 
 _ATTRIBUTE = "_vram_guard_range"
+_WHOLE = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
 class Bounds(NamedTuple):
@@ -64,15 +65,11 @@ def forget(tensor: torch.Tensor) -> None:
 
 def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Give the results of an operator of :data:`BOUNDED` their bounds."""
-    call = _Call(func, args, kwargs)
-    rules = BOUNDED[func._schema.name]
     results = out if isinstance(out, (tuple, list)) else (out,)
-    for rule, result in zip(rules, results, strict=False):
-        if rule is None or not isinstance(result, torch.Tensor) or not is_symbolic(result):
+    for rule, result in zip(BOUNDED[func._schema.name], results, strict=False):
+        if rule is None or not isinstance(result, torch.Tensor) or result.dtype not in _WHOLE:  # most are not
             continue
-        if result.is_floating_point() or result.is_complex() or result.dtype == torch.bool:
-            continue
-        bounds = rule(call)
+        bounds = rule(_Call(func, args, kwargs)) if is_symbolic(result) else None
         if bounds is not None and bounds.number > 0:
             setattr(result, _ATTRIBUTE, bounds)
 
