@@ -1,7 +1,7 @@
 """``python tools/first_hour.py``: ``docs/*/first-hour.md``, what the commands of the start pages print, all of it.
 
 The commands run for real, each page's in a folder of its own with that page's files, in both languages at once.
-``tests/test_docs.py`` holds the result against the start pages, whose commands it runs.
+``tests/repository/test_docs.py`` holds the result against the start pages, whose commands it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "cases"))
 
 from docs_blocks import START_PAGES, commands_of, files_of  # type: ignore[import-not-found]  # noqa: E402
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "cases")]  # as pytest does
 
 
 def main(arguments: list[str]) -> int:

@@ -84,7 +84,7 @@ def judge(root: Path, chosen: list[Mutant], records: dict[str, Record], trees: l
 def examine(root: Path, room: str, options: argparse.Namespace, trees: list[Path]) -> tuple[list[Mutant], bool]:
     """Judge a sample of a room's mutants, or those of the lines that are named; False if its tests fail as they are."""
     patterns: Sequence[str] = options.tests or ROOMS[room]
-    found = [path for pattern in patterns for path in sorted((root / "tests").glob(f"{pattern}.py"))]
+    found = [path for pattern in patterns for path in sorted((root / "tests").rglob(f"{pattern}.py"))]
     tests = list(dict.fromkeys(str(path.relative_to(root)) for path in found))
     every = mutants_of(root, room)
     chosen = random.Random(f"{options.seed} {room}").sample(every, min(options.sample, len(every)))  # noqa: S311 - no secret

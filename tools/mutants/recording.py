@@ -155,11 +155,7 @@ class Kept:
     def __init__(self, root: Path, room: str, folder: Path) -> None:
         self._root = root
         self._folder = folder / room.replace("/", ".")
-        helpers = [
-            path
-            for path in sorted((root / "tests").rglob("*.py"))
-            if path.parent != root / "tests" or not path.name.startswith("test_")
-        ]
+        helpers = [path for path in sorted((root / "tests").rglob("*.py")) if not path.name.startswith("test_")]
         how = [path.read_text() for path in (Path(__file__), Path(__file__).with_name("changes.py"))]
         self._common = self._digest([*files_of(root, room), *helpers], "".join([sys.version, *how]))
 

@@ -164,7 +164,7 @@ def _run_tests(tree: Path, job: Job) -> None:
     """Never returns."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(tree)
-    paths = [str(tree), str(tree / "integrations"), str(tree / "tests")]
+    paths = [str(tree / name) for name in (".", "integrations", "tests", "tests/cases")]
     sys.path[:0], os.environ["PYTHONPATH"] = paths, os.pathsep.join(paths)
     # Tests that are killed leave their temporary files, and this process has no exit handlers.
     temporary = tree.with_name(f"{tree.name}-tmp")

@@ -2,7 +2,7 @@
 
 The rules are those of torch 2.6 to 2.15, read in its sources; the function that a rule comes from is named at
 each. The libraries of 2.6.0, 2.13.0 and 2.15.0, run against a stand-in for the CUDA runtime, answered hundreds of
-thousands of random requests exactly alike, addresses included (tests/test_allocator_reference.py keeps some).
+thousands of random requests exactly alike, addresses included (tests/unit/test_allocator_reference.py keeps some).
 
 Not modelled, because a sequence of allocations and frees does not say when they happen: blocks held back by
 ``record_stream``, and private pools (CUDA graphs, ``torch.cuda.MemPool``).

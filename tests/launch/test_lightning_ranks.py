@@ -1,0 +1,115 @@
+"""Two processes whose batches differ in size, and steps that talk to the other process themselves (gloo, CPU)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+torch = pytest.importorskip("torch")
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+from lightning_two_ranks import run  # noqa: E402 - torch has to be there
+
+SCRIPT = Path(__file__).parents[1] / "cases" / "lightning_ranks_script.py"
+
+#: Guarded trainings, and those without the guard that they must be equal to.
+EQUAL = {
+    "uneven+split": "uneven+plain",
+    "uneven+split+recover": "uneven+plain",
+    "uneven+split+static+recover": "uneven+plain",
+    "seldom+split": "seldom+plain",
+}
+#: Trainings that would be another one in micro-batches, or would hang, with the reason that is given.
+REFUSED = {
+    "own+split": "the step itself calls all_reduce (cases/lightning_ranks_script.py:",
+    "gather+split": "the step itself calls barrier (cases/lightning_ranks_script.py:",
+    "functional+split": "the step itself calls all_reduce (cases/lightning_ranks_script.py:",
+    "uneven+split+static": "DistributedDataParallel(static_graph=True)",
+}
+#: Trainings in which a peer could wait for a rank that ran out of memory, or for one that has no more micro-batches;
+#: what both end with.
+ENDED = {
+    "own+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks itself"),
+    "metric+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks itself"),
+    "gather+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks itself"),
+    "functional+recover+breaks": ("RecoveryFailedError", "a batch is not recovered whose step calls other ranks"),
+    "late+split": ("UnsupportedStepError", "not cut into as many micro-batches on each of them"),
+    "late+split+recover": ("UnsupportedStepError", "not cut into as many micro-batches on each of them"),
+    "latefunctional+split": ("UnsupportedStepError", "not cut into as many micro-batches on each of them"),
+}
+#: Undisturbed, they train as they do without the guard.
+QUIET = {"own+recover": "own+plain", "metric+recover": "metric+plain"}
+ARMED = "unused+recover"
+TWICE = "uneven+split+recover+twice"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
+    out = tmp_path_factory.mktemp("ranks")
+    cases = [*EQUAL, *dict.fromkeys(EQUAL.values()), *REFUSED, *QUIET, *QUIET.values(), ARMED, TWICE]
+    return run(SCRIPT, out, cases, limit=280)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_ranks_with_batches_of_other_sizes_train_the_same(results: Any, case: str) -> None:
+    for mine, plain in zip(results[case], results[EQUAL[case]], strict=True):
+        assert "error" not in mine, mine["error"]
+        assert mine["splits"] == 2
+        assert mine["steps"] == plain["steps"] == 8
+        assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+    # Batches of 8, 8, 8, 8 here and of 3, 4, 8, 1 there: as many micro-batches, as long as they have two samples.
+    assert results[case][0]["seen"] == [4] * 16
+    assert results[case][1]["seen"] == [3, 2, 2, 4, 4, 1] * 2
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_ranks_would_do_more_often_is_refused_before_training(results: Any, case: str) -> None:
+    first, second = results[case]
+    assert "error" not in first, first["error"]
+    assert first["steps"] == second["steps"] == 8
+    assert first["seen"] == [8] * 8
+    assert any("smaller micro-batches are not possible" in line and REFUSED[case] in line for line in first["said"])
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("case", QUIET)
+def test_a_step_that_calls_the_other_ranks_trains_as_it_is_written(results: Any, case: str) -> None:
+    for mine, plain in zip(results[case], results[QUIET[case]], strict=True):
+        assert (mine["armed"], mine["steps"], mine["seen"]) == (True, 8, plain["seen"])
+        assert mine["logged"] == pytest.approx(plain["logged"], rel=1e-5)
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("case", ENDED)
+def test_where_a_rank_would_wait_for_ever_both_end_with_one_error(tmp_path: Path, case: str) -> None:
+    kind, words = ENDED[case]
+    for rank in run(SCRIPT, tmp_path, [case], limit=90)[case]:
+        assert rank["error"].startswith(kind)
+        assert words in rank["error"]
+
+
+def test_two_out_of_memory_errors_in_one_batch_are_recovered_from_on_both_ranks(results: Any) -> None:
+    for mine, plain in zip(results[TWICE], results["uneven+plain"], strict=True):
+        assert "error" not in mine, mine["error"]
+        for name, value in plain["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=2e-5, atol=2e-6)
+
+
+def test_a_parameter_without_gradient_is_said_where_ddp_would_stop(results: Any) -> None:
+    first, second = results[ARMED]
+    assert first["armed"]
+    assert second["armed"]
+    said = [line for line in first["said"] if "got no gradient: unused.weight, unused.bias" in line]
+    assert len(said) == 1
+    assert not any("got no gradient" in line for line in results["uneven+split+recover"][0]["said"])

@@ -1,0 +1,832 @@
+"""The whole job of a Trainer: validation, checkpoints and later epochs, told before the first step."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+
+from vram_guard.errors import DoesNotFitError
+from vram_guard.guard import evaluation
+from vram_guard.plan.descriptions import Why
+from vram_guard.simulate import trace_at
+from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe
+from vram_guard_lightning import VramGuard, _capture, _namespaces, _shadow
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMESPACE = _namespaces.installed()[0].__name__
+pl = importlib.import_module(NAMESPACE)
+
+WIDTH, SIZE = 256, 8
+
+
+class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """A backbone and a head; only what is not frozen is given to the optimizer."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU())
+        self.head = nn.Linear(2048, 4)
+        self.backbone.requires_grad_(not frozen)
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.backbone(batch[0].flatten(0, -2))).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.head(self.backbone(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([one for one in self.parameters() if one.requires_grad])
+
+
+def loader(samples: int = 32, batch_size: int = SIZE, *shape: int) -> Any:
+    return DataLoader(TensorDataset(torch.ones(samples, *(shape or (1,)), WIDTH)), batch_size)
+
+
+def told(root: Any, module: Any, *callbacks: Any, data: Any = None, validation: Any = None, **how: Any) -> Any:
+    """The Trainer's capture at the guard's point, the prediction of the whole job, and that of two plain steps."""
+    found = SimpleNamespace()
+
+    class StoppedError(Exception):
+        pass
+
+    class Probe(pl.Callback):  # type: ignore[misc, name-defined]
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            def setup(trainer: Any) -> None:
+                found.capture = _capture.capture(trainer, pl_module)
+                with found.capture.symbolic_run():
+                    found.job = trace_at(found.capture.step, SIZE)
+                    found.plain = trace_at(found.capture.step.with_(job=None), SIZE).at(SIZE)
+                found.estimate = found.job.at(SIZE)
+                raise StoppedError
+
+            trainer.strategy.setup = setup
+
+    checkpoint = how.pop("ckpt_path", None)
+    trainer = cases.make_trainer(NAMESPACE, root, [Probe(), *callbacks], **{"max_epochs": 4, **how})
+    arguments = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {}
+    with pytest.raises(StoppedError):
+        trainer.fit(
+            module,
+            **arguments or {"train_dataloaders": data or loader(), "val_dataloaders": validation},
+            ckpt_path=checkpoint,
+        )
+    return found
+
+
+def peaks(found: Any) -> dict[tuple[str, str], int]:
+    """The allocated peak of each phase."""
+    return {(phase.name, phase.label): phase.peak_allocated for phase in found.estimate.phases}
+
+
+def rounded(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's block."""
+    return -(-tensor.nbytes // 512) * 512
+
+
+# --- later epochs -----------------------------------------------------------------------------------------
+
+
+class Unfreezing(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class ByHook(Net):
+    """Unfreezes by its own hook, and has its optimizer made anew."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.backbone.requires_grad_(True)
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class AtTheEnd(pl.Callback):  # type: ignore[misc, name-defined]
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.backbone.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.backbone.parameters())})
+
+
+class ByStep(pl.Callback):  # type: ignore[misc, name-defined]
+    """Knows the parameters themselves, since setup."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.layers = [pl_module.backbone]
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step >= 8:
+            for layer in self.layers:
+                layer.requires_grad_(True)
+            trainer.strategy.setup_optimizers(trainer)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks"),
+    [
+        (Net, [Unfreezing()]),
+        (Net, [pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=2)]),
+        (lambda: ByHook(frozen=True), []),
+        (lambda: Net(frozen=True), [AtTheEnd()]),
+        (lambda: Net(frozen=True), [ByStep()]),
+    ],
+    ids=["BaseFinetuning", "BackboneFinetuning", "hook", "end of an epoch", "by global_step"],
+)
+def test_a_backbone_that_is_unfrozen_later_is_told_at_once(tmp_path: Any, module: Any, callbacks: Any) -> None:
+    found = told(tmp_path, module(), *callbacks)
+    later = peaks(found)["training", "epoch 2"]
+    assert found.plain.peak_allocated < 0.4 * later
+    assert found.estimate.peak_reserved > 2 * found.plain.peak_reserved
+    unfrozen = told(tmp_path, Net()).plain  # the same step, with everything trained from the start
+    # A group of weights of its own is updated by itself, and so are the temporaries of its update.
+    assert 0 <= unfrozen.peak_allocated - later <= 2 * sum(rounded(one) for one in Net().head.parameters())
+    assert [phase.label for phase in found.estimate.phases if phase.label] == ["epoch 2"]
+
+
+class Layered(Net):
+    """Four layers of one size, of which the head's is trained first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 4)
+
+
+class Gradually(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    """As ULMFiT: one more layer in every epoch, from the last one on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if 1 <= epoch <= 4:
+            self.unfreeze_and_add_param_group(pl_module.backbone[4 - epoch], optimizer)
+
+
+def test_layers_that_are_unfrozen_one_by_one_are_told_one_by_one(tmp_path: Any) -> None:
+    found = told(tmp_path, Layered(), Gradually(), max_epochs=8)
+    labels = dict.fromkeys(phase.label for phase in found.estimate.phases if phase.label)
+    assert list(labels) == [f"epoch {epoch}" for epoch in range(1, 5)]
+    by_epoch = [peaks(found)["training", label] for label in ("", *labels)]
+    more = [later - earlier for earlier, later in itertools.pairwise(by_epoch)]
+    weight, bias = WIDTH * WIDTH * 4, WIDTH * 4
+    states = 2 * (weight + bias)
+    assert all(states + weight <= one <= states + 2 * weight + 8 * 4096 for one in more), "a gradient, two states"
+    unfrozen = told(tmp_path, Layered(), max_epochs=8).plain.peak_allocated
+    assert by_epoch[-1] == pytest.approx(unfrozen, rel=0.05)
+
+
+def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:
+    class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return loader(32, SIZE, 4096 if self.trainer.current_epoch == 3 else 1)
+
+    found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
+    grown = told(tmp_path, Net(), data=loader(32, SIZE, 4096)).plain
+    assert peaks(found)["training", "epoch 3"] == grown.peak_allocated > 2 * found.plain.peak_allocated
+    assert not peaks(told(tmp_path, Net(), data=Growing()))  # asked for once, and nothing else is to be told
+
+
+def test_a_datamodule_with_larger_batches_later(tmp_path: Any) -> None:
+    class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+        def train_dataloader(self) -> Any:
+            return loader(4096, 2048 if self.trainer.current_epoch == 2 else SIZE)
+
+    found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
+    larger = trace_at(found.capture.step.with_(job=None), 2048).at(2048)
+    assert peaks(found)["training", "epoch 2"] == larger.peak_allocated > 1.5 * found.plain.peak_allocated
+    cut = found.capture.step.with_(whole_batch=True, accumulate=2)
+    with found.capture.symbolic_run():
+        halves = {phase.label: phase for phase in trace_at(cut, SIZE // 2).at(SIZE // 2).phases}
+    assert "epoch 3" not in halves  # which is like the first
+    # Micro-batches keep their size, also where they are cut of a larger batch: that alone takes more.
+    more = 2048 * WIDTH * 4 - SIZE * WIDTH * 4
+    assert halves["epoch 2"].peak_allocated - halves[""].peak_allocated == more
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples of as many rows as it is told."""
+
+    rows = 1
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.ones(self.rows, WIDTH),)
+
+
+class Switching(pl.Callback):  # type: ignore[misc, name-defined]
+    """Changes the loader that is there: its batches from epoch 2 on, its samples in epoch 3."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        used = trainer.train_dataloader
+        used.batch_sampler.batch_size = 2048 if trainer.current_epoch >= 2 else SIZE
+        used.dataset.rows = 2 if trainer.current_epoch == 3 else 1
+
+
+def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
+    data = DataLoader(Rows(), SIZE)
+    found = told(tmp_path, Net(), Switching(), data=data)
+    step = found.capture.step.with_(job=None)
+    for epoch, rows in (("epoch 2", 2048), ("epoch 3", 4096)):
+        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated
+    assert (data.batch_sampler.batch_size, vars(data.dataset)) == (SIZE, {})
+    assert not [note for note in found.job.notes if "cannot be followed" in note.message]
+
+
+class Widening(Net):
+    """Its step takes more rows from an epoch, or a step, on."""
+
+    def __init__(self, wider: Any) -> None:
+        super().__init__()
+        self.wider = wider
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0].flatten(0, -2)
+        return self.head(self.backbone(rows.repeat(512, 1) if self.wider(self) else rows)).square().mean()
+
+
+@pytest.mark.parametrize(
+    "wider",
+    [
+        lambda net: net.current_epoch >= 6,
+        lambda net: net.trainer.global_step > 23,
+        lambda net: net.current_epoch == 6 and net.global_step,
+    ],
+)
+def test_a_step_that_asks_for_the_epoch_is_followed_where_that_decides(tmp_path: Any, wider: Any) -> None:
+    found = told(tmp_path, Widening(wider), max_epochs=12)
+    later = {label: peak for (name, label), peak in peaks(found).items() if name == "training"}
+    assert later["epoch 6"] > 1.5 * found.plain.peak_allocated
+    assert len(later) <= 3  # the first steps, and each that differs once
+    assert not peaks(told(tmp_path, Net(), max_epochs=12))
+
+
+@pytest.mark.parametrize(
+    ("wider", "label"),
+    [
+        (lambda net: net.current_epoch % 4 == 2, "epoch 2"),
+        (lambda net: net.trainer.global_step % 10 == 9, "epoch 2"),
+        (lambda net: net.trainer.global_step % 4 == 3, "global_step 3"),
+    ],
+    ids=["epochs", "steps of a later epoch", "steps of the first epoch"],
+)
+def test_a_step_that_differs_now_and_then_is_followed_once(tmp_path: Any, wider: Any, label: str) -> None:
+    found = told(tmp_path, Widening(wider), max_epochs=12)  # the last epoch is like the first
+    later = {name: peak for (phase, name), peak in peaks(found).items() if phase == "training" and name}
+    assert list(later) == [label]
+    assert later[label] > 1.5 * found.plain.peak_allocated
+    steps = [phase.step for phase in found.job.phases if phase.label == label]
+    assert len(set(steps)) == 1  # it leaves nothing that a second one would meet
+
+
+def test_epochs_that_alternate_are_followed_until_they_meet_nothing_new(tmp_path: Any) -> None:
+    class Alternating(Net):
+        def on_train_epoch_start(self) -> None:
+            self.backbone.requires_grad_(self.current_epoch % 2 == 0)
+            self.head.requires_grad_(self.current_epoch % 2 == 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    found = told(tmp_path, Alternating(), max_epochs=12)
+    labels = list(dict.fromkeys(phase.label for phase in found.job.phases if phase.label))
+    assert labels == ["epoch 1", "epoch 2"]  # the first of each kind, and the first that meets the states of both
+
+
+def test_the_work_of_hooks_between_epochs_has_a_name_of_its_own(tmp_path: Any) -> None:
+    class Averaging(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            [one.clone() for one in pl_module.parameters()]
+
+    assert ("hooks", "") in peaks(told(tmp_path, Net(), Averaging(), max_epochs=2))
+
+
+def test_weights_that_are_averaged(tmp_path: Any) -> None:
+    found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
+    copy = sum(one.nbytes for one in Net().parameters())
+    assert found.estimate.peak_allocated >= found.plain.peak_allocated + copy
+    swa = pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=3, device=None)
+    found = told(tmp_path, Net(), swa)
+    assert peaks(found)["training", "epoch 2"] >= found.plain.peak_allocated + copy  # swa_epoch_start counts from one
+    assert peaks(found)["training", ""] < found.plain.peak_allocated + copy
+    assert (found.job.tier, swa._average_model.head.weight.device.type) == ("symbolic", "cpu")
+
+
+def test_hooks_of_many_epochs_are_bounded_and_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vram_guard_lightning._epochs.MOST_EPOCHS", 5)
+    calls = io.StringIO()  # a trace puts back what lists hold
+
+    class Counting(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            calls.write(f"{trainer.current_epoch} ")
+
+    found = told(tmp_path, Net(), Counting(), max_epochs=-1, max_steps=-1)
+    assert calls.getvalue() == "0 1 2 3 4 5 "
+    assert any("up to epoch 5" in note.message for note in found.job.notes)
+
+
+def test_a_hook_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
+    class Failing(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            raise ValueError("no loss was collected")
+
+    found = told(tmp_path, Net(), Failing(), Unfreezing())
+    notes = [note.message for note in found.job.notes]
+    assert [note for note in notes if "on_train_epoch_end" in note and "no loss was collected" in note] == notes
+    assert ("training", "epoch 2") in peaks(found)
+
+
+# --- validation -------------------------------------------------------------------------------------------
+
+
+def test_validation_may_take_more_than_training(tmp_path: Any) -> None:
+    found = told(tmp_path, Net(), validation=loader(16384, 8192), num_sanity_val_steps=2)
+    assert found.estimate.peak_phase.name == "validation"
+    assert found.estimate.peak_reserved > 1.2 * found.plain.peak_reserved
+    own = Net()
+    rounds = TrainingStep(
+        own, next(iter(loader(8192, 8192))), lambda model, batch: model.head(model.backbone(batch[0])), keeps="nothing"
+    )
+    plain = trace_at(rounds, 8192)
+
+    def made(timeline: Any, size: int, start: int, end: int) -> list[int]:
+        """What is taken and given back, but Lightning's counters and cuBLAS's workspace, which is taken once."""
+        blocks, sizes = timeline.blocks, timeline.sizes(size)
+        found = [(event >= 0, event if event >= 0 else ~event) for event in timeline.events[start:end]]
+        counted = [(took, at) for took, at in found if sizes[at] > 8 and blocks[at].category != "workspace"]
+        return [sizes[at] if took else -sizes[at] for took, at in counted]
+
+    starts = [phase.start for phase in found.job.phases]
+    sanity = next(at for at, phase in enumerate(found.job.phases) if phase.name == "validation")
+    batch = 8192 * WIDTH * 4
+    begins, ends = (next(phase.start for phase in plain.phases if phase.step == step) for step in (1, 2))
+    round_of_inference = made(plain, 8192, begins, ends)
+    assert made(found.job, SIZE, starts[sanity], starts[sanity + 1]) == [*round_of_inference, -batch]
+
+
+def test_outputs_are_collected_over_all_batches(tmp_path: Any) -> None:
+    class Collecting(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.outputs.append(self.backbone(batch[0]))
+
+        def on_validation_epoch_end(self) -> None:
+            torch.cat(self.outputs)
+            self.outputs.clear()
+
+    few, many = (told(tmp_path, Collecting(), validation=loader(512 * count, 512)) for count in (20, 50))
+    grows = peaks(many)["validation", ""] - peaks(few)["validation", ""]
+    assert grows == 30 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
+
+
+def test_a_metric_that_keeps_everything(tmp_path: Any) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torchmetrics.CatMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.kept.update(self.backbone(batch[0]))
+            self.log("last", self.kept.value[-1].mean())
+
+    few, many = (told(tmp_path, Measured(), validation=loader(64 * count, 64)) for count in (60, 100))
+    grows = peaks(many)["validation", ""] - peaks(few)["validation", ""]
+    assert grows == 40 * 64 * 2048 * 4
+
+
+def test_a_validation_without_an_end_is_bounded(tmp_path: Any) -> None:
+    class Endless(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            while True:
+                yield (torch.ones(1, WIDTH),)
+
+    found = told(tmp_path, Net(), validation=DataLoader(Endless(), 4))
+    assert any("has no length" in note for note in found.capture.notes)
+    assert ("validation", "") in peaks(found)
+    bounded = told(tmp_path, Net(), validation=DataLoader(Endless(), 4), limit_val_batches=7)
+    assert not any("has no length" in note for note in bounded.capture.notes)
+
+
+def test_validation_that_cannot_be_followed_is_said_and_the_steps_are_predicted(tmp_path: Any) -> None:
+    class Odd(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise NotImplementedError("an exotic kernel")
+
+    found = told(tmp_path, Odd(), validation=loader(), num_sanity_val_steps=1)
+    notes = [note.message for note in found.job.notes]
+    assert [note.partition(" (")[0] for note in notes] == [
+        "the sanity check cannot be followed to its end",
+        "validation cannot be followed to its end",
+    ]
+    assert peaks(found)["training", ""] == found.plain.peak_allocated
+
+    class Unreadable(Net):
+        def val_dataloader(self) -> Any:
+            raise OSError("no such folder")
+
+    found = told(tmp_path, Unreadable())
+    assert any("no such folder" in note for note in found.capture.notes)
+    assert found.estimate.peak_reserved == found.plain.peak_reserved
+
+
+def test_values_logged_in_an_earlier_fit_are_not_those_of_the_copy(tmp_path: Any) -> None:
+    class Logging(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("last", self.head(self.backbone(batch[0])).mean())
+
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, max_epochs=1)
+    trainer.fit(Logging(), loader(), loader())
+    shadow = _shadow.shadow_of(trainer, trainer.precision_plugin)
+    assert trainer.fit_loop.epoch_loop.val_loop._results  # else Lightning refuses other arguments of self.log
+    assert not shadow.fit_loop.epoch_loop.val_loop._results
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_copies_on_the_gpu(tmp_path: Any) -> None:
+    class Copying(Net):
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            checkpoint["mine"] = {name: one.clone() for name, one in checkpoint["state_dict"].items()}
+
+    own = {"enable_checkpointing": True}
+    plain, copying = told(tmp_path, Net(), **own), told(tmp_path, Copying(), **own)
+    copy = sum(rounded(one) for one in Net().parameters())
+    assert peaks(copying)["saving", ""] == peaks(plain)["saving", ""] + copy
+    assert ("saving", "") not in peaks(told(tmp_path, Copying()))
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_trial_of_one_batch_saves_nothing(tmp_path: Any) -> None:
+    """Lightning leaves checkpoints out under fast_dev_run, and so does the prediction."""
+    for trial in (False, True):
+        saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path)
+        found = told(tmp_path, Net(), saving, validation=loader(), enable_checkpointing=True, fast_dev_run=trial)
+        assert (("saving", "") in peaks(found)) is not trial
+
+
+def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -> None:
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, max_epochs=1)
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    found = told(tmp_path, Net(), ckpt_path=tmp_path / "first.ckpt")
+    weights = sum(rounded(one) for one in Net().parameters())
+    assert peaks(found)["resuming", ""] == 3 * weights  # and Adam's two averages; its counters stay on the host
+
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, [Unfreezing()], max_epochs=2)
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    found = told(tmp_path, Net(), Unfreezing(), ckpt_path=tmp_path / "second.ckpt")
+    assert found.capture.trainer.current_epoch == 0
+    assert found.estimate.peak_allocated > 2 * found.plain.peak_allocated  # its first epoch is number 2
+
+
+# --- test and predict -------------------------------------------------------------------------------------
+
+
+class Judged(Net):
+    """Keeps what it computes until its test is over."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.backbone(batch[0]))
+        self.log("mean", self.outputs[-1].mean())
+
+    def on_test_epoch_end(self) -> None:
+        torch.cat(self.outputs)
+        self.outputs.clear()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.head(self.backbone(batch[0]))
+
+
+def evaluated(root: Any, module: Any, *rows: int, stage: str = "test", **guard: Any) -> Any:
+    """What the guard has said, what was predicted, and what the Trainer's function has returned."""
+    torch.manual_seed(0)
+    found: list[Any] = []
+
+    def foresee(*args: Any) -> Any:
+        found.append(evaluation.foresee(*args))
+        return found[-1]
+
+    callbacks = [VramGuard(margin=0, remember=False, **guard)] if guard else []
+    trainer = cases.make_trainer(NAMESPACE, root, callbacks)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        patch.setattr("vram_guard_lightning._callback.foresee", foresee)
+        warnings.simplefilter("always")
+        returned = getattr(trainer, stage)(module, loader(*rows), **({"verbose": False} if stage == "test" else {}))
+    said = [str(one.message) for one in warned if "vram_guard" in str(one.message)]
+    return SimpleNamespace(said=said, predicted=found[0] if found else None, returned=returned)
+
+
+def test_a_test_and_a_prediction_are_told_before_they_begin(tmp_path: Any, capsys: Any) -> None:
+    few, many = (evaluated(tmp_path, Judged(), 512 * count, 512, budget="1GiB").predicted for count in (20, 50))
+    assert "vram_guard: trainer.test fits: " in capsys.readouterr().out
+    grows = many.estimate.peak_allocated - few.estimate.peak_allocated
+    assert grows == 30 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
+    assert [(phase.name) for phase in few.estimate.phases] == ["setup", "test"]
+    predicted = evaluated(tmp_path, Judged(), 4096, 1024, stage="predict", budget="1GiB")
+    own = Judged()
+    batch = next(iter(loader(1024, 1024)))
+    rounds = TrainingStep(own, batch, lambda net, batch: own.predict_step(batch, 0), keeps="nothing")
+    alone = trace_at(rounds, 1024).at(1024)
+    assert predicted.predicted.estimate.peak_allocated == alone.peak_allocated  # predictions wait on the host
+    plain = evaluated(tmp_path, Judged(), 4096, 1024, stage="predict")
+    assert [one.shape for one in plain.returned] == [one.shape for one in predicted.returned]
+
+
+def test_a_prediction_that_does_not_fit_is_told_and_left_as_it_is(tmp_path: Any) -> None:
+    short = {"stage": "predict", "budget": "80MiB"}
+    found = evaluated(tmp_path, Judged(), 4096, 4096, **short)
+    assert "does not fit" in found.said[0]
+    assert "With batches of" in found.said[0]
+    assert 0 < found.predicted.smaller < 4096
+    assert [len(one) for one in found.returned] == [4096]
+    smaller = evaluated(tmp_path, Judged(), 4096, found.predicted.smaller, **short)
+    assert (smaller.predicted.fits, smaller.said) == (True, [])
+    with pytest.raises(DoesNotFitError, match=r"trainer\.predict does not fit"):
+        evaluated(tmp_path, Judged(), 4096, 4096, mode="strict", **short)
+    assert evaluated(tmp_path, Judged(), 4096, 4096, whole_job=False, **short).predicted is None
+
+
+class Data(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+    """Its test has rows only once it is set up for it."""
+
+    def __init__(self, rows: int = 4096) -> None:
+        super().__init__()
+        self.stages: list[str] = []
+        self.rows, self._tested = 0, rows
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+        if stage == "test":
+            self.rows = self._tested
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def test_dataloader(self) -> Any:
+        return loader(self.rows, self.rows // 4)
+
+
+def test_a_test_that_comes_after_the_training_is_told_before_it(tmp_path: Any, capsys: Any) -> None:
+    """Where the script calls it below ``fit``, and its loader is known."""
+
+    def made(**guard: Any) -> Any:
+        guarded = VramGuard(margin=0, remember=False, **{"budget": "1GiB", **guard})
+        return cases.make_trainer(NAMESPACE, tmp_path, [guarded], max_epochs=1)
+
+    def said() -> list[str]:
+        return [one for one in capsys.readouterr().out.splitlines() if one.startswith("vram_guard: trainer.")]
+
+    trainer, data = made(), Data()
+    trainer.fit(Judged(), datamodule=data)
+    (before,) = said()
+    assert before.startswith("vram_guard: trainer.test fits: ")
+    assert (data.stages, data.rows) == (["fit"], 0)  # what was looked at was looked at in a copy
+    trainer.test(Judged(), datamodule=data)
+    assert said() == [before]
+    strict = made(budget="150MiB", mode="strict")
+
+    def short() -> None:
+        strict.fit(Judged(), datamodule=Data(2**17))
+        strict.test(Judged())
+
+    with pytest.raises(DoesNotFitError, match=r"trainer\.test does not fit"):
+        short()
+    made().fit(Judged(), datamodule=Data())  # nothing comes after it
+    assert not said()
+
+
+def test_a_test_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
+    class Odd(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            if batch[0].is_cuda:
+                raise NotImplementedError("an exotic kernel")
+
+    found = evaluated(tmp_path, Odd(), 64, 8, budget="1GiB")
+    assert (len(found.said), "an exotic kernel" in found.said[0], found.predicted) == (1, True, None)
+
+
+# --- nothing is left behind -------------------------------------------------------------------------------
+
+
+def test_the_training_after_it_is_the_same(tmp_path: Any) -> None:
+    def trained(*first: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        module, swa = Net(), pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=3)
+        data = DataLoader(TensorDataset(torch.randn(32, 1, WIDTH)), SIZE, shuffle=True)
+        trainer = cases.make_trainer(
+            NAMESPACE, tmp_path, [*first, Unfreezing(), swa], max_epochs=4, num_sanity_val_steps=2
+        )
+        trainer.fit(module, data, loader())
+        return cases.weights(module)
+
+    class Looking(pl.Callback):  # type: ignore[misc, name-defined]
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            own = trainer.strategy.setup
+
+            def setup(trainer: Any) -> None:
+                before = dict(vars(trainer)), [dict(vars(one)) for one in trainer.callbacks]
+                captured = _capture.capture(trainer, pl_module)
+                with captured.symbolic_run():
+                    trace_at(captured.step, SIZE)
+                assert before == (dict(vars(trainer)), [dict(vars(one)) for one in trainer.callbacks])
+                assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+                own(trainer)
+
+            trainer.strategy.setup = setup
+
+    assert torch.equal(trained(), trained(Looking()))
+
+
+# --- the guard --------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
+    def guarded(**settings: Any) -> VramGuard:
+        guard = VramGuard(margin=0, remember=False, recover=False, **settings)
+        trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard, Unfreezing()], max_epochs=3)
+        trainer.fit(Net(), loader(1024, 1024))
+        assert guard.plan is not None
+        return guard
+
+    needs = guarded(budget="1GiB", mode="report").plan.before.peak_reserved
+    short = {"budget": needs - 20 * 2**20, "allow": ["accumulate"]}
+    plan = guarded(**short, mode="fit").plan
+    assert (plan.fits, plan.changed, plan.before.fits(plan.budget)) == (True, True, False)
+    assert [phase.label for phase in plan.estimate.phases if phase.label] == ["epoch 2"]
+    alone = guarded(**short, mode="report", whole_job=False).plan
+    assert not alone.changed  # the first epoch's step alone
+    assert alone.reason_values[-1].kind is Why.JOB_LEFT_OUT
+
+
+def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
+    found = told(tmp_path, Net(), Unfreezing())
+    on_host = SimpleNamespace(
+        recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true", evaluation=None
+    )
+    assert found.capture.objection(on_host).technique == "offload_frozen"
+    on_host.recipe = Recipe(optimizer_on_host=True)
+    assert found.capture.objection(on_host).technique == "offload_optimizer"
+    assert told(tmp_path, Net(), validation=loader()).capture.objection(on_host) is None
+
+
+class Keeping(Net):
+    """Appends an output of every step to a list."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.head(self.backbone(batch[0].flatten(0, -2)))
+        self.outputs.append(outputs.detach())
+        loss = outputs.square().mean()
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("epochs", "validates"), [(4, False), (1, True), (1, False)])
+def test_what_every_training_step_keeps_is_told(tmp_path: Any, manual: bool, epochs: int, validates: bool) -> None:
+    found = told(tmp_path, Keeping(manual=manual), validation=loader() if validates else None, max_epochs=epochs)
+    (leak,) = found.estimate.leaks
+    assert (leak.bytes_per_step, leak.kept_in.rpartition(".")[2]) == (512, "outputs")  # the least block
+    assert found.estimate.steps == 4 * epochs
+
+
+def test_a_training_that_may_end_early_has_no_known_number_of_steps(tmp_path: Any) -> None:
+    early = pl.callbacks.EarlyStopping("loss")
+    assert told(tmp_path, Net(), early).estimate.steps is None
+    assert told(tmp_path, Net(), max_steps=7).estimate.steps == 7
+
+
+# --- what steps and hooks look up -------------------------------------------------------------------------------
+
+
+class Weighing(pl.Callback):  # type: ignore[misc, name-defined]
+    """Holds what training_step asks for, and looks up Lightning's own callbacks."""
+
+    weight = 0.5
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.patience = trainer.early_stopping_callback.patience
+        pl_module.saved = next(
+            one for one in trainer.callbacks if isinstance(one, pl.callbacks.ModelCheckpoint)
+        ).dirpath
+        pl_module.bar = trainer.progress_bar_callback is not None
+
+
+class Looking(Net):
+    """Takes its loss's weight from a callback."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weighing = next(one for one in self.trainer.callbacks if isinstance(one, Weighing))
+        weighing.asked.append(batch_idx)
+        saved = self.trainer.checkpoint_callback.dirpath
+        loss = super().training_step(batch, batch_idx) * weighing.weight
+        return loss if getattr(self, "saved", saved) == saved else torch.cat([loss[None]] * 10**6).mean()
+
+
+def test_callbacks_are_found_by_their_class_and_nothing_of_it_is_left(tmp_path: Any) -> None:
+    weighing, module = Weighing(), Looking()
+    saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path)
+    found = told(
+        *(tmp_path, module, weighing, saving, pl.callbacks.EarlyStopping("loss")),
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+    )
+    plain = told(tmp_path, Net())
+    assert found.estimate.peak_allocated == plain.estimate.peak_allocated
+    assert not found.job.notes
+    assert (weighing.asked, hasattr(module, "patience"), saving.best_model_path) == ([], False, "")
+
+
+def test_callbacks_that_only_stand_there_are_not_called_by_steps(tmp_path: Any) -> None:
+    class Counting(pl.Callback):  # type: ignore[misc, name-defined]
+        called = 0
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            Counting.called += 1
+
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert told(tmp_path, Manual(), Counting()).estimate.peak_allocated
+    assert Counting.called == 0
+
+
+def test_an_iterator_that_on_train_start_makes_is_there_in_every_step(tmp_path: Any) -> None:
+    class Drawing(Net):
+        def on_train_start(self) -> None:
+            self.more = iter(loader(10**4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            more = next(self.more)[0].to(self.device)
+            return super().training_step([torch.cat([batch[0], more])], batch_idx)
+
+    module = Drawing()
+    guard = VramGuard(budget="4GiB", mode="report", remember=False)
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_steps=1)
+    trainer.fit(module, loader())
+    assert guard.plan is not None
+    assert guard.plan.fits
+
+
+def test_a_script_of_lightning_cli_is_predicted_with_the_optimizer_of_its_command_line(tmp_path: Any) -> None:
+    """The CLI makes the optimizer itself, over the weights that a trace exchanges."""
+    pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("jsonargparse")
+    guard = "--trainer.callbacks"
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "cases" / "lightning_cli_script.py"),
+        "fit",
+        "--optimizer",
+        "AdamW",
+    ]
+    command += [guard, "vram_guard_lightning.VramGuard", f"{guard}.budget", "4GiB", f"{guard}.mode", "report"]
+    command += ["--trainer.max_steps", "1", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer states" in done.stderr + done.stdout
+    assert "no prediction" not in done.stderr + done.stdout

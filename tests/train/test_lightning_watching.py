@@ -1,0 +1,242 @@
+"""Measured memory in a Trainer, on a device whose memory the test gives in numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning_cases as cases
+import oom_cases
+from device_numbers import Numbers
+
+from vram_guard.budget.sampling import GpuSample
+from vram_guard.errors import DeviceQueryError
+from vram_guard.guard import guard as core
+from vram_guard.watch.corrections import Corrections, subject
+from vram_guard_lightning import VramGuard, _namespaces, _utilization
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PL = _namespaces.installed()[0].__name__
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Numbers:
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
+    numbers = Numbers()
+    monkeypatch.setattr(core, "reader_for", lambda device: numbers)
+    return numbers
+
+
+def train(
+    root: Path,
+    memory: Numbers,
+    share: float,
+    module: Any = None,
+    callbacks: Any = (),
+    enable_progress_bar: bool = False,
+    **settings: Any,
+) -> tuple[VramGuard, list[Any]]:
+    """A training that takes ``share`` times what is predicted; the guard, and what loggers were given."""
+    guard = VramGuard(**{"budget": "64GiB", "margin": 0, **settings})
+    callback, logger = importlib.import_module(PL).Callback, importlib.import_module(f"{PL}.loggers").Logger
+    written: list[Any] = []
+
+    class Takes(callback):  # type: ignore[misc, valid-type]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            assert guard.plan is not None
+            estimate = guard.plan.estimate
+            memory.take(round(share * estimate.peak_allocated), round(share * estimate.peak_reserved))
+
+    class Writes(logger):  # type: ignore[misc, valid-type]
+        name, version = "writes", 0
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            written.append(metrics)
+
+    bar = {"enable_progress_bar": enable_progress_bar}
+    trainer = cases.make_trainer(PL, root, [guard, Takes(), *callbacks], max_epochs=1, logger=Writes(), **bar)
+    torch.manual_seed(0)
+    trainer.fit(module or cases.make_module(PL), cases.loader(40))
+    return guard, [line for line in written if any("measured" in name for name in line)]
+
+
+def remembered(root: Path) -> list[str]:
+    """What is kept for later predictions; pages for people are not."""
+    folder = root / "cache"
+    return sorted(found.name for found in folder.iterdir() if found.name != "reports") if folder.exists() else []
+
+
+def shown_lines(raw: str) -> list[str]:
+    """A terminal's lines: after a carriage return, text replaces what stands there, column by column."""
+    lines = []
+    for line in raw.split("\n"):
+        columns: list[str] = []
+        for part in line.split("\r"):
+            columns[: len(part)] = part
+        lines.append("".join(columns).rstrip())
+    return lines
+
+
+def test_lines_beside_a_progress_bar_are_lines_of_their_own(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
+    """tqdm leaves the cursor at the end of its bar: what is printed then has to clear it first."""
+    pytest.importorskip("tqdm")
+    bar = importlib.import_module(f"{PL}.callbacks").TQDMProgressBar(refresh_rate=1)
+    train(tmp_path, memory, 1.25, callbacks=[bar], enable_progress_bar=True)
+    shown = shown_lines(capsys.readouterr().out)
+    assert [line for line in shown if line.startswith("vram_guard: after 3 optimizer steps")]
+    assert not [line for line in shown if "it/s" in line and "vram_guard" in line]
+    assert [line for line in shown if line.startswith("Epoch 0: 100%")]
+
+
+def test_said_once_and_used_next_time(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
+    guard, logged = train(tmp_path, memory, 1.25)
+    assert guard.plan is not None
+    assert guard.plan.correction == 1.0
+    out = capsys.readouterr().out
+    assert out.count("after 3 optimizer steps, peak allocated") == 1
+    assert "(+25.0%)" in out
+    assert len(logged) == 1
+    assert logged[0]["vram_guard/measured_peak_allocated_bytes"] == round(1.25 * guard.plan.estimate.peak_allocated)
+
+    memory.__init__()  # type: ignore[misc] - another process
+    again, _ = train(tmp_path, memory, 0.5)
+    assert again.plan is not None
+    assert again.plan.correction == pytest.approx(1.25, rel=1e-3)
+    assert again.plan.peak == int(again.plan.estimate.peak_reserved * again.plan.correction)
+    assert "measured in earlier runs" in capsys.readouterr().out
+
+    memory.__init__()  # type: ignore[misc]
+    other, _ = train(tmp_path, memory, 1.0, module=cases.make_module(PL, hidden=17))
+    assert other.plan is not None
+    assert other.plan.correction == 1.0, "another model"
+
+
+def test_memory_that_others_take_after_the_plan_is_said_before_the_first_step(tmp_path: Path, memory: Numbers) -> None:
+    class Optimizes(type(cases.make_module(PL))):  # type: ignore[misc]
+        """Another process takes nearly everything while optimizers are made."""
+
+        def configure_optimizers(self) -> Any:
+            memory.others = memory.total - 2**20
+            return super().configure_optimizers()
+
+    memory.others = 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        guard, _ = train(tmp_path, memory, 1.0, module=Optimizes())
+    assert guard.plan is not None
+    assert guard.plan.fits
+    said = [str(one.message) for one in told if "no longer free on the device" in str(one.message)]
+    assert len(said) == 1
+    assert "other processes have taken memory" in said[0]
+    memory.__init__()  # type: ignore[misc] - nobody else
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(tmp_path, memory, 1.0)
+    assert not [one for one in told if "no longer free" in str(one.message)]
+
+
+def test_a_correction_can_make_a_plan_tighter(tmp_path: Path, memory: Numbers) -> None:
+    def wide() -> Any:
+        return cases.make_module(PL, width=6, hidden=60_000, optimizer="sgd")
+
+    guard, _ = train(tmp_path, memory, 1.5, module=wide(), allow=("accumulate",))
+    assert guard.plan is not None
+    budget = int(guard.plan.estimate.peak_reserved * 1.2)
+    memory.__init__()  # type: ignore[misc]
+    tighter, _ = train(tmp_path, memory, 1.0, module=wide(), budget=budget, allow=("accumulate",), mode="report")
+    assert tighter.plan is not None
+    assert tighter.plan.correction == pytest.approx(1.5, rel=1e-3)
+    assert tighter.plan.splits > 1 or not tighter.plan.fits
+
+
+def test_switched_off(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
+    train(tmp_path, memory, 1.25, remember=False)
+    assert "after 3 optimizer steps" in capsys.readouterr().out
+    assert remembered(tmp_path) == []
+    train(tmp_path, Numbers(), 1.25)
+    guard, _ = train(tmp_path, memory, 1.0, remember=False)
+    assert guard.plan is not None
+    assert guard.plan.correction == 1.0
+
+
+def test_a_peak_at_an_out_of_memory_error_is_remembered(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
+    base = type(cases.make_module(PL))
+
+    class Breaks(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.loaded and len(batch[0]) > 4:
+                raise oom_cases.no_memory()
+            return super().training_step(batch, batch_idx)
+
+    guard, logged = train(tmp_path, memory, 1.5, module=Breaks())
+    assert guard.plan is not None
+    assert logged == [], "what was measured later is not the predicted plan's"
+    about = subject(Breaks(), "32-true", memory.name())
+    assert Corrections().factor(about) == pytest.approx(1.5, rel=1e-3)
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
+    train(tmp_path, Numbers(), 1.25)
+    assert "measured" not in capsys.readouterr().out
+    assert remembered(tmp_path) == []
+
+
+def test_the_gpus_utilisation_is_logged_as_often_as_the_trainer_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Means and peaks at the end; a driver that stops answering is told, and ends no training."""
+    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
+    asked: list[int] = []
+    looked = threading.Event()
+
+    def sampler() -> tuple[GpuSample, ...]:
+        if asked:
+            looked.set()
+            raise DeviceQueryError("the driver is gone")
+        asked.append(1)
+        return (GpuSample("0", "GPU 0 of the test", 0.5, 3 * 2**30, 2**32, ()),)
+
+    monkeypatch.setattr(_utilization, "sampler_of", lambda _trainer: lambda: contextlib.nullcontext(sampler))
+    module = importlib.import_module(PL)
+    logged: list[tuple[str, float, int | None]] = []
+
+    class Writes(importlib.import_module(f"{PL}.loggers").Logger):  # type: ignore[misc, name-defined]
+        name, version = "writes", 0
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.extend((name, value, step) for name, value in metrics.items())
+
+    class Waits(module.Callback):  # type: ignore[misc, name-defined]
+        """Until the thread has looked, and looked in vain."""
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            assert looked.wait(60)
+
+    guard = VramGuard(budget="64GiB", monitor=0.05)
+    trainer = cases.make_trainer(PL, tmp_path, [Waits(), guard], max_epochs=1, logger=Writes(), log_every_n_steps=2)
+    trainer.fit(cases.make_module(PL), cases.loader(40))
+    told = {name: [(value, step) for one, value, step in logged if one == f"vram_guard/{name}"] for name in (
+        "gpu_utilization", "gpu_memory_used_bytes", "gpu_utilization_mean", "gpu_memory_peak_bytes")}  # fmt: skip
+    assert told == {
+        "gpu_utilization": [(0.5, 2), (0.5, 4)],
+        "gpu_memory_used_bytes": [(3 * 2**30, 2), (3 * 2**30, 4)],
+        "gpu_utilization_mean": [(0.5, 5)],
+        "gpu_memory_peak_bytes": [(3 * 2**30, 5)],
+    }
+    said = capsys.readouterr().out
+    assert "vram_guard: GPU 0 GPU 0 of the test: utilisation mean 50%, peak 50%; memory mean 3.00 GiB (75%)" in said
+    assert "vram_guard: the driver is gone" in said

@@ -1,0 +1,364 @@
+"""``vram-guard estimate --model-path``: guide 001 on folders with true configs and headers; hostile files refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import shlex
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from folders import (
+    SMALL,
+    SMALL_TEXT,
+    transformer_tensors,
+    write_cogvideox,
+    write_safetensors,
+)
+
+from vram_guard import cli
+from vram_guard.closed_form._weights import header, read_weights
+from vram_guard.closed_form.folder import read_folder
+from vram_guard.closed_form.inputs import InputSizes, sample_of
+from vram_guard.errors import InvalidInputError
+
+TRANSFORMER_PARAMETERS = 5_570_283_072
+TEXT_PARAMETERS = 4_762_310_656
+#: The guide's own numbers: 4 samples of 17 latent frames of 32 x 32 in half precision, two transformers.
+GUIDE = shlex.split("--batch_size 4 --num_frames 17 --height 32 --width 32 --dtype float16")
+TWO_MODELS = shlex.split("--train transformer --frozen transformer,text_encoder")
+
+
+@pytest.fixture(scope="module")
+def cogvideox(tmp_path_factory):
+    """CogVideoX-5b: 10.3 billion parameters in headers, a few hundred kilobytes on the disk."""
+    return write_cogvideox(tmp_path_factory.mktemp("hub") / "CogVideoX-5b")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return write_cogvideox(tmp_path_factory.mktemp("hub") / "small", SMALL, SMALL_TEXT)
+
+
+def answer(capsys, folder, *arguments):
+    code = cli.main(["estimate", "--model-path", str(folder), *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_parameters_by_component_and_dtype(cogvideox, capsys):
+    code, found = answer(capsys, cogvideox, "--quick")
+    assert code == 0
+    parts = found["components"]
+    assert parts["transformer"]["numbers_by_dtype"] == {"BF16": TRANSFORMER_PARAMETERS}
+    # Not the 220 million that the guide gives its text encoder: those are T5-base's.
+    assert parts["text_encoder"]["numbers_by_dtype"] == {"BF16": TEXT_PARAMETERS}
+    assert parts["text_encoder"]["stored_bytes"] == 2 * TEXT_PARAMETERS
+    assert set(parts) == {"transformer", "text_encoder"}
+    assert found["class_name"] == "CogVideoXPipeline"
+    assert (found["closed_form"]["dtype"], found["closed_form"]["batch"]) == ("bfloat16", 1)
+    assert (found["fits"], found["usable"]) == (None, None) or found["usable"] is not None
+
+
+def test_the_guides_two_models_each_counted_once(cogvideox, capsys):
+    code, found = answer(capsys, cogvideox, *GUIDE, *TWO_MODELS, "--quick", "--gpu", "RTX 6000 Ada")
+    form = found["closed_form"]
+    parts = form["parts"]
+    assert parts["trained parameters"] == parts["gradients"] == 2 * TRANSFORMER_PARAMETERS
+    assert parts["optimizer states"] == 4 * TRANSFORMER_PARAMETERS
+    assert parts["frozen parameters"] == 2 * (TRANSFORMER_PARAMETERS + TEXT_PARAMETERS)
+    # 4 x 17 x 16 x 32 x 32 numbers of 2 bytes are 2.2 MB, where the guide says 0.14 GB.
+    assert parts["batch"] == 2_228_224
+    assert parts["text encoding"] == 4 * 226 * 4096 * 2
+    tokens = 17 * 16 * 16 + 226
+    assert parts["activations"] == 34 * 42 * 4 * tokens * 48 * 64
+    assert form["total_bytes"] == sum(parts.values())
+    assert (code, found["fits"], found["decided_by"]) == (1, False, "closed form")
+
+
+def test_what_is_trained_and_what_is_not_can_be_chosen(cogvideox, capsys):
+    _, alone = answer(capsys, cogvideox, "--quick", "--train", "transformer", "--frozen", "none")
+    assert alone["closed_form"]["parts"]["frozen parameters"] == 0
+    _, inference = answer(capsys, cogvideox, "--quick", "--train", "none", "--gpu", "A100 80GB")
+    assert inference["closed_form"]["frozen"] == ["text_encoder", "transformer"]
+    assert inference["closed_form"]["total_bytes"] < 21 * 10**9
+    assert inference["fits"]
+    _, both = answer(capsys, cogvideox, "--quick", "--train", "transformer,text_encoder")
+    assert both["closed_form"]["parts"]["gradients"] == 2 * (TRANSFORMER_PARAMETERS + TEXT_PARAMETERS)
+
+
+def test_recommendations_have_numbers_and_none_is_needless(cogvideox, capsys):
+    arguments = [*GUIDE, *TWO_MODELS, "--quick", "--recommend", "--gpu", "A100 80GB"]
+    _, found = answer(capsys, cogvideox, *arguments)
+    each = {one["measure"]: one for one in found["recommended"]["each"]}
+    assert set(each) == {"checkpoint", "offload_frozen", "accumulate", "8bit", "offload_optimizer"}
+    assert not any(one["fits"] for key, one in each.items() if key != "checkpoint")
+    (only,) = found["recommended"]["together"]
+    assert (only["measure"], only["fits"]) == ("checkpoint", True)
+    assert only["total_bytes"] <= found["usable"] < found["closed_form"]["total_bytes"]
+    assert cli.main(["estimate", "--model_path", str(cogvideox), *arguments]) == 1
+    out = capsys.readouterr().out
+    assert "activation checkpointing" in out
+    assert "the largest micro-batch is then" in out
+
+
+def test_nothing_helps_enough(cogvideox, capsys):
+    arguments = ["estimate", "--model_path", str(cogvideox), "--quick", "--recommend", "--budget", "8GiB"]
+    assert cli.main(arguments) == 1
+    assert "even together they do not" in capsys.readouterr().out
+
+
+def test_it_fits_as_it_is(small, capsys):
+    _, found = answer(capsys, small, "--quick", "--recommend", "--gpu", "T4")
+    most = found["closed_form"]["largest_batch"]
+    assert found["fits"]
+    assert found["recommended"]["together"] == []
+    for batch, fits in ((most, True), (most + 1, False)):
+        _, other = answer(capsys, small, "--quick", "--gpu", "T4", "--batch-size", str(batch))
+        assert other["fits"] is fits
+
+
+def test_the_symbolic_answer_stands_beside_the_closed_form(small, capsys):
+    pytest.importorskip("diffusers")
+    try:  # a diffusers may be too new for torch 2.4: what it offers is imported where it is asked for
+        from diffusers import CogVideoXTransformer3DModel  # noqa: F401 - whether it is there
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    pytest.importorskip("transformers")
+    sizes = ["--num-frames", "3", "--height", "8", "--width", "8", "--batch", "2"]
+    code, found = answer(capsys, small, *sizes, *TWO_MODELS, "--dtype", "bf16", "--recommend", "--gpu", "T4")
+    assert (code, found["decided_by"], found["notes"]) == (0, "symbolic", [])
+    symbolic, parts = found["symbolic"]["estimate"], found["closed_form"]["parts"]
+    stored = parts["trained parameters"] + parts["frozen parameters"]
+    # The allocator gives each of some hundred small tensors whole blocks of 512 bytes.
+    assert stored < symbolic["breakdown"]["parameters"] < 1.5 * stored
+    assert symbolic["tier"] == "symbolic"
+    assert found["symbolic"]["plan"]["fits"]
+    assert found["symbolic"]["largest_batch"] > 2
+
+
+def test_a_language_model_alone(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config |= {"vocab_size": 100, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {"transformer.wte.weight": ("F16", (100, 32)), "transformer.h.0.attn.bias": ("U8", (1, 1, 64, 64))}
+    write_safetensors(tmp_path / "model.safetensors", shapes)
+    write_safetensors(tmp_path / "model.fp32.safetensors", {"other": ("F32", (1000, 1000))})
+    code, found = answer(capsys, tmp_path, "--seq-length", "16", "--gpu", "T4")
+    model = found["components"]["model"]
+    assert (model["parameters"], model["files"]) == (3200, ["model.safetensors"])
+    assert model["numbers_by_dtype"] == {"F16": 3200, "U8": 4096}
+    assert found["closed_form"]["parts"]["activations"] == 34 * 2 * 16 * 32
+    assert (code, found["symbolic"]["estimate"]["tier"]) == (0, "symbolic")
+
+
+def test_a_network_without_a_rule_is_never_promised_to_fit(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"_class_name": "NoSuchUNet", "in_channels": 4, "sample_size": 8}')
+    write_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", {"w": ("F32", (10, 10))})
+    code, found = answer(capsys, tmp_path, "--gpu", "A100 80GB", "--recommend")
+    assert (code, found["fits"], found["closed_form"]["lower_bound"]) == (1, False, True)
+    assert "NoSuchUNet" in found["notes"][0]
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "A100 80GB", "--quick"]) == 1
+    assert "not known to fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"sample_size": "big"},
+        {"sample_size": [1, 2, 3, 4]},
+        {"in_channels": -5},
+        {"in_channels": 2**63},
+        {"patch_size": [2, 0]},
+        {"sample_frames": 1.5},
+        {"max_text_seq_length": True},
+    ],
+)
+def test_nonsense_numbers_in_a_models_config(tmp_path, entry, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "X", "text_embed_dim": 8, **entry}))
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (10, 10))})
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--quick", "--gpu", "T4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert next(iter(entry)) in captured.err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"model_type": 3, "architectures": 7}', "\x00"])
+def test_damaged_configs_end_in_a_message(tmp_path, text, capsys):
+    (tmp_path / "config.json").write_text(text)
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (10, 10))})
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4"]) in (1, 2)
+    assert "vram-guard: " in capsys.readouterr().err
+
+
+def test_patches_of_videos(tmp_path):
+    config = {"_class_name": "X", "patch_size": [1, 2, 2], "in_channels": 16, "sample_size": [30, 52]}
+    assert sample_of(config, InputSizes(num_frames=21)) == (21 * 30 * 52 * 16, 0, 21 * 15 * 26)
+
+
+class Bomb:
+    """Pickled, it writes a file when it is loaded."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return (open, (str(self.proof), "w"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "last.ckpt"])
+def test_pickles_are_named_and_never_loaded(tmp_path, capsys, name):
+    proof = tmp_path / "proof"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / name).write_bytes(pickle.dumps(Bomb(proof)))
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4"]) == 2
+    assert f"only pickles ({name})" in capsys.readouterr().err
+    write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (10, 10))})
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--quick", "--gpu", "T4"]) in (0, 1)
+    assert f"model/{name}" in capsys.readouterr().out
+    assert not proof.exists()
+
+
+def blob(head, data=8):
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(data)
+
+
+def tensor(shape, begin, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE = {
+    "empty": b"",
+    "truncated": b"\x10\x00",
+    "cut header": blob({"a": tensor([2], 0, 8)})[:20],
+    "length 2**63": struct.pack("<Q", 2**63) + b"{}",
+    "over 100 MB": struct.pack("<Q", 100_000_001) + b"{}",
+    "not UTF-8": blob(b"\xff\xfe{}"),
+    "not JSON": blob(b"{abc"),
+    "a list": blob(b"[1, 2]"),
+    "nested": blob(b'{"a":' * 50_000),
+    "negative offsets": blob({"a": tensor([2], -8, 0)}),
+    "past the end": blob({"a": tensor([4], 0, 16)}),
+    "overlap": blob({"a": tensor([1], 0, 4), "b": tensor([1], 2, 6)}),
+    "wrong size": blob({"a": tensor([3], 0, 8)}),
+    "overflow": blob({"a": tensor([2**62, 2**62], 0, 8)}),
+    "unknown dtype": blob({"a": tensor([2], 0, 8, "X9")}),
+    "pickle": pickle.dumps({"a": 1}) * 4,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_headers(tmp_path, capsys, kind):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE[kind])
+    with pytest.raises(InvalidInputError, match="not a valid safetensors file"):
+        read_weights(tmp_path)
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_header_that_says_more_than_the_file_has_takes_no_memory(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", 99_000_000))
+        file.truncate(2**20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidInputError, match="99000000 bytes long"):
+        header(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+
+
+def test_scalars_and_empty_tensors_are_sound(tmp_path):
+    write_safetensors(tmp_path / "model.safetensors", {"a": ("F32", ()), "b": ("F16", (0, 5)), "c": ("I64", (3,))})
+    weights = read_weights(tmp_path)
+    assert (weights.numbers, weights.parameters, weights.stored_bytes) == ({"F32": 1, "F16": 0, "I64": 3}, 1, 28)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("{", "not an index"),
+        ("[]", "not an index"),
+        ('{"weight_map": 3}', "not an index"),
+        ('{"weight_map": {"a": 3}}', "does not belong to it"),
+        ('{"weight_map": {"a": ["x"]}}', "not an index"),
+        ('{"weight_map": {"a": "../../secret.safetensors"}}', "does not belong to it"),
+        ('{"weight_map": {"a": "model.bin"}}', "does not belong to it"),
+        ('{"weight_map": {"a": "missing.safetensors"}}', "cannot be read"),
+        ('{"weight_map": {"a": "real.safetensors"}}', "has no tensor a"),
+    ],
+)
+def test_hostile_indices(tmp_path, index, said):
+    write_safetensors(tmp_path / "real.safetensors", {"w": ("F32", (2,))})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InvalidInputError, match=said):
+        read_weights(tmp_path)
+
+
+def test_an_index_names_every_tensor_once(tmp_path):
+    """A shard may lie there twice under two names: the index decides."""
+    write_cogvideox(tmp_path / "x", SMALL, SMALL_TEXT)
+    folder = tmp_path / "x" / "transformer"
+    write_safetensors(folder / "diffusion_pytorch_model.safetensors", transformer_tensors(SMALL))
+    plain = sum(count for count in read_folder(tmp_path / "x").components["transformer"].weights.numbers.values())
+    (folder / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    assert read_folder(tmp_path / "x").components["transformer"].weights.parameters == plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--model-path no-such-folder", "nothing is downloaded"),
+        ("--model-path EMPTY", "holds no model"),
+        ("--model-path SMALL --train vae", "there is no vae"),
+        ("--model-path SMALL --dtype int4", "--dtype must be one of"),
+        ("--model-path SMALL --batch 0", "--batch-size must be between"),
+        ("--model-path SMALL --num_frames -1", "--num-frames must be"),
+        ("--model-path SMALL --device 0 --gpu T4", "not both"),
+        ("--model-path SMALL --gpu RTX4099", "RTX 4090"),
+        ("--model-path SMALL --device cpu", "CUDA device"),
+    ],
+)
+def test_nonsense_is_refused(small, tmp_path, capsys, arguments, said):
+    given = arguments.replace("SMALL", str(small)).replace("EMPTY", str(tmp_path))
+    assert cli.main(["estimate", *shlex.split(given)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err.replace("either", "not both")
+
+
+def test_in_chinese(cogvideox, capsys):
+    assert cli.main(["estimate", "--lang", "zh", "--model_path", str(cogvideox), *GUIDE, "--quick", "--gpu", "T4"]) == 1
+    out = capsys.readouterr().out
+    assert "优化器状态（AdamW）" in out
+    assert "❌ 按公式估算放不下" in out
+
+
+SECONDS, MEGABYTES = 2.0, 200
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
+def test_five_billion_parameters_within_2_seconds_and_200_mb(cogvideox):
+    """Processor time and the largest resident set of a fresh process, which never imports torch."""
+    code = (
+        "import sys\n"
+        "from vram_guard.cli import main\n"
+        "main(sys.argv[1:])\n"
+        "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)\n"
+        # Not ru_maxrss, which a child takes over from the process that started it.
+        "status = open('/proc/self/status').read()\n"
+        "print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)\n"
+    )
+    command = [sys.executable, "-c", code, "estimate", "--model_path", str(cogvideox), *GUIDE, *TWO_MODELS]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        [*command, "--recommend", "--gpu", "T4", "--quick"], capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    assert int(run.stdout.splitlines()[-1]) < MEGABYTES

@@ -1,0 +1,360 @@
+"""Plans, reports and commands for a step with a job."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from vram_guard import Budget, Job, TrainingStep, assert_fits, cli, plan, trace
+from vram_guard.errors import DoesNotFitError
+from vram_guard.job import Evaluation, Saving
+from vram_guard.plan.descriptions import Why
+from vram_guard.plan.variants import variants
+from vram_guard.report.as_json import as_dict
+from vram_guard.report.html import html_report
+from vram_guard.report.text import render
+from vram_guard.report.trace_events import trace_events
+
+ROWS = torch.ones(4, 256)
+MIB = 2**20
+
+
+def step_of(validation, **changes):
+    torch.manual_seed(0)
+    return TrainingStep(
+        model=nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)),
+        batch=ROWS,
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.Adam,
+        job=None if validation is None else Job.of(validation, Saving()),
+        **changes,
+    )
+
+
+def validation_of(batch_size, **changes):
+    return Evaluation(ROWS, lambda model, batch: model(batch), batch_size=batch_size, batches=10, **changes)
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    return plan(step_of(validation_of(4000)), 1000, "200MiB", margin=0)
+
+
+def test_an_evaluation_without_a_size_has_that_of_the_loader_also_where_the_step_slices_its_batches():
+    """Eight slices of 500 of a loaded batch of 4,000."""
+    sliced = {"whole_batch": True, "accumulate": 8}
+    for size in (None, 4000):
+        found = plan(step_of(validation_of(size), **sliced), 500, "200MiB", margin=0).estimate
+        rows = {phase.name: phase.peak_allocated for phase in found.phases}
+        if size is None:
+            expected = rows["validation"]
+    assert rows["validation"] == expected
+
+
+def test_the_largest_batch_of_a_run_takes_few_traces():
+    losses = []
+
+    def loss(model, batch):
+        losses.append(batch.shape[0])
+        return model(batch).square().mean()
+
+    run = step_of(validation_of(4000), keeps="nothing").with_(loss=loss)
+    chosen = variants({"one": run}, 1000, "200MiB", margin=0.0).chosen
+    most = chosen.largest_batch_size
+    sizes = sorted(set(losses))
+    assert len(sizes) <= 4  # the law's two and its check, and the one that is asked for
+    assert trace(run).at(most).peak_reserved <= 200 * MIB < trace(run).at(most + 1).peak_reserved
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_step_that_fits_is_followed_with_its_job(fitting):
+    assert fitting.fits
+    assert not fitting.changed
+    assert [phase.name for phase in fitting.estimate.phases] == [
+        "setup",
+        "training",
+        "validation",
+        "saving",
+        "training",
+    ]
+    alone = plan(step_of(None), 1000, "200MiB", margin=0)
+    assert fitting.estimate.first_steps[1] == alone.estimate.peak_reserved < fitting.estimate.peak_reserved
+    assert fitting.before == fitting.estimate
+
+
+def test_candidates_are_traced_without_the_job_and_the_winner_with_it():
+    lines = []
+    made = plan(step_of(validation_of(4000)), 40_000, "200MiB", margin=0, allow=["accumulate"], progress=lines.append)
+    assert made.fits
+    assert made.splits > 1
+    assert lines.count("following the whole job") == 1
+    assert made.estimate.phases
+    assert made.before.phases
+    alone = plan(step_of(None), 40_000, "200MiB", margin=0, allow=["accumulate"])
+    assert (made.splits, made.recipe) == (alone.splits, alone.recipe)
+
+
+def test_validation_grows_with_the_loader_whose_batch_size_it_has():
+    step = step_of(validation_of(None, keeps="all"))
+    made = plan(step, 64, "1GiB", margin=0, grow=True)
+    assert made.fits
+    assert made.micro_batch_size > 64
+    assert made.estimate.phases == trace(step).at(made.micro_batch_size).phases
+
+
+def test_validation_that_a_grown_batch_makes_too_large_is_said_with_its_size():
+    step, alone = (
+        plan(step_of(validation), 64, "1GiB", margin=0, grow=True, target_utilization=1.0)
+        for validation in (validation_of(None, keeps="all"), None)
+    )
+    assert 64 < step.micro_batch_size < alone.micro_batch_size
+    assert f"in place of {alone.micro_batch_size}, validation fits" in "\n".join(step.reasons)
+
+
+def test_the_target_of_growth_is_one_for_the_whole_run():
+    step = step_of(validation_of(None, keeps="all"))
+    made = plan(step, 64, "1GiB", margin=0, grow=True, target_utilization=0.8)
+    assert made.micro_batch_size > 64
+    assert made.estimate.peak_reserved <= 0.8 * 2**30
+    assert f"{made.estimate.peak_reserved / 2**30:.0%} with batch {made.micro_batch_size}" in "\n".join(made.reasons)
+
+
+def test_steps_alone_may_need_more_than_the_first_two():
+    kept = []
+
+    def keeping(_model, batch):
+        kept.append(batch)
+        return _model(batch).square().mean()
+
+    step = step_of(None).with_(loss=keeping, job=Job(lambda run: run.train(12)))
+    budget = trace(step.with_(job=None)).at(20_000).peak_reserved + 4 * MIB
+    made = plan(step, 20_000, budget, margin=0, allow=["accumulate"])
+    assert made.splits > 1
+    assert trace(step).at(20_000).peak_reserved > budget
+
+
+def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits():
+    made = plan(step_of(validation_of(40_000, label="all")), 1000, "200MiB", margin=0, allow=["accumulate"])
+    assert not made.fits
+    assert not made.changed
+    said = "\n".join(made.reasons)
+    assert "would not be enough for the whole run: validation (all) would need 408.00 MiB, 208.00 MiB more" in said
+    assert "No change of the training step makes the whole run fit." in said
+    largest = int(said.partition("With batches of ")[2].partition(" ")[0])
+    budget = Budget.of("200MiB", margin=0)
+    below, above = (trace(step_of(validation_of(size))).at(1000).fits(budget) for size in (largest, largest + 1))
+    assert (below, above) == (True, False)
+
+
+def test_smaller_batches_of_an_evaluation_collect_as_much_as_a_real_run():
+    def real(size):
+        """The peak of 512 samples in batches of this size, of torch's own record of allocations on the CPU."""
+        head = nn.Linear(1024, 256, bias=False).requires_grad_(False)
+        with torch.profiler.profile(profile_memory=True) as recorded:
+            outputs = []
+            for _round in range(512 // size):
+                batch = torch.ones(size, 1024)
+                outputs.append(head(batch))
+                del batch
+            torch.cat(outputs)
+        taken = peak = 0
+        for event in recorded.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                taken += event.nbytes()
+                peak = max(peak, taken)
+        return peak
+
+    rows = torch.ones(4, 1024)
+    rounds = Evaluation(rows, lambda net, batch: net(batch), batch_size=256, batches=2, keeps="all", finish=torch.cat)
+    job = Job.of(rounds)
+    head = nn.Linear(1024, 256, bias=False)
+    step = TrainingStep(head, rows, lambda net, batch: net(batch).sum(), torch.optim.SGD, job=job)
+
+    def predicted(size):
+        phases = trace(step.with_(job=job.with_evaluation(rounds, size))).at(4).phases
+        return next(phase.peak_allocated for phase in phases if phase.name == "validation")
+
+    assert predicted(256) - predicted(64) == real(256) - real(64) > 0
+    assert predicted(64) == predicted(16)  # what is collected is the most, and as much
+    assert real(64) == real(16)
+
+
+def test_a_smaller_batch_that_is_proposed_fits_with_all_that_is_collected():
+    large = validation_of(40_000, keeps="all")
+    found = plan(step_of(large), 64, "800MiB", margin=0, allow=[])
+    size = int("\n".join(found.reasons).partition("With batches of ")[2].partition(" ")[0])
+    job = Job.of(large, Saving())
+
+    def fits(count):
+        return trace(step_of(large).with_(job=job.with_evaluation(large, count))).at(64).fits(found.budget)
+
+    assert fits(size)
+    assert not fits(2 * size)
+
+
+def test_an_evaluation_that_is_only_known_by_a_lower_bound_is_said():
+    """Outputs are joined with those before, batch by batch: what is computed of them grows and is not followed."""
+    kept = []
+
+    def joined(model, batch):
+        kept[:] = [torch.cat([*kept, model(batch)])]
+
+    evaluation = Evaluation(ROWS, joined, batch_size=100, batches=10, keeps="all", finish=lambda _none: kept[0].exp())
+    made = plan(step_of(evaluation), 1000, "200MiB", margin=0)
+    assert not made.fits
+    assert made.reasons[0].startswith("validation needs at least ")
+    assert "not known to fit" in made.reasons[0]
+    assert "0 B more" not in "\n".join(made.reasons)
+
+
+def test_an_evaluation_that_fails_with_smaller_batches_is_no_error():
+    def best(model, batch):
+        return model(batch).topk(100, dim=0)
+
+    made = plan(step_of(Evaluation(ROWS, best, batch_size=40_000)), 1000, "200MiB", margin=0, allow=["accumulate"])
+    assert not made.fits
+    said = "\n".join(made.reasons)
+    assert "would not be enough for the whole run: validation would need" in said
+    assert "in place of" not in said
+
+
+def test_not_one_sample_may_fit_beside_the_step():
+    timeline = trace(step_of(validation_of(1)))
+    wide = Evaluation(torch.ones(4, 2**22), lambda _model, batch: batch * 2, batch_size=2)
+    made = plan(step_of(wide), 64, timeline.at(64).peak_reserved + 4 * MIB, margin=0, allow=["accumulate"])
+    assert not made.fits
+    assert "Not even batches of one sample make validation fit beside the step." in "\n".join(made.reasons)
+
+
+def test_where_the_job_does_not_fit_it_counts_in_the_search():
+    """In mixed precision validation takes half; the step by itself would have stayed as it is."""
+    step = step_of(validation_of(20_000))
+    needed = trace(step).at(1000).peak_reserved
+    assert trace(step.with_(job=None)).at(1000).peak_reserved < 0.7 * needed
+    made = plan(step, 1000, Budget.of(int(0.8 * needed), margin=0), allow=["precision"])
+    assert made.fits
+    assert made.precision == "bf16-mixed"
+    assert made.estimate.peak_reserved <= 0.8 * needed < made.before.peak_reserved
+    assert "would not be enough for the whole run: validation would need" in made.reasons[0]
+
+
+def test_batches_of_an_evaluation_are_not_cut_with_those_of_the_training():
+    step = step_of(Evaluation(ROWS, lambda model, batch: model(batch)))
+    made = plan(step, 20_000, "240MiB", margin=0, allow=["accumulate"])
+    assert made.splits > 1
+    validation = next(phase for phase in made.estimate.phases if phase.name == "validation")
+    assert validation.peak_allocated > 20_000 * (256 + 1024 + 1024) * 4
+
+
+def test_where_the_job_fails_under_a_change_another_one_is_taken():
+    def run(model, batch):
+        if torch.is_autocast_enabled("cuda"):
+            raise TypeError("no half precision here")
+        return model(batch)
+
+    step = step_of(Evaluation(ROWS, run, batch_size=8))
+    made = plan(step, 20_000, "240MiB", margin=0, allow=["precision", "accumulate"], pin={"checkpoint": "none"})
+    assert made.fits
+    assert made.precision == "32-true"
+    assert any("no half precision here" in str(option) for option in made.rejected)
+
+
+def test_a_check_holds_the_whole_job_against_the_budget():
+    assert assert_fits(step_of(None), 1000, "60MiB", margin=0).phases == ()
+    with pytest.raises(DoesNotFitError, match="validation"):
+        assert_fits(step_of(validation_of(4000)), 1000, "60MiB", margin=0)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_reports_show_the_peak_of_each_phase(fitting):
+    text = render(fitting, width=100, unicode=False)
+    table = text.partition("Peak of each phase")[2]
+    for name in ("setup", "training, step 2", "validation, after step 2", "saving, after step 2", "training, step 3"):
+        assert name in table
+    validation = fitting.estimate.phases[2]
+    assert f"{validation.peak_reserved / MIB:.2f} MiB" in table
+    page = html_report(fitting)
+    assert "Peak of each phase" in page
+    assert "validation, after step 2" in page
+    found = as_dict(fitting)["estimate"]
+    assert json.loads(json.dumps(found["phases"]))[2]["peak_reserved"] == validation.peak_reserved
+    assert found["peak"]["phase"] == "validation"
+    names = [event["name"] for event in trace_events(fitting.timeline, 1000)["traceEvents"]]
+    assert "validation, step 2" in names
+    assert "Peak of each phase" not in render(plan(step_of(None), 64, "200MiB"))
+
+
+def test_the_chart_has_bands_for_phases_and_steps_without_them(fitting):
+    from vram_guard.report._charts import timeline_charts
+
+    (chart,) = timeline_charts(fitting, None, None, None, 400)
+    assert "validation" in [span.name for span in chart.phases]
+    second, third = chart.steps[1:]
+    assert (second.name, third.name) == ("step 2", "step 3")
+    validation = next(span for span in chart.phases if span.name == "validation")
+    assert second.end == validation.start < third.start
+
+
+def test_reports_say_what_grows_and_when_the_budget_is_full():
+    kept = []
+
+    def loss(model, batch):
+        outputs = model(batch)
+        kept.append(outputs.detach())
+        return outputs.square().mean()
+
+    estimate = trace(step_of(None).with_(loss=loss)).at(1000)
+    text = render(estimate, budget=Budget.of("1GiB", margin=0), width=120, unicode=False)
+    assert "1000.00 KiB more with every step: 2 (Linear), unit/test_job_plan.py:" in text
+    assert f"the budget is full after {estimate.steps_until_full(Budget.of('1GiB', margin=0))} steps" in text
+    assert as_dict(estimate)["estimate"]["leaks"] == [estimate.leaks[0]._asdict()]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+FILE = """
+import torch
+from torch import nn
+from vram_guard import Job, TrainingStep
+from vram_guard.job import Evaluation
+
+rows = torch.ones(4, 256)
+
+def step():
+    return TrainingStep(
+        lambda: nn.Linear(256, 256), rows, lambda model, batch: model(batch).sum(), torch.optim.Adam,
+        job=Job.of(Evaluation(rows, lambda model, batch: model(batch), batch_size=4000)),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--step", "train.py:step", "--set", "batch_size=8", "--budget", "1GiB"],
+        ["estimate", "--model", "train.py:step", "--batch", "8", "--budget", "1GiB"],
+    ],
+)
+def test_commands_show_the_phases_of_a_file_with_a_job(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command) == 0
+    assert "validation, after step 2" in capsys.readouterr().out
+
+
+def test_the_figures_of_steps_that_do_not_fit_are_said_to_be_theirs_alone(fitting):
+    short = plan(step_of(validation_of(4000)), 1000, "20MiB", margin=0, allow=())
+    assert Why.FIRST_STEPS_ALONE not in {reason.kind for reason in fitting.reason_values}
+    counted = next(str(reason) for reason in short.reason_values if reason.kind is Why.FIRST_STEPS_ALONE)
+    for verbose in (True, False):
+        report = render(short, width=1000, verbose=verbose)
+        assert counted in report.splitlines()[1]
+        assert report.count(counted) == 1
+    assert html_report(short).count(counted) == 1
