@@ -1,7 +1,7 @@
 """``python tools/first_hour.py``: ``docs/*/first-hour.md``, what the commands of the start pages print, all of it.
 
 The commands run for real, each page's in a folder of its own with that page's files, in both languages at once.
-``tests/repository/test_docs.py`` holds the result against the start pages, whose commands it runs.
+``tests/pages/test_docs.py`` holds the result against the start pages, whose commands it runs.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("accelerate")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "VRAM_GUARD_"))}
     environment = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VRAM_GUARD_LANG": "en"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = [sys.executable, script.__file__, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -30,7 +30,8 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     command = [sys.executable, ddp.__file__, str(folder)]
-    environment = preloaded.environment({**environment, "OMP_NUM_THREADS": "1"}, "lightning.pytorch")
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = preloaded.environment({**environment, **own}, "lightning.pytorch")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     files = [Path(folder) / f"rank{rank}.pickle" for rank in (0, 1)]
     assert all(path.exists() for path in files), done.stderr[-3000:]

@@ -300,7 +300,8 @@ def _cross_entropy(
     if not (plain and at_rows and reduction in ("mean", "sum", "none")) or (rows.dim() > 2 and not recipe.moved):
         return NotImplemented
     recipe.check(rows)
-    count = chunks_of(recipe.layer)
+    flat = rows.flatten(0, -2)
+    count = max(1, min(chunks_of(recipe.layer), len(flat)))
     inside = "none" if reduction == "none" else "sum"
 
     def loss(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -313,8 +314,8 @@ def _cross_entropy(
                 return loss(some, wanted)
         return cast("torch.Tensor", checkpoint(loss, some, wanted, use_reentrant=False, preserve_rng_state=False))
 
-    pairs = zip(rows.flatten(0, -2).tensor_split(count), target.flatten().tensor_split(count), strict=True)
-    parts = [chunk(some, wanted) for some, wanted in pairs if len(some)]
+    pairs = zip(flat.tensor_split(count), target.flatten().tensor_split(count), strict=True)
+    parts = [chunk(some, wanted) for some, wanted in pairs]
     if reduction == "none":
         return torch.cat(parts).view(target.shape)
     # Added up with more digits than a chunk's loss may have: the whole's is rounded once.
