@@ -13,8 +13,10 @@ export OMP_NUM_THREADS ?= 1
 MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas compare-pages clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas compare-pages clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -40,8 +42,13 @@ demo-mmengine: $(STAMP) ## compare batch sizes and precisions of an MMEngine con
 	../../$(BIN)/python tools/train.py configs/lift_splat_small_scenes.py --work-dir ../../demo-out/mmengine_bev \
 		--cfg-options vram_guard.gpu="RTX 2060" vram_guard.budget=64MiB train_cfg.max_iters=100 train_cfg.val_interval=50
 
-test: $(STAMP) ## run the test suite
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(STAMP) ## the tests that take minutes: the code by itself, each framework once for real, the rules of this repository
+	$(PYTEST) tests/tour tests/unit tests/repository
+
+test-all: test test-slow ## every test
+
+test-slow: $(STAMP) ## those that `make test` leaves out: plans, trainings, launches, the table of fidelity, pages and examples
+	$(PYTEST) tests/fidelity tests/launch tests/train tests/plan tests/pages
 
 fidelity: $(STAMP) ## the table of trainings with and without the guard: CASES="lightning loss" chooses some
 	PYTHONPATH=.:integrations $(BIN)/python -m tests.fidelity $(CASES)

@@ -14,11 +14,15 @@ from pathlib import Path
 import accelerate  # noqa: F401 - imported once, for all copies
 import torch
 import torch._dynamo
+import torch.distributed.tensor
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
+import vram_guard.plan._depth
+import vram_guard.plan._of_source
+import vram_guard.simulate.tracing.run
 from vram_guard.codec import from_json, to_json
 from vram_guard_accelerate.dry_run.results import DryRunFailure
-from vram_guard_accelerate.planning import worker
+from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too
 from vram_guard_accelerate.planning._best_relaunch import best_of
 from vram_guard_accelerate.planning.prediction import read_answer
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest

@@ -13,6 +13,10 @@ from typing import Any
 import preloaded
 import torch
 
+#: The framework, and what a guard imports of ours.
+LIBRARIES = ("lightning.pytorch", "vram_guard_lightning._callback", "vram_guard.simulate.tracing.run")
+LIBRARIES += ("vram_guard.plan._of_source", "vram_guard.plan._depth")
+
 
 def run(
     script: Path,
@@ -20,7 +24,7 @@ def run(
     cases: list[str],
     *,
     limit: float,
-    libraries: tuple[str, ...] = ("lightning.pytorch",),
+    libraries: tuple[str, ...] = LIBRARIES,
     survivors: tuple[int, ...] = (0, 1),
 ) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results and weights of every training, in the same two processes; ranks that hang fail the test.

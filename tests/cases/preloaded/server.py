@@ -7,7 +7,7 @@ their own arguments, environment, files and signals, but begin with these librar
     environment = preloaded.environment(os.environ, "torch", "accelerate")
     subprocess.run([sys.executable, "script.py"], env=environment)
 
-Nothing of vram_guard is imported beforehand. A start is declined, and goes on as usual, where a variable differs that
+A start is declined, and goes on as usual, where a variable differs that
 Python or a library reads while it is imported. The started process waits for its copy, passes signals on and ends as
 the copy does; if it is killed, so is the copy.
 """
