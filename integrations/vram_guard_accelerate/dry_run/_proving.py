@@ -8,7 +8,6 @@ numbers are drawn sample by sample, and batch normalisation uses its running sta
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from vram_guard.proof.observed import Observed, observe
 from vram_guard.state.containers import mapped
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN
-from vram_guard_accelerate._alive import alive
+from vram_guard_accelerate._alive import alive, unfreeze_what_the_script_froze
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.applying import PlanInstaller
@@ -161,7 +160,7 @@ class ProvingPhase(Phase):
     def _in_double_precision(self) -> None:
         """Every floating-point tensor that is alive is made one of double precision, and those to come."""
         torch.set_default_dtype(torch.float64)
-        gc.unfreeze()  # what a script has frozen (gc.freeze) is alive as well
+        unfreeze_what_the_script_froze()
         for tensor in [*(known() for known in self._tensors), *alive(torch.Tensor)]:
             if tensor is not None:
                 with contextlib.suppress(RuntimeError):

@@ -138,7 +138,7 @@ class ScriptLines:
     def watch(self, frames: Sequence[FrameType]) -> None:
         """Watch the lines of these frames from here on, and of functions in which branches were found."""
         if self._leaving or self._watched:
-            sys.settrace(self._called)
+            sys.settrace(self._of_calls())
             for frame in frames:
                 frame.f_trace = self._line
 
@@ -187,8 +187,10 @@ class ScriptLines:
                     return True
         return False
 
-    def _called(self, frame: FrameType, _event: str, _given: Any) -> Callable[..., Any] | None:
-        return self._line if id(frame.f_code) in self._watched else None
+    def _of_calls(self) -> Callable[[FrameType, str, Any], Callable[..., Any] | None]:
+        """What is called at every call of a function: with nothing to look up that can be known before."""
+        watched, line = self._watched, self._line
+        return lambda frame, _event, _given: line if id(frame.f_code) in watched else None
 
     def _line(self, frame: FrameType, event: str, _given: Any) -> Callable[..., Any]:
         if event != "line":

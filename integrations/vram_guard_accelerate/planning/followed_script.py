@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import page_to_keep
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
+from vram_guard_accelerate._alive import freeze_before_script
 from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
@@ -103,7 +103,7 @@ def _follow(
     for one in early:
         one.watch()
     run.phase.begins()
-    gc.freeze()  # nothing of the script's is among what was imported for it: the collector need not look at it
+    freeze_before_script()
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
     try:
         _run_script.run(request.command, module=request.module)
