@@ -25,9 +25,10 @@ if "VRAM_GUARD_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["VRAM_GUARD_CACHE"], ignore_errors=True)
 # The tests read English, whatever the developer's terminal speaks.
 os.environ["VRAM_GUARD_LANG"] = "en"
-# A shell starts background jobs with SIGINT ignored, and every process that a test starts would keep that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with these ignored, and every process that a test starts would keep that.
+for number in (signal.SIGINT, getattr(signal, "SIGQUIT", signal.SIGINT)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 # A busy machine makes an example slow, not wrong.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")

@@ -170,8 +170,8 @@ def kept_by_step():
     return kept_for_the_end(Kept)
 
 
-@hook("features that nobody reads later", exact=True)
-class KeptForNobody(Base):
+@hook("features that a callback may read later", says=r"kept")
+class KeptForWhoReads(Base):
     def loss(self, batch):
         self.kept = batch[0]
         return super().loss(batch)

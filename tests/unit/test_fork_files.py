@@ -73,7 +73,8 @@ def test_nothing_that_a_copy_writes_is_on_the_disk(base: Path, best: str, user: 
     if user == "no longer root" and os.getuid():
         pytest.skip("needs root, to become somebody else")
     folder = base / "kept"
-    variables = {**os.environ, BEST_WAY: best, "TMPDIR": str(base / "temporary")}
+    cases = str(Path(__file__).parents[1] / "cases")
+    variables = {**os.environ, BEST_WAY: best, "TMPDIR": str(base / "temporary"), "PYTHONPATH": cases}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), user]
     ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
