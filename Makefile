@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 # they stay together, and files run in their order: else those of a few long launches would come last and end alone.
 WORKERS ?= auto
 export OMP_NUM_THREADS ?= 1
+# Compiled modules are kept: else every process of the tests compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 MATRIX_PYTHONS ?= python3.10 python3.12
 MATRIX_TORCHES ?= 2.4.1 2.13.0 newest

@@ -43,14 +43,20 @@ def pytest_configure(config: pytest.Config) -> None:
         importlib.import_module("yapf")
 
 
+#: What a guard imports in each copy.
+LATE = ("budget.host", "simulate.tracing.run", "proof.prove", "techniques._checkpointing", "parallel.collectives")
+LATE += tuple(f"plan.{name}" for name in ("source", "tracing", "_of_source", "gpus_request", "_depth", "_space"))
+
+
 def pytest_collection_finish() -> None:
     """Make ready what every test, and every copy of its process, would do anew.
 
     That is the imports which a guard makes in each copy, and the collector's look at what was imported.
     """
     if "torch" in sys.modules:
-        for late in ("budget.host", "plan.source", "plan.tracing", "simulate.tracing.run", "proof.prove"):
+        for late in LATE:
             importlib.import_module(f"vram_guard.{late}")
+        importlib.import_module("torch._subclasses.schema_check_mode")
     # Half a million objects of imported libraries: whoever collects garbage, as each recovery does, need not look at
     # them for a third of a second.
     gc.collect()

@@ -17,9 +17,6 @@ import torch._dynamo
 import torch.distributed.tensor
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
-import vram_guard.plan._depth
-import vram_guard.plan._of_source
-import vram_guard.simulate.tracing.run
 from vram_guard.codec import from_json, to_json
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too

@@ -37,6 +37,8 @@ class CodeRun:
 
     def __init__(self) -> None:
         self._codes: set[CodeType] = set()
+        self._seen: dict[int, CodeType] = {}
+        """Every function's code, by its identity: most calls are of libraries, and a hash of code reads all of it."""
         self._iterators: dict[str, None] = {}
 
     def __enter__(self) -> Self:
@@ -49,7 +51,10 @@ class CodeRun:
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
         code = frame.f_code
-        if event != "call" or code in self._codes or not is_users_file(code.co_filename):
+        if event != "call" or id(code) in self._seen:
+            return
+        self._seen[id(code)] = code
+        if code in self._codes or not is_users_file(code.co_filename):
             return
         self._codes.add(code)
         cells, names = frame.f_locals, frame.f_globals
