@@ -18,6 +18,7 @@ import torch.distributed.tensor
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
 from vram_guard.codec import from_json, to_json
+from vram_guard.plan import _depth, _of_source  # noqa: F401 - what a plan imports
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too
 from vram_guard_accelerate.planning._best_relaunch import best_of
