@@ -2,7 +2,8 @@
 
 Parts that come from dataclasses are read from their types; the rest stands here, next to nothing else, in a short
 notation: ``"int"``, ``"str?"`` (or null), ``[each]``, ``{"key": ..., "key?": ...}`` (one that may be missing), and
-``{"*": each}`` (keys that are data). ``tests/unit/test_json_schemas.py`` holds real answers of every command against it.
+``{"*": each}`` (keys that are data). ``tests/unit/test_json_schemas.py`` holds real answers of every command against
+it.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def test_a_runner_trains_under_a_budget_that_is_planned_and_puts_it_back(
 
     def trained(name: str, **guard: Any) -> dict[str, Any]:
         cfg = compiled.cfg_of(root, tmp_path / name, compiled.SGD, width=64)
-        cfg.model.depth, cfg.train_dataloader.dataset.size, cfg.train_cfg.max_epochs = 8, 128, 2
+        cfg.model.depth, cfg.train_dataloader.dataset.size, cfg.train_cfg.max_epochs = 3, 128, 2
         cfg.val_dataloader.dataset.size = 128
         cfg.compile = True
         if guard:
@@ -147,7 +147,7 @@ def test_a_runner_trains_under_a_budget_that_is_planned_and_puts_it_back(
         }
 
     as_written = trained("written")
-    asked = {"budget": "200MiB", "margin": 0, "allow": ["activation_memory_budget"]}
+    asked = {"budget": "100MiB", "margin": 0, "allow": ["activation_memory_budget"]}
     under = trained("budgeted", **asked)
     assert under["fits"] == (False, True)
     assert as_written["budgets"] == [1.0, 1.0, 1.0]

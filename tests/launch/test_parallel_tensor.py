@@ -36,8 +36,8 @@ def traced(parallel, rank=0, **settings):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copies (fork)")
 def test_four_real_processes_learn_what_one_learns(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "parallel_gloo_script.py"), str(tmp_path / "store")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'cases'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests" / "cases" / "parallel_gloo_script.py"), str(tmp_path / "store")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -1,9 +1,9 @@
 """A trace imports torch's compiler where the step uses it, and not otherwise."""
 
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,9 +130,10 @@ print(json.dumps({"without": without, "peaks": [first, peak(asking, Checkpointed
 def test_the_trace_that_imports_the_compiler_is_that_of_those_after_it() -> None:
     """Errors that torch's compiler catches as it is imported kept the tensors of a recomputation."""
     code = (
-        "from tests.test_compose import *\n"
+        "from test_compose import *\n"
         "source = source_of(step(*MODELS['layers']), AMPERE)\n"
         "asked = source.request('16-mixed', 1, Recipe(checkpoint=('1', '2', '3', '4', '5')), 2)\n"
         "assert source.trace(asked).events == source.trace(asked).events\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment, timeout=300)
