@@ -13,6 +13,7 @@ import sys
 import tempfile
 
 import pytest
+from guard_imports import PLANS
 from hypothesis import HealthCheck, settings
 
 # Nothing in the suite may download a model or a data set; libraries that would try are told so before import.
@@ -43,9 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         importlib.import_module("yapf")
 
 
-#: What a guard imports in each copy.
-LATE = ("budget.host", "simulate.tracing.run", "proof.prove", "techniques._checkpointing", "parallel.collectives")
-LATE += tuple(f"plan.{name}" for name in ("source", "tracing", "_of_source", "gpus_request", "_depth", "_space"))
+#: What a guard of this process imports in each copy, besides what it plans with.
+LATE = ("budget.host", "proof.prove", "techniques._checkpointing", "parallel.collectives", "plan.gpus_request")
 
 
 def pytest_collection_finish() -> None:
@@ -54,8 +54,8 @@ def pytest_collection_finish() -> None:
     That is the imports which a guard makes in each copy, and the collector's look at what was imported.
     """
     if "torch" in sys.modules:
-        for late in LATE:
-            importlib.import_module(f"vram_guard.{late}")
+        for late in (*PLANS, *(f"vram_guard.{name}" for name in LATE)):
+            importlib.import_module(late)
         importlib.import_module("torch._subclasses.schema_check_mode")
     # Half a million objects of imported libraries: whoever collects garbage, as each recovery does, need not look at
     # them for a third of a second.

@@ -7,7 +7,7 @@ from typing import Any
 
 _freeze = gc.freeze
 _frozen_by_script = True
-"""A script that is followed from its start on is asked; of others it is not known."""
+"""Whether the script has called ``gc.freeze``; taken to be so where it ran before it was followed."""
 
 
 def freeze_before_script() -> None:
@@ -25,7 +25,7 @@ def freeze_before_script() -> None:
 
 
 def freeze_before_copying() -> None:
-    """A copy that looks through all objects would write to their memory, and so have all of it for itself."""
+    """As ``gc.freeze``, and not by the script: a copy that looked through all objects would have all their memory."""
     _freeze()
 
 

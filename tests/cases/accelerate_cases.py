@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+from guard_imports import PLANS
 
 from vram_guard.budget import Budget
 from vram_guard.codec import to_json
@@ -36,8 +37,6 @@ TWO = ("--multi_gpu", "--num_processes", "2", *QUIET)
 
 #: What processes of a launch import anyway (an optimizer needs the compiler), and those of a script with the Trainer.
 LIBRARIES = ("torch", "torch._dynamo", "accelerate", "torch.distributed.tensor")
-#: What a dry run imports of ours, which is half of its time.
-OURS = ("vram_guard_accelerate.planning.followed_script", "vram_guard.plan._of_source", "vram_guard.plan._depth")
 TRAINER_LIBRARIES = (*LIBRARIES, "transformers.trainer")
 
 
@@ -48,8 +47,9 @@ def environment(*, libraries: Sequence[str] = LIBRARIES, **more: str) -> dict[st
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "VRAM_GUARD_"))}
     variables = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    of_dry_runs = [*(name for name in libraries if name != "torch._dynamo"), *OURS]
-    others = {"vram_guard_accelerate.planning.worker": of_dry_runs}
+    of_dry_runs = (*(name for name in libraries if name != "torch._dynamo"), *PLANS)
+    worker = "vram_guard_accelerate.planning.worker"
+    others = {worker: (*of_dry_runs, "vram_guard_accelerate.planning.followed_script")}
     return {**preloaded.environment(variables, *libraries, others=others if libraries else {}), **more}
 
 

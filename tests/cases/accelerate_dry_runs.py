@@ -6,6 +6,7 @@ request, gets an answer; its name is written then. Relaunches are run as
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -15,10 +16,10 @@ import accelerate  # noqa: F401 - imported once, for all copies
 import torch
 import torch._dynamo
 import torch.distributed.tensor
+from guard_imports import PLANS
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
 from vram_guard.codec import from_json, to_json
-from vram_guard.plan import _depth, _of_source  # noqa: F401 - what a plan imports
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too
 from vram_guard_accelerate.planning._best_relaunch import best_of
@@ -26,6 +27,8 @@ from vram_guard_accelerate.planning.prediction import read_answer
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
+for late in PLANS:
+    importlib.import_module(late)
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()  # no copy looks through it again

@@ -12,10 +12,9 @@ from typing import Any
 
 import preloaded
 import torch
+from guard_imports import PLANS
 
-#: The framework, and what a guard imports of ours.
-LIBRARIES = ("lightning.pytorch", "vram_guard_lightning._callback", "vram_guard.simulate.tracing.run")
-LIBRARIES += ("vram_guard.plan._of_source", "vram_guard.plan._depth")
+LIBRARIES = ("lightning.pytorch", "vram_guard_lightning._callback", *PLANS)
 
 
 def run(

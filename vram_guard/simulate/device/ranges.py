@@ -14,7 +14,8 @@ import torch
 from vram_guard.simulate.device.symbolic import is_symbolic
 
 _ATTRIBUTE = "_vram_guard_range"
-_WHOLE = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
+_TYPES = (one for one in vars(torch).values() if isinstance(one, torch.dtype))
+_WHOLE = frozenset(one for one in _TYPES if not (one.is_floating_point or one.is_complex or one == torch.bool))
 
 
 class Bounds(NamedTuple):
