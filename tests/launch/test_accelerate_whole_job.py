@@ -27,6 +27,7 @@ from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
+DIFFUSION = cases.HERE / "accelerate_scripts" / "diffusion.py"
 MIB = 2**20
 
 #: Tokens that are generated.
@@ -49,14 +50,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "few", SCRIPT, "plain", "--held_out", 512)
     cases.request(asked / "many", SCRIPT, "plain", "--held_out", 5120)
     cases.request(asked / "prepared", SCRIPT, "plain", "--held_out", 5120, "--prepared")
-    cases.request(asked / "counted", SCRIPT, "counted", "--rounds", 4)
-    cases.request(asked / "counted_many", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120)
-    cases.request(asked / "counted_prepared", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
-    cases.request(
-        asked / "counted_first", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared", "--first"
-    )
-    cases.request(asked / "every", SCRIPT, "counted", "--every", 4)
-    cases.request(asked / "restarted", SCRIPT, "restarted", "--held_out", 50_000)
+    cases.request(asked / "counted", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
+    cases.request(asked / "endless", SCRIPT, "plain", "--endless")
     adam, sgd = (checkpoint(tmp_path_factory.mktemp("resumed"), kind) for kind in (torch.optim.AdamW, torch.optim.SGD))
     cases.request(asked / "resumed", SCRIPT, "plain", "--resume", adam)
     cases.request(asked / "resumed_sgd", SCRIPT, "plain", "--sgd", "--resume", sgd)
@@ -64,6 +59,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "two_processes", SCRIPT, "plain", "--sgd", "--resume", sgd, ranks=2)
     cases.request(asked / "not_a_checkpoint", SCRIPT, "plain", "--resume", output)
     cases.request(asked / "finally", SCRIPT, "plain", "--finally", 100_000)
+    cases.request(asked / "many_epochs", SCRIPT, "plain", "--finally", 100_000, "--epochs", 40)
     cases.request(asked / "leaks", SCRIPT, "plain", "--leaks")
     cases.request(asked / "samples", SCRIPT, "plain", "--samples")
     cases.request(asked / "fails", SCRIPT, "plain", "--fails")
@@ -111,7 +107,7 @@ def notes(answer: dict[str, Any]) -> list[str]:
 def test_evaluation_saving_and_the_next_epoch_follow_the_first_steps(answers: dict[str, Any]) -> None:
     for name in ("few", "prepared"):
         assert [phase["name"] for phase in phases(answers[name])] == [
-            *("setup", *("training", "validation", "saving") * 2)
+            *("setup", *("training", "validation", "saving") * 3)
         ]
         assert "leaks" not in answers[name]["plan"]["estimate"]
 
@@ -124,35 +120,22 @@ def test_what_an_evaluation_collects_is_counted_for_all_its_batches(answers: dic
     assert many - few == pytest.approx(more, rel=0.02)
 
 
-def test_loops_that_call_next_are_followed_beyond_their_rounds(answers: dict[str, Any]) -> None:
-    assert [phase["name"] for phase in phases(answers["counted"])] == [
-        *("setup", *("training", "validation", "saving") * 2)
+def test_a_training_that_calls_next_is_followed_for_its_steps_and_that_is_said(answers: dict[str, Any]) -> None:
+    assert "phases" not in answers["counted"]["plan"]["estimate"], "there is nothing but steps"
+    (said,) = notes(answers["counted"])
+    assert "next" in said
+
+
+def test_what_comes_later_inside_an_epoch_is_said_where_it_has_more_batches(answers: dict[str, Any]) -> None:
+    (said,) = notes(answers["few"])
+    assert "inside it was not followed" in said
+
+
+def test_an_evaluation_without_an_end_is_bounded_and_said(answers: dict[str, Any]) -> None:
+    assert [phase["name"] for phase in phases(answers["endless"])] == [
+        *("setup", *("training", "validation", "saving") * 3)
     ]
-    assert not notes(answers["counted"])
-
-
-@pytest.mark.parametrize("name", ["counted_many", "counted_prepared"])
-def test_rounds_of_an_evaluation_are_those_of_its_own_loop(answers: dict[str, Any], name: str) -> None:
-    """All forty rounds keep their logits, which are concatenated."""
-    answer = answers[name]
-    assert peak_of(answer, "validation") - peak_of(answer, "saving") == pytest.approx(40 * LOGITS * 2, rel=0.01)
-
-
-def test_what_comes_every_so_many_steps_is_followed_once(answers: dict[str, Any]) -> None:
-    """And not what would come after more steps than the run has."""
-    assert [phase["name"] for phase in phases(answers["every"])][:4] == ["setup", "training", "validation", "training"]
-    (said,) = notes(answers["every"])
-    assert "every 4 rounds" in said
-    assert "line" in said
-
-
-def test_what_comes_after_a_while_loop_is_followed(answers: dict[str, Any]) -> None:
-    assert [phase["name"] for phase in phases(answers["restarted"])] == [
-        *("setup", "training", "saving", "training", "validation")
-    ]
-    assert peak_of(answers["restarted"], "validation") >= 50_000 * (64 + 512) * 4
-    (said,) = notes(answers["restarted"])
-    assert "every 50 rounds" in said
+    assert "the number of batches of an evaluation is not known: two are counted" in notes(answers["endless"])
 
 
 def test_resuming_loads_as_accelerate_does(answers: dict[str, Any]) -> None:
@@ -179,11 +162,14 @@ def test_the_line_that_keeps_memory_is_named(answers: dict[str, Any]) -> None:
 
 
 def test_what_a_script_does_after_its_last_epoch_is_followed(answers: dict[str, Any]) -> None:
-    """Once, with all epochs after the second one left out."""
-    answer = answers["finally"]
-    assert peak_of(answer, "validation") > 100_000 * (64 + 256 + 512) * 4 > 10 * peak_of(answer, "training")
-    assert [phase["name"] for phase in phases(answer)].count("training") == 2
-    assert not notes(answer)
+    """Where there are three epochs or fewer; a longer job is followed so far."""
+    whole, part, rows = answers["finally"], answers["many_epochs"], 100_000 * (64 + 256 + 512) * 4
+    assert peak_of(whole, "validation") > rows > 10 * peak_of(whole, "training")
+    assert peak_of(part, "validation") < rows
+    assert [phase["name"] for phase in phases(whole)].count("training") == 3
+    assert [phase["name"] for phase in phases(part)].count("training") == 3
+    assert len(notes(whole)) == 1
+    assert any("3 epochs" in said for said in notes(part))
 
 
 def test_a_forward_without_gradients_after_the_epoch_is_an_evaluation(answers: dict[str, Any]) -> None:
@@ -220,7 +206,9 @@ def test_the_trainers_argument_moves_logits_to_the_host(answers: dict[str, Any])
 def test_an_evaluation_before_the_training_counts_all_its_batches(answers: dict[str, Any]) -> None:
     """Once each, whether a loop over the loader ends early, or calls ``next`` as often as it says."""
     assert peak_of(answers["evaluates_first"], "setup") >= 512 * 64 * 1024 * 4 * (1 + 504 / 512)
-    assert 40 * LOGITS * 2 <= peak_of(answers["counted_first"], "setup") <= 40 * LOGITS * 2 + 10 * MIB
+    counted = answers["counted"]["plan"]["estimate"]
+    assert counted["peak"]["phase"] == "setup"
+    assert 40 * LOGITS * 2 <= counted["peak_allocated"] <= 40 * LOGITS * 2 + 10 * MIB
 
 
 @pytest.mark.parametrize("name", ["generation", "translation"])
@@ -234,6 +222,24 @@ def test_the_cache_of_a_generation_grows_with_every_token(answers: dict[str, Any
         assert grown == pytest.approx(5 * copy, rel=0.01)
     assert peak_of(many, "validation") > peak_of(many, "training")
     assert [phase["name"] for phase in phases(many)].count("training") == 2  # it comes to an end
+
+
+def test_pictures_that_a_diffusion_pipeline_makes_are_an_evaluation(tmp_path: Path) -> None:
+    """Twenty denoising steps of the script's own pipeline, at twice as many samples as pictures, and its decoder."""
+    pytest.importorskip("diffusers")
+    for count in (4, 16):
+        cases.request(tmp_path / f"asked/{count}", DIFFUSION, "--pictures", count, budget="20GiB")
+    answers = cases.dry_runs(tmp_path / "asked")
+    few, many = answers["4"], answers["16"]
+    peaks = []
+    for answer in (few, many):
+        assert [phase["name"] for phase in phases(answer)] == ["setup", *("training", "validation") * 3]
+        peaks.append({phase["name"]: phase["peak_allocated"] for phase in phases(answer)})
+    assert peaks[0]["training"] == peaks[1]["training"] > peaks[0]["validation"]
+    assert peaks[1]["validation"] - peaks[1]["setup"] == pytest.approx(
+        4 * (peaks[0]["validation"] - peaks[0]["setup"]), rel=0.25
+    )
+    assert many["plan"]["estimate"]["peak"]["phase"] == "validation"
 
 
 def test_a_run_whose_evaluation_does_not_fit_does_not_fit(answers: dict[str, Any]) -> None:

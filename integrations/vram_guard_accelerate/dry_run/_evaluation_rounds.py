@@ -11,8 +11,7 @@ from weakref import WeakKeyDictionary
 from vram_guard.language import _
 from vram_guard.timeline import Note
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate.dry_run._script_lines import Asker, asker
-from vram_guard_accelerate.dry_run.phases import OTHER_BATCHES, BatchIterator
+from vram_guard_accelerate.dry_run.phases import OTHER_BATCHES, BatchIterator, calls_next
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -21,12 +20,14 @@ if TYPE_CHECKING:
 class EvaluationRounds:
     """Rounds of evaluations, of which two are followed: the second one stands for all others.
 
+    Loops that call ``next`` are not ended by a loader, and take all their rounds.
+
     Args:
         recorder: of the copy.
         stands: whether the second round over a loader stands for all others, see ``Phase.stands_for_others``.
     """
 
-    def __init__(self, recorder: Recorder, stands: Callable[[Any, Asker | None], bool]) -> None:
+    def __init__(self, recorder: Recorder, stands: Callable[[Any], bool]) -> None:
         self._recorder = recorder
         self._stands = stands
         self._ahead: dict[int, Any] = {}
@@ -72,46 +73,38 @@ class EvaluationRounds:
         self._seen[base] = 0
         try:
             for batch in original(loader):
-                self._handed(base, loader, asker())
+                self._handed(base, loader)
                 yield batch
         finally:
             self.close(base)
 
     @contextlib.contextmanager
-    def asked(self, batches: BatchIterator, asking: Asker | None) -> Iterator[None]:
+    def asked(self, batches: BatchIterator) -> Iterator[None]:
         """The next batch of a loader is asked for, which ends the round of the one before."""
         if self.asks_ahead(batches.loader):
             yield
             return
         self.close(batches)
         yield
-        self._handed(batches, batches.loader, asking)
-
-    def enough(self, batches: BatchIterator) -> bool:
-        """True if the batch that is asked for is the last one to be followed."""
-        key = batches.loader if self.asks_ahead(batches.loader) else batches
-        return self._seen.get(key, 0) >= OTHER_BATCHES - 1
+        self._handed(batches, batches.loader)
 
     def close(self, key: Any) -> None:
         """The round of an iterator, or of one of Accelerate's loaders, has ended."""
         self._open.pop(key, contextlib.ExitStack()).close()
 
-    def close_all(self) -> None:
-        """All rounds have ended."""
-        for key in list(self._open):
-            self.close(key)
-
-    def _handed(self, key: Any, loader: Any, asking: Asker | None) -> None:
+    def _handed(self, key: Any, loader: Any) -> None:
         self.close(key)
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] == OTHER_BATCHES and self._stands(getattr(loader, "base_dataloader", loader), asking):
+        base = getattr(loader, "base_dataloader", loader)
+        if self._seen[key] == OTHER_BATCHES and self._stands(base) and not calls_next():
             stack = self._open[key] = contextlib.ExitStack()
-            stack.enter_context(self._recorder.repeat(self._rounds_of(loader, asking)))
+            stack.enter_context(self._recorder.repeat(self._rounds_of(loader)))
 
-    def _rounds_of(self, loader: Any, asking: Asker | None) -> int:
+    def _rounds_of(self, loader: Any) -> int:
         """The rounds that the second one stands for, itself included."""
+        rounds: int | None
         try:
-            rounds = len(loader) if asking is None or not asking.loops else asking.rounds
+            rounds = len(loader)
         except Exception:  # noqa: BLE001 - of the user's data set
             rounds = None
         if self._until_freed is not None:

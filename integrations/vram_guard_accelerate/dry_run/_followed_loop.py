@@ -65,7 +65,7 @@ class FollowedLoop:
         _subprocess_policy.refuse_processes(stopped)
         self.rounds = EvaluationRounds(
             self.tracer.recorder,
-            lambda *asked: run.phase.stands_for_others(*asked),  # noqa: PLW0108 - of the phase that it is then
+            lambda loader: run.phase.stands_for_others(loader),  # noqa: PLW0108 - of the phase that it is then
         )
         self.rounds.install()
         self.tracer.adopt(moved, shared)

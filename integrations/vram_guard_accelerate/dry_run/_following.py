@@ -14,13 +14,11 @@ from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_accelerate.apply.checkpoints import loaded_folder
 from vram_guard_accelerate.dry_run import _resuming
-from vram_guard_accelerate.dry_run._counted_rounds import count_rounds
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
-from vram_guard_accelerate.dry_run._script_lines import Asker, asker
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
@@ -42,7 +40,6 @@ class FollowingPhase(LoopPhase):
     ) -> None:
         super().__init__(run, FollowedLoop(run, accelerator, moved, shared, loads))
         self._probe = TrainingProbe()
-        count_rounds()
         self._sample: Sample
 
     def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
@@ -56,15 +53,15 @@ class FollowingPhase(LoopPhase):
         else:
             resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
-    def stands_for_others(self, loader: Any, asking: Asker | None) -> bool:  # noqa: ARG002 - whichever it is
-        """Loops that call ``next`` take all their rounds here."""
-        return asking is None
+    def stands_for_others(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
+        """True: what runs over a loader before the training is an evaluation."""
+        return True
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""
         batches.began = self._probe.asked(batches.began)
         if not self._trains():
-            with self.loop.rounds.asked(batches, asker()):
+            with self.loop.rounds.asked(batches):
                 return batches.next_beside_training()
         self.run.phase = self._forked(batches.loader)
         return self.run.phase.next_batch(batches)

@@ -20,11 +20,10 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
-from vram_guard_accelerate.dry_run._periodic_branches import Branch
-from vram_guard_accelerate.dry_run._script_lines import Asker, ScriptLines, asker, forget_locals
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
-from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
+from vram_guard_accelerate.dry_run.loop_profile import epoch_of
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 
@@ -32,6 +31,9 @@ from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 SECONDS = 60
 #: Seconds that it may take on a machine that others use too, or if it waits. A copy is given up after 310.
 MOST_SECONDS = 100
+
+#: Epochs that are followed, a few steps of each, to what a script does after its last one.
+EPOCHS = 3
 
 #: Methods of Accelerate and Transformers that save; all of them write nothing here.
 _SAVING = {
@@ -43,7 +45,8 @@ _SAVING = {
 class WholeJobPhase(ForkedPhase):
     """The training in a copy, beyond its first steps: evaluation, saving, the next epoch.
 
-    The training's loader ends early. Evaluations get two batches, of which the second stands for all others.
+    The training's loader ends early, in every epoch. Evaluations get two batches, of which the second stands for all
+    others. What comes later inside a loop (``if step % 500 == 0``) is not reached.
     """
 
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
@@ -53,22 +56,19 @@ class WholeJobPhase(ForkedPhase):
         """Where its loader was made; None where the script did not make it."""
         self._evaluates = self._saves = False
         self._over: BatchIterator | None = None
-        """Over the training's batches, once it has come to its end."""
+        """Over the training's batches of the latest epoch that has come to its end."""
+        self._later: BatchIterator | None = None
+        """Over those of the latest epoch that has begun, after the first one."""
+        self._began = 0
+        """Steps before it."""
+        self._epochs = 1
         self._largest: int | None = None
         """Samples of the largest batch of an evaluation whose loader can make smaller ones."""
-        self._next_epoch_at: int | None = None
-        """Steps before the second epoch; None: it has not begun."""
         self._most_steps: int | None = None
         """Of a Trainer's whole run."""
         self._notes: list[Note] = []
-        self._lines = ScriptLines(self._branch_entered)
-        self._asked = False
-        self._asking: Asker | None = None
-        """Who called ``next`` for the latest training batch; None: a ``for`` loop asked for it."""
-        self._last = False
-        """No more training batches come: what the script does after its epochs follows."""
-        self._entered: list[str] = []
-        """Branches that were."""
+        self._by_next = False
+        """The script called ``next`` for the latest training batch."""
         for model in loop.models:
             model.register_forward_pre_hook(self._forward_begins)
         self._watch_saves()
@@ -76,7 +76,7 @@ class WholeJobPhase(ForkedPhase):
 
     def _trainer_stepped(self, most: int) -> bool:
         self._most_steps = most
-        return self._next_epoch_at is not None
+        return self._epochs > 1
 
     def trains_on(self, loader: Any) -> bool:
         """True for the training's loader, and while the model trains for those made at its place or over its data."""
@@ -86,44 +86,61 @@ class WholeJobPhase(ForkedPhase):
         again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
         return self.loop.trains and (of_training or again)
 
-    def stands_for_others(self, loader: Any, asking: Asker | None) -> bool:  # noqa: ARG002 - its loop is ended early
-        """Every loader but the training's: it is ended after two rounds, however it is asked."""
+    def stands_for_others(self, loader: Any) -> bool:
+        """True for every loader but the training's."""
         return not self.trains_on(loader)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """The training's until its epoch is over; two of any other loader."""
-        forget_locals()
-        asking = asker()
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
             self._cut(batches.loader)
-            with self.loop.rounds.asked(batches, asking):
-                if asking is not None and asking.loops and self.loop.rounds.enough(batches):
-                    self._lines.leave(asking, lambda _ended: self.loop.rounds.close_all())
+            with self.loop.rounds.asked(batches):
                 return batches.next_beside_training()
-        self._evaluates, self._asking = False, asking
-        if self._last:
+        self._evaluates, self._by_next = False, calls_next()
+        if not self._by_next and self._ends(batches):
+            if self._over is None and not self.run.script.by_trainer:
+                self._say_what_is_left_out()
+            self._over = batches
             raise StopIteration
-        steps = self.loop.tracer.steps
-        if not self._asked:
-            self._asked = True
-            self._lines.find_branches(self._sample.loader)
-        if batches is self._over and asking is None:
-            raise StopIteration
-        if self._over is None:
-            enough = FOLLOWED_STEPS + bool(self._lines.pending)
-            if asking is not None and asking.loops:
-                if steps >= enough - 1:
-                    self._lines.leave(asking, partial(self._loop_left, batches))
-            # Accelerate's loaders ask for a batch ahead: a step more will be taken.
-            elif steps >= enough - self.loop.rounds.asks_ahead(batches.loader):
-                self._over = batches
-                raise StopIteration
-        elif self._next_epoch_at is None:
-            self._next_epoch_at = steps
-            self.left.differs()
-            self._lines.rest()
         return self.made_batch()
+
+    def _ends(self, batches: BatchIterator) -> bool:
+        """True if the epoch ends before the batch that is asked for; another one begins with another iterator."""
+        steps = self.loop.tracer.steps
+        if batches is self._over:
+            return True
+        if self._over is None:
+            # Accelerate's loaders ask for a batch ahead: a step more will be taken.
+            return steps >= FOLLOWED_STEPS - self.loop.rounds.asks_ahead(batches.loader)
+        if batches is self._later:
+            return steps > self._began
+        if self._epochs == EPOCHS:
+            self._missing(_("its loop goes on after {count} epochs", count=EPOCHS))
+            self.answer()
+        if self._epochs == 1:
+            self.left.differs()
+        self._later, self._began, self._epochs = batches, steps, self._epochs + 1
+        return False
+
+    def _say_what_is_left_out(self) -> None:
+        """Where the first epoch is longer than what is followed of it."""
+        length, _samples = epoch_of(self._sample.loader)
+        if length is None or length > self.loop.batches * self.run.shape.ranks:
+            self._notes.append(
+                Note(
+                    _(
+                        "an epoch ends after {count} steps here: an evaluation or a checkpoint that comes later inside "
+                        "it was not followed",
+                        count=FOLLOWED_STEPS,
+                    )
+                )
+            )
+
+    @property
+    def _epoch_over(self) -> bool:
+        """True from the end of an epoch to the beginning of the next."""
+        return self._over is not None and self._later in (None, self._over)
 
     def _cut(self, loader: Any) -> None:
         """A loader of an evaluation makes batches of no more than what is asked for, and so more of them."""
@@ -134,42 +151,21 @@ class WholeJobPhase(ForkedPhase):
         if self._task.most is not None:
             sampler.batch_size = min(sampler.batch_size, self._task.most)
 
-    def _loop_left(self, batches: BatchIterator, ended: bool) -> None:
-        self._over = batches
-        if not ended:
-            self._missing(_("its loop cannot be ended early"))
-            self.answer()
-
-    def _branch_entered(self, branch: Branch, period: int) -> None:
-        self._entered.append(branch.where)
-        self._notes.append(
-            Note(
-                _(
-                    "what the script does every {count} rounds ({where}) is followed once, after step {step}",
-                    count=period,
-                    where=branch.where,
-                    step=self.loop.tracer.steps,
-                )
-            )
-        )
-
     def moving_batch(self) -> AbstractContextManager[object]:
         """Batches of evaluations are no steps."""
         return self._recorder.loading() if self._evaluates else super().moving_batch()
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
-        """After the last epoch, another optimizer is another training: what was followed ends before it."""
-        if self._last and any(isinstance(thing, torch.optim.Optimizer) for thing in args):
+        """After an epoch, another optimizer is another training: what was followed ends before it."""
+        if self._epoch_over and any(isinstance(thing, torch.optim.Optimizer) for thing in args):
             self.answer()
         return super().prepare(original, accelerator, args, kwargs)
 
     def _forward_begins(self, *_call: object) -> None:
         """Without gradients, once the epoch is over, it belongs to an evaluation, whether that loads data or not."""
-        forget_locals()
-        over = self._last or (self._next_epoch_at is None and (self._over is not None or self._entered))
         name = self._recorder.phases[-1].name
         elsewhere = name in STEP_PHASES or (name == "saving" and not self._saves)
-        if over and elsewhere and not torch.is_grad_enabled():
+        if self._epoch_over and elsewhere and not torch.is_grad_enabled():
             self._enter_evaluation()
 
     def _enter_evaluation(self) -> None:
@@ -179,18 +175,13 @@ class WholeJobPhase(ForkedPhase):
             self._recorder.phase("validation", self.loop.tracer.steps)
 
     def followed(self) -> None:
-        """Both first steps were taken: from here on time is short, and the second epoch is the last."""
-        forget_locals()
+        """Both first steps were taken: from here on time is short."""
         steps = self.loop.tracer.steps
-        self._lines.enters = steps >= FOLLOWED_STEPS and self._next_epoch_at is None
         if steps == 2:
             processor_limit(SECONDS, self._late(_("not within {seconds} s of processor time", seconds=SECONDS)))
             limit(MOST_SECONDS, self._late(_("not within {seconds} s", seconds=MOST_SECONDS)))
-        by_trainer = self.run.script.by_trainer  # which comes to an end by itself then
-        if self._last or self._next_epoch_at is None or steps <= self._next_epoch_at or by_trainer:
-            return
-        self._last = self._lines.leave_epochs(self._asking, lambda ended: None if ended else self.answer())
-        if not self._last:
+        if self._by_next and steps >= FOLLOWED_STEPS:
+            self._missing(_("its loop calls next for its batches, and the end of a loader does not end it"))
             self.answer()
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -221,7 +212,7 @@ class WholeJobPhase(ForkedPhase):
             return original(*args, **kwargs)
         finally:
             self._evaluates = self._saves = False  # another evaluation is a phase of its own
-            if before.name in STEP_PHASES and not self._last:
+            if before.name in STEP_PHASES and not self._epoch_over:
                 self._recorder.phase(before.name, self.loop.tracer.steps + 1)
 
     # --- the end ----------------------------------------------------------------------------------------------
@@ -262,19 +253,15 @@ class WholeJobPhase(ForkedPhase):
     def timeline(self) -> Timeline:
         """With what a step leaves behind, and what was not followed."""
         made = super().timeline()
-        self._notes += [
-            Note(_("what the script does now and then ({where}) was not reached; it is not included", where=one.where))
-            for one in self._lines.pending
-        ]
         return replace(made, notes=(*made.notes, *self.loop.rounds.notes, *self._notes))
 
     @property
     def steps(self) -> int | None:
-        """Those of two epochs where there is another one; what a Trainer says."""
+        """Those of the epochs that have begun; what a Trainer says."""
         known = super().steps
         if self._most_steps or known is None:
             return self._most_steps
-        return known if self._next_epoch_at is None else 2 * known
+        return self._epochs * known
 
 
 def _let_trainer_evaluate(ends: Callable[[int], bool]) -> None:

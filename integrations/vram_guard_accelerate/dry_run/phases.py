@@ -7,15 +7,20 @@ loop on (:mod:`.forked`), each with another batch size, precision or technique, 
 
 from __future__ import annotations
 
+import linecache
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from inspect import CO_GENERATOR
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.language import _
 from vram_guard.longest.wish import Wish
+from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._script_lines import Asker, asker
 from vram_guard_accelerate.dry_run._sharded_copy import Sharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
@@ -30,6 +35,20 @@ OTHER_BATCHES = 2
 
 #: The same where no model was called since the last one: a loop loads the batches of a step ahead.
 BATCHES_AHEAD = 64
+
+_CALLS_NEXT = re.compile(r"(?<![\w.])next\(")
+
+
+def calls_next() -> bool:
+    """True where the script's line that asks for a batch calls ``next``: the end of a loader does not end its loop."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - who asks is the question
+    while frame is not None:
+        code = frame.f_code
+        in_line = code.co_flags & CO_GENERATOR or (code.co_name.startswith("<") and code.co_name != "<module>")
+        if is_users_file(code.co_filename) and not in_line:
+            return _CALLS_NEXT.search(linecache.getline(code.co_filename, frame.f_lineno)) is not None
+        frame = frame.f_back
+    return False
 
 
 class DryRun:
@@ -102,7 +121,7 @@ class BatchIterator:
         """The same, until a loop that does not train has seen enough; one that calls ``next`` counts by itself."""
         forwards = self._run.phase.forwards
         used, self._forwards = forwards > self._forwards, forwards
-        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD) and asker() is None:
+        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD) and not calls_next():
             raise StopIteration
         self._given += 1
         return self.next_real()
@@ -141,7 +160,7 @@ class Phase:
         """A loader's next batch."""
         return batches.next_real()
 
-    def stands_for_others(self, loader: Any, asking: Asker | None) -> bool:  # noqa: ARG002 - of no use here
+    def stands_for_others(self, loader: Any) -> bool:  # noqa: ARG002 - of no use here
         """True if no more than two rounds over a loader are followed, so that the second stands for all others."""
         return False
 

@@ -40,7 +40,7 @@ def plain(options):
     if options.resume:
         accelerator.load_state(options.resume, **({"map_location": "on_device"} if options.on_device else {}))
     kept = []
-    for epoch in range(3):
+    for epoch in range(options.epochs):
         model.train()
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
@@ -68,7 +68,7 @@ def plain(options):
 
 
 def counted(options):
-    """Calls ``next`` a fixed number of times, in training and in evaluation; evaluates and saves every N steps."""
+    """Calls ``next`` a fixed number of times, in an evaluation before the training and in the training."""
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -89,47 +89,16 @@ def counted(options):
         model.train()
         return torch.cat(logits).argmax(-1)
 
-    if options.first:
-        evaluated()
+    evaluated()
     for epoch in range(3):
         batches = iter(loader)
-        for update in range(len(loader) // 2):
-            if options.every and update % options.every == options.every - 1 and accelerator.is_main_process:
-                evaluated()
+        for _update in range(len(loader) // 2):
             for x, y in [next(batches) for _ in range(2)]:
                 accelerator.backward(nn.functional.cross_entropy(model(x), y) / 2)
             optimizer.step()
             optimizer.zero_grad()
-            if update and update % 1000 == 0:
-                raise RuntimeError("a run is too short for this")
-        if not options.every:
-            evaluated()
+        evaluated()
         accelerator.save_state(f"checkpoints/{epoch}")
-
-
-def restarted(options):
-    """Runs over its loader again and again until it has taken its steps, and evaluates after them."""
-    accelerator = Accelerator()
-    model = nn.Linear(64, 512)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8))
-    batches, step = iter(loader), 0
-    while step < 1000:
-        try:
-            x, y = next(batches)
-        except StopIteration:
-            batches = iter(loader)
-            x, y = next(batches)
-        accelerator.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if step % 50 == 0:
-            accelerator.save_state("checkpoints/now")
-    model.eval()
-    with torch.no_grad():
-        model(torch.zeros(options.held_out, 64, device=accelerator.device))
 
 
 def generation(options):
@@ -206,11 +175,11 @@ def trainer(options):
 
 
 parser = argparse.ArgumentParser()
-parser.add_argument("loop", choices=["plain", "counted", "restarted", "generation", "translation", "trainer"])
+parser.add_argument("loop", choices=["plain", "counted", "generation", "translation", "trainer"])
 parser.add_argument("--held_out", type=int, default=512)
 parser.add_argument("--evaluation_batch", type=int, default=128)
 parser.add_argument("--rounds", type=int, default=4)
-parser.add_argument("--every", type=int, default=0)
+parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--prepared", action="store_true")
 parser.add_argument("--resume")
 parser.add_argument("--on_device", action="store_true")
