@@ -76,6 +76,8 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB")
+    cases.request(asked / "one_step", TRAINER, "--output_dir", folder / "one_step", *TRAINER_ARGUMENTS,
+                  "--max_steps", 1, "--out", *never, budget="8MiB")  # fmt: skip
     cases.request(asked / "trainer", TRAINER, "--output_dir", folder / "trainer", *TRAINER_ARGUMENTS, "--out", *never)
     return cases.dry_runs(asked)
 
@@ -321,6 +323,14 @@ def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:
     assert not answer["fits"]
     assert not answer["changed"]
     assert "Closest" in answer["text"]
+
+
+def test_a_script_of_one_step_is_planned_for(answers: Any) -> None:
+    """Its work is that of the only step, which sets things up as well."""
+    answer = answers["one_step"]
+    assert "error" not in answer, answer
+    assert not answer["fits"]
+    assert answer["plan"]["slowdown"] is None or answer["plan"]["slowdown"] > 0
 
 
 @pytest.mark.parametrize(

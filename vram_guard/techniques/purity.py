@@ -62,8 +62,13 @@ class Operations(Protocol):
         ...
 
     @property
-    def second_step(self) -> bool:
-        """True in the second optimizer step."""
+    def measured(self) -> int:
+        """The number of the optimizer step that is running, where it is looked at; else 0."""
+        ...
+
+    @property
+    def measured_step(self) -> int:
+        """The step that counts: the second where there is one, since the first sets things up."""
         ...
 
 
@@ -76,7 +81,8 @@ class PurityWatch:
 
     def __init__(self, operations: Operations) -> None:
         self.operations = operations
-        self._found: dict[Change, None] = {}
+        self._found: dict[int, dict[Change, None]] = {}
+        """By the step in which they were seen."""
 
     def __deepcopy__(self, _memo: object) -> Self:
         """A copy of a watched model, such as an average of its weights, is watched by the same."""
@@ -91,11 +97,11 @@ class PurityWatch:
 
     def add(self, change: Change) -> None:
         """Remember a change that was seen."""
-        self._found[change] = None
+        self._found.setdefault(self.operations.measured, {})[change] = None
 
     def changes(self) -> tuple[Change, ...]:
-        """Everything that was seen so far, in order, each once."""
-        return tuple(self._found)
+        """Everything that was seen so far in the step that counts, in order, each once."""
+        return tuple(self._found.get(self.operations.measured_step, ()))
 
 
 class WatchedForward(PatchedForward):
@@ -111,7 +117,7 @@ class WatchedForward(PatchedForward):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
         operations = self._watch.operations
-        before = _Look(self.module, (*args, *kwargs.values())) if operations.second_step else None
+        before = _Look(self.module, (*args, *kwargs.values())) if operations.measured else None
         with operations.noted() as noted:
             out = self.as_written(*args, **kwargs)
         if before is not None:

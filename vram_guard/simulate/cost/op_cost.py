@@ -137,11 +137,12 @@ class CostMeter:
         self._recorder = recorder
         self._kinds: dict[int, tuple[_Kind | None, Any]] = {}
         """By the identity of an operator, which is kept for that: its own hash is Python code."""
-        self._work: list[Work] = []
+        self._work: dict[int, list[Work]] = {}
+        """Of each step that is counted."""
 
     def work(self) -> tuple[Work, ...]:
-        """Everything counted so far, with the exact numbers of this batch size."""
-        return tuple(self._work)
+        """Everything counted so far of the step that is measured, with the exact numbers of this batch size."""
+        return tuple(self._work.get(self._recorder.measured_step, ()))
 
     def forget(self) -> None:
         """Let go of what a timeline has taken over."""
@@ -149,8 +150,8 @@ class CostMeter:
 
     @property
     def counted(self) -> int:
-        """Number of entries so far."""
-        return len(self._work)
+        """Number of entries of the latest step that is counted."""
+        return len(next(reversed(self._work.values()), ()))
 
     def loaded(self, tensor: torch.Tensor) -> None:
         """A tensor of the batch came from the host."""
@@ -227,7 +228,7 @@ class CostMeter:
         recorder = self._recorder
         # Only a recomputation runs with gradients on, inside one of the backward pass's nodes.
         again = recorder.in_backward and torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
-        self._work.append(
+        self._work.setdefault(recorder.measured, []).append(
             Work(
                 operator,
                 recorder.module_now(),

@@ -95,8 +95,10 @@ class Recorder:
         """Loading a batch takes this many times its traced size (a whole batch of several micro-batches)."""
         self.measured_step = 2
         """The optimizer step whose work is counted: the first of several still sets things up."""
-        self.measured = False
-        """True if that step is running."""
+        self.measures_first = False
+        """The first one's is counted too, since it may be the only one."""
+        self.measured = 0
+        """The number of the step that is running, where its work is counted; else 0."""
         self.micro_batch = 0
         """The micro-batch of the optimizer step that is running, from 0."""
         self._sizes: list[int] = []
@@ -153,7 +155,8 @@ class Recorder:
         self._backward_on = self.streams.current
 
     def _count_micro_batches(self, name: str, step: int) -> None:
-        self.measured = step == self.measured_step and name in STEP_PHASES
+        counted = step == self.measured_step or (step == 1 and self.measures_first)
+        self.measured = step if counted and name in STEP_PHASES else 0
         before = self.phases[-1] if self.phases else None
         if before is None or before.step != step:
             self.micro_batch = 0

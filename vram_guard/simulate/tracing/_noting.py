@@ -28,9 +28,14 @@ class OperatorNotes:
         self._written: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
     @property
-    def second_step(self) -> bool:
-        """True in the second optimizer step."""
+    def measured(self) -> int:
+        """The number of the optimizer step that is running, where it is looked at; else 0."""
         return self._recorder.measured
+
+    @property
+    def measured_step(self) -> int:
+        """The step that counts."""
+        return self._recorder.measured_step
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[Noted]:

@@ -98,6 +98,7 @@ class ExternalLoopTracer:
     ) -> None:
         self.capability = Capability(capability)
         self.recorder = Recorder()
+        self.recorder.measures_first = True
         self.steps = 0
         """Optimizer steps of the loop so far; steps of several optimizers in a row are one."""
         self._device = FakeCudaState(self.recorder, memory)
@@ -344,5 +345,7 @@ class ExternalLoopTracer:
     def timeline(self, batch_size: int, precision: str) -> Timeline:
         """Everything that happened so far; nothing after this is recorded. Sizes are those of this batch size."""
         self.recorder.close()
+        if self.steps < self.recorder.measured_step:
+            self.recorder.measured_step = 1  # the script has no second one
         timeline = self._mode.timeline(batch_size, precision)
         return timeline if self._followed is None else self._followed.on(timeline)
