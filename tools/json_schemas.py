@@ -360,6 +360,7 @@ def answers() -> dict[str, Any]:
         "notes": ["str"],
         "only_told": "str",
         "script_arguments": ["str"],
+        "own_options": ["str"],
         "log": "str",
         "remembered": "bool",
         "seconds": {"*": "float"},

@@ -42,8 +42,6 @@ class LaunchPlan:
         grown_batch_size: the same under a larger batch; equal to ``batch_size`` where it stays.
         micro_batch_size: samples of the slices in which a batch passes through the models.
         batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
-        accumulation_option: the script's own option that is set to ``accumulation``, where its batches become smaller.
-        accumulation: batches of an optimizer step, under that.
         loss_weight: the reduction of the losses that models return over the samples of a batch, or the count in a
             model's arguments that they are divided by.
         returns_loss: whether the number that a model returns is what is differentiated.
@@ -64,8 +62,6 @@ class LaunchPlan:
     grown_batch_size: int = 1
     micro_batch_size: int = 1
     batch_option: str = ""
-    accumulation_option: str = ""
-    accumulation: int = 1
     loss_weight: Literal["mean", "sum"] | Normaliser = "mean"
     returns_loss: bool = True
     layouts: tuple[object, ...] = ()
@@ -90,11 +86,7 @@ class LaunchPlan:
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""
-        return option_words(
-            (self.precision_option, self.precision),
-            (self.batch_option, self.grown_batch_size),
-            (self.accumulation_option, self.accumulation),
-        )
+        return option_words((self.precision_option, self.precision), (self.batch_option, self.grown_batch_size))
 
 
 def option_words(*options: tuple[str, object]) -> list[str]:

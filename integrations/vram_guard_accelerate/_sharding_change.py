@@ -24,10 +24,6 @@ INTRODUCED = {
 }
 
 
-#: Settings of DeepSpeed that Accelerate fills in by the loader.
-_OF_LOADERS = ("train_batch_size", "train_micro_batch_size_per_gpu")
-
-
 @dataclass(frozen=True)
 class ShardingChange:
     """A change of how the model is divided.
@@ -40,7 +36,6 @@ class ShardingChange:
         offload: parameters, gradients and optimizer states lie in host memory.
         stage: of DeepSpeed's ZeRO; None: as launched.
         states_on_host: DeepSpeed keeps its optimizer's states, and weights in float32, in host memory.
-        accumulation: batches of an optimizer step, by DeepSpeed's config; 0: as launched.
     """
 
     introduced: bool = False
@@ -50,12 +45,11 @@ class ShardingChange:
     offload: bool = False
     stage: int | None = None
     states_on_host: bool = False
-    accumulation: int = 0
 
     @property
     def by_engine(self) -> bool:
         """True if DeepSpeed is set up otherwise."""
-        return self.states_on_host or self.stage is not None or bool(self.accumulation)
+        return self.states_on_host or self.stage is not None
 
     @property
     def kind(self) -> Literal["", "shard", "offload", "reshard"]:
@@ -97,7 +91,6 @@ class ShardingChange:
         elif self.reshard:
             words += ["--fsdp_reshard_after_forward", "true"]
         words += ["--fsdp_offload_params", "true"] if self.offload else []
-        words += [f"gradient_accumulation_steps={self.accumulation}"] if self.accumulation else []
         return [*words, *deepspeed.settings_of(self.planned or Sharding())]
 
     def announce(self, environment: MutableMapping[str, str] | None = None) -> None:
@@ -126,12 +119,7 @@ class ShardingChange:
         """Change Accelerate's settings of DeepSpeed, wherever they come from."""
         if not self.by_engine:
             return
-        config = deepspeed.changed(plugin.deepspeed_config, self.planned or Sharding())
-        if self.accumulation:
-            plugin.gradient_accumulation_steps = config["gradient_accumulation_steps"] = self.accumulation
-            # Of the script's loader, whose batches are smaller; a number would be of those that are launched.
-            config |= {name: "auto" for name in _OF_LOADERS if name in config}
-        plugin.deepspeed_config.update(config)
+        plugin.deepspeed_config.update(deepspeed.changed(plugin.deepspeed_config, self.planned or Sharding()))
         plugin.hf_ds_config.set_stage_and_offload()
         plugin.zero_stage = plugin.get_value("zero_optimization.stage")
         if self.states_on_host:

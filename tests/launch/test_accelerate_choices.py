@@ -14,21 +14,12 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - what is tested has to be there
 
-from vram_guard.apply.loss_terms import Term  # noqa: E402
 from vram_guard_accelerate._settings import Settings  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards, save_whole  # noqa: E402
-from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
-from vram_guard_accelerate.dry_run.proofs import Proof  # noqa: E402
 from vram_guard_accelerate.planning import _sharding_notes, decide  # noqa: E402
 from vram_guard_accelerate.relaunch import engine  # noqa: E402
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates  # noqa: E402
-from vram_guard_accelerate.relaunch.relaunch import LaunchChange  # noqa: E402
-
-PROFILE = LoopProfile(
-    complete=True, batch_size=16, batches_per_step=3, losses=((Term("mean", 1.0, (16,), labels=True),),),
-    counts=(), rates=(), rates_unknown="", batches=4, samples=64, drops_last=False, bars=(), counts_items=False,
-)  # fmt: skip
 
 
 class Options:
@@ -62,8 +53,7 @@ def script(**given: Any) -> Any:
 
 def seen(**given: Any) -> Any:
     facts = {"batches_per_step": 3, "returns_loss": False, "compares_samples": False, "updates_others": False}
-    joined = given.pop("joined", "")
-    return SimpleNamespace(facts=SimpleNamespace(**{**facts, **given}), profile=PROFILE, joined=joined)
+    return SimpleNamespace(facts=SimpleNamespace(**{**facts, **given}))
 
 
 def made(**given: Any) -> Any:
@@ -71,93 +61,32 @@ def made(**given: Any) -> Any:
     return SimpleNamespace(**{**plan, "recipe": SimpleNamespace(parameters_on_host=()), **given})
 
 
-def smaller(
-    first: Any, look: Any, plan: Any, found: Any, halved: Proof, **settings: Any
-) -> tuple[list[Any], list[str]]:
-    given = Settings.of({"allow": settings.pop("allow", ("accumulate",)), **settings})
-    candidates = RelaunchCandidates(first, look, given, lambda: halved, lambda: look.joined)
-    return candidates._smaller_batches(LaunchChange(), plan, lambda: found), candidates.notes
+def own(first: Any, look: Any, plan: Any, splits: int = 1, *, allow: tuple[str, ...] = ("accumulate",)) -> list[str]:
+    return list(decide._own_options(first, look.facts, Settings.of({"allow": allow}), plan, splits))
 
 
-SHOWN = Proof(4)
-FOUND = made(splits=2, fits=True, slowdown=1.1)
-
-
-def test_the_two_largest_batches_that_may_fit_are_tried() -> None:
-    changes, notes = smaller(script(), seen(), made(), FOUND, SHOWN)
-    assert notes == []
-    assert [(one.splits, one.batch_size, one.accumulation) for one in changes] == [(2, 8, 6), (4, 4, 12)]
-    assert {(one.batch_option, one.accumulation_option) for one in changes} == {("--batch", "--accumulate")}
-    assert {one.sharding.accumulation for one in changes} == {0}
-    changes, _notes = smaller(script(), seen(), made(), made(splits=8, fits=True), SHOWN)
-    assert [one.splits for one in changes] == [8, 16]
-    by_engine = script(options=Options(""), engine=object())
-    changes, _notes = smaller(by_engine, seen(), made(), FOUND, SHOWN)
-    assert [one.sharding.accumulation for one in changes] == [6, 12]
-    assert {one.accumulation_option for one in changes} == {""}
+def test_smaller_batches_by_the_scripts_own_options_are_named_exactly() -> None:
+    halves = ["--batch", "8", "--accumulate", "6"]
+    assert own(script(), seen(), made()) == halves
+    assert own(script(), seen(), made(), 3) == ["--batch", "4", "--accumulate", "12"], "as many as divide the batch"
+    assert own(script(), seen(), made(splits=2, fits=True)) == halves, "no forward runs twice"
 
 
 @pytest.mark.parametrize(
-    ("given", "plan", "found", "allow"),
+    ("given", "look", "plan", "allow"),
     [
-        ({"batch_size_option": ""}, {}, FOUND, ("accumulate",)),
-        ({"options": Options("")}, {}, FOUND, ("accumulate",)),
-        ({}, {}, FOUND, ("checkpoint",)),
-        ({}, {}, made(splits=2, fits=False), ("accumulate",)),
-        ({}, {}, made(splits=1, fits=True), ("accumulate",)),
-        ({}, {"fits": True, "slowdown": 1.1}, FOUND, ("accumulate",)),
-        ({}, {"fits": True, "slowdown": 1.0}, made(splits=2, fits=True, slowdown=None), ("accumulate",)),
+        ({"batch_size_option": ""}, {}, {}, ("accumulate",)),
+        ({"options": Options("")}, {}, {}, ("accumulate",)),
+        ({"batch_size": 1}, {}, {}, ("accumulate",)),
+        ({}, {}, {}, ("checkpoint",)),
+        ({}, {}, {"fits": True}, ("accumulate",)),
+        ({}, {"returns_loss": True}, {"fits": True, "splits": 2}, ("accumulate",)),
     ],
 )
-def test_what_cannot_help_is_not_tried(given: Any, plan: Any, found: Any, allow: tuple[str, ...]) -> None:
-    assert smaller(script(**given), seen(), made(**plan), found, SHOWN, allow=allow) == ([], [])
-
-
-def test_a_cheaper_plan_is_tried_beside_one_that_fits() -> None:
-    changes, _notes = smaller(script(), seen(), made(fits=True, slowdown=1.2), FOUND, SHOWN)
-    assert len(changes) == 2
-
-
-@pytest.mark.parametrize(
-    ("look", "plan", "halved", "tried", "said"),
-    [
-        ({"returns_loss": True}, {"splits": 2}, SHOWN, False, "(--batch, --accumulate) stay as they are"),
-        ({"returns_loss": True}, {"splits": 1}, SHOWN, True, ""),
-        ({"returns_loss": False}, {"splits": 2}, SHOWN, True, ""),
-        ({"compares_samples": True}, {}, SHOWN, True, ""),
-        ({"compares_samples": True, "joined": "compared"}, {}, SHOWN, False, "compared. 4 samples came to the same"),
-        ({"joined": "compared"}, {"uneven": True}, Proof(why_not="too slow"), False, "compared"),
-        ({}, {"uneven": True}, Proof(why_not="too slow"), True, ""),
-        ({}, {}, Proof(why_not="too slow"), True, ""),
-        ({}, {}, Proof(4, "its loss differs"), False, "its loss differs"),
-    ],
-)
-def test_options_that_stay_are_said_with_the_reason(look: Any, plan: Any, halved: Any, tried: bool, said: str) -> None:
-    changes, notes = smaller(script(), seen(**look), made(**plan), FOUND, halved)
-    assert bool(changes) == tried
-    assert len(notes) == (not tried)
-    assert all(said in note for note in notes)
-
-
-def test_equal_halves_are_said_of_a_loss_that_cannot_be_read() -> None:
-    """Of half the batch, typed by hand; not of an odd batch, which has no half, or of one whose end is short."""
-    look = seen()
-    look.profile = PROFILE.__class__(**{**vars(PROFILE), "losses": ((Term("DivBackward0", 1.0, ()),),)})
-    for halved, size, said in (
-        (SHOWN, 16, "4 samples came to the same"),
-        (SHOWN, 15, "DivBackward0"),
-        (Proof(why_not="too slow"), 16, "DivBackward0"),
-        (Proof(4, "its loss differs"), 16, "its loss differs"),
-    ):
-        changes, (note,) = smaller(script(batch_size=size), look, made(), FOUND, halved)
-        assert changes == []
-        assert said in note
-        assert ("came to the same" in note) == ("came" in said)
-        assert ("differs" in note) == ("differs" in said)
-    look.profile = PROFILE.__class__(**{**vars(look.profile), "samples": None})
-    _changes, (note,) = smaller(script(), look, made(), FOUND, SHOWN)
-    assert "end of its data is not known" in note
-    assert "came to the same" not in note
+def test_options_that_do_not_help_or_are_not_known_are_not_named(
+    given: Any, look: Any, plan: Any, allow: tuple[str, ...]
+) -> None:
+    assert own(script(**given), seen(**look), made(**plan), allow=allow) == []
 
 
 # --- DeepSpeed ----------------------------------------------------------------------------------------------------
@@ -205,7 +134,7 @@ def test_what_deepspeed_can_do_besides() -> None:
 def test_settings_of_deepspeed_change_where_they_are_named(
     allow: tuple[str, ...], kind: str, changes: list[dict[str, Any]]
 ) -> None:
-    candidates = RelaunchCandidates(engine_of(kind), seen(), Settings.of({"allow": allow}), lambda: SHOWN, lambda: "")
+    candidates = RelaunchCandidates(engine_of(kind), seen(), Settings.of({"allow": allow}))
     assert candidates._divided(ShardingChange()) == [ShardingChange(**change) for change in changes]
 
 

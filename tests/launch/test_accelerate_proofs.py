@@ -279,7 +279,6 @@ def test_few_samples_of_loaders_of_all_kinds() -> None:
     assert few_samples(DataLoader(Stream(), batch_size=8), 4).tolist() == [0, 1, 2, 3]
     ready = [torch.arange(8.0).reshape(8, 1), torch.zeros(8, 1)]
     assert few_samples(DataLoader(ready, batch_size=None), 4).flatten().tolist() == [0, 1, 2, 3]
-    assert few_samples(DataLoader(ready, batch_size=None), 4, slice(2, 4)).flatten().tolist() == [2, 3]
     with pytest.raises(UnsupportedStepError, match="its batch has 3 samples"):
         few_samples(DataLoader(numbers, batch_size=3), 4)
 

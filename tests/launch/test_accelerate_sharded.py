@@ -46,8 +46,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("mixed", "clipping", allow=("precision", *NAMED), budget="66MiB")
     ask("checkpointed", "clipping", "--batch_size", 1024, "--samples", 2048, budget="122MiB",
         allow=("checkpoint", "accumulate", *NAMED))  # fmt: skip
-    ask("in_batches", "in_batches", "--batch_size", 1024, "--samples", 4096, budget="118MiB",
-        allow=("accumulate", *NAMED))  # fmt: skip
     for name in ("listed_before", "tied", "averaging", "two_models", "apart", "values"):
         ask(name, name)
     ask("by_default", "clipping", allow=("precision", "accumulate", "checkpoint", "offload", "foreach"))
@@ -132,15 +130,6 @@ def test_checkpointing_goes_with_it_and_slices_do_not(answers: Any) -> None:
     orders = answers["checkpointed"]["launch_plan"]
     assert orders["recipe"]["checkpoint"]
     assert orders["micro_batch_size"] == 1024
-
-
-def test_smaller_batches_by_the_scripts_own_options_go_with_it(answers: Any) -> None:
-    planned(answers["in_batches"])
-    orders = answers["in_batches"]["launch_plan"]
-    assert orders["accumulation"] * orders["batch_size"] == 1024
-    assert orders["accumulation_option"] == "--gradient_accumulation_steps"
-    # The dry run of the changed launch itself: whole gradients wait on the GPU for the last batch.
-    assert answers["in_batches"]["plan"]["estimate"]["breakdown"]["gradients"] > 24 * MIB
 
 
 @pytest.mark.parametrize(

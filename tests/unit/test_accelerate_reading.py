@@ -1,4 +1,4 @@
-"""What is read of a script's loader and its launch, in this process: nothing is followed here."""
+"""What is read of a script's launch, in this process: nothing is followed here."""
 
 from __future__ import annotations
 
@@ -14,30 +14,12 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
     pytest.skip("FSDP2 is public since torch 2.6", allow_module_level=True)
 
 from torch import nn  # noqa: E402 - what is tested has to be there
-from torch.utils.data import DataLoader  # noqa: E402
 
 from vram_guard_accelerate._settings import Settings  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
-from vram_guard_accelerate.dry_run.loop_profile import epoch_of  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates  # noqa: E402
 from vram_guard_accelerate.relaunch.divisible import why_not_divided  # noqa: E402
-
-#: Answers of candidates that are not asked for: what a run and what the graph shows.
-UNASKED: Any = (lambda: None, lambda: "")
-
-# --- the loader --------------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_is_as_long_as_the_loader_and_its_sampler_say() -> None:
-    data: Any = range(10)
-    assert epoch_of(DataLoader(data, 4)) == (3, 10)
-    assert epoch_of(DataLoader(data, 4, drop_last=True)) == (2, 10)
-    assert epoch_of(DataLoader(data, batch_sampler=[[0, 1], [2]])) == (2, None)
-    assert epoch_of(iter(data)) == (None, None)
-    unknown: Any = torch.utils.data.BatchSampler(iter(data), 4, False)  # type: ignore[arg-type]
-    assert epoch_of(SimpleNamespace(batch_sampler=unknown, __len__=None)) == (None, None)
-
 
 # --- the dry run, seen from outside --------------------------------------------------------------------------------
 
@@ -136,7 +118,7 @@ def test_a_precision_that_the_script_acts_on_is_set_by_another_launch(
     settings: dict[str, Any], allowed: tuple[str, ...], mixed: str, reserved: bool
 ) -> None:
     facts: Any = SimpleNamespace(advances=())
-    found = RelaunchCandidates(first(**settings), facts, Settings.of({"allow": allowed}), *UNASKED)
+    found = RelaunchCandidates(first(**settings), facts, Settings.of({"allow": allowed}))
     assert found._mixed == mixed
     assert found.reserved == ({"precision"} if reserved else set())
 
@@ -171,7 +153,7 @@ def test_a_model_is_divided_otherwise_as_its_plugin_can(
 ) -> None:
     look: Any = SimpleNamespace(facts=SimpleNamespace(advances=()))
     script = first(fsdp_plugin=given, ranks=ranks)
-    candidates = RelaunchCandidates(script, look, Settings.of({"allow": allowed}), *UNASKED)
+    candidates = RelaunchCandidates(script, look, Settings.of({"allow": allowed}))
     made = candidates._divided(ShardingChange())
     assert [(one.introduced, one.reshard, one.strategy, one.offload) for one in made] == [
         tuple({"introduced": False, "reshard": False, "strategy": "", "offload": False, **change}.values())
@@ -184,6 +166,6 @@ def test_a_model_is_divided_otherwise_as_its_plugin_can(
 
 def test_why_a_launch_is_not_divided_is_among_the_notes() -> None:
     look: Any = SimpleNamespace(facts=SimpleNamespace(advances=("scale",)))
-    candidates = RelaunchCandidates(first(), look, Settings.of({"allow": ("shard",)}), *UNASKED)
+    candidates = RelaunchCandidates(first(), look, Settings.of({"allow": ("shard",)}))
     assert candidates._divided(ShardingChange()) == []
     assert ["(scale)" in note for note in candidates.notes] == [True]

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - what is tested has to be there
 
+from vram_guard.apply.loss_terms import Term  # noqa: E402
 from vram_guard.codec import to_json  # noqa: E402
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
@@ -147,8 +148,15 @@ def test_small_steps_of_an_optimizer_are_judged_beside() -> None:
 )
 def test_three_differences_are_named_and_the_others_counted(count: int, said: str) -> None:
     proofs = ProofsOfScript.__new__(ProofsOfScript)
-    proofs._seconds, proofs._steps = 1.0, SimpleNamespace(samples=4, random=True)  # type: ignore[assignment]
-    found = proofs._compared(lambda *_steps: [str(number) for number in range(count)])
+    differences = [str(number) for number in range(count)]
+    proofs._seconds = 1.0
+    proofs._steps = SimpleNamespace(  # type: ignore[assignment]
+        samples=4,
+        random=True,
+        run=lambda *_given: SimpleNamespace(observed=None),
+        differences=lambda *_given: differences,
+    )
+    found = proofs.of(SLICED)
     assert (found.samples, found.difference, found.why_not, found.random) == (4, said, "", True)
 
 
@@ -186,21 +194,19 @@ def test_seconds_are_measured() -> None:
 # --- relaunches ----------------------------------------------------------------------------------------------------
 
 PROFILE = LoopProfile(
-    complete=True, batch_size=4, batches_per_step=1, losses=(), counts=(("clip", 1),), rates=(), rates_unknown="",
-    batches=4, samples=16, drops_last=False, bars=(), counts_items=False,
+    complete=True, batch_size=4, batches_per_step=1, losses=(), counts=(("clip", 1),), rates=(), batches=4,
 )  # fmt: skip
 
 
-def relaunch(precision: str = "32-true", splits: int = 1, proven: int = 0, **change: Any) -> Relaunch:
+def relaunch(precision: str = "32-true") -> Relaunch:
     baseline: Any = SimpleNamespace(precision=precision, profile=PROFILE)
-    return Relaunch(LaunchChange(splits=splits, **change), baseline, splits, proven)
+    return Relaunch(LaunchChange(), baseline)
 
 
 @pytest.mark.parametrize(
     ("change", "settled"),
     [
         ({}, {"grow"}),
-        ({"splits": 2}, {"grow", "accumulate"}),
         ({"precision": "bf16"}, {"grow", "precision"}),
         ({"sharding": ShardingChange(stage=0)}, {"grow", "shard"}),
         ({"sharding": ShardingChange(states_on_host=True)}, {"grow", "offload_optimizer"}),
@@ -211,13 +217,13 @@ def test_what_a_relaunch_has_settled(change: dict[str, Any], settled: set[str]) 
 
 
 def test_a_relaunch_that_trains_otherwise_is_refused() -> None:
-    relaunch().check("32-true", PROFILE, 1)
+    relaunch().check("32-true", PROFILE)
     changed = Relaunch(LaunchChange(precision="bf16"), relaunch().baseline)
-    changed.check("bf16-mixed", PROFILE, 1)
+    changed.check("bf16-mixed", PROFILE)
     with pytest.raises(UnsupportedStepError, match="it trains in no, not in bf16"):
-        changed.check("32-true", PROFILE, 1)
+        changed.check("32-true", PROFILE)
     with pytest.raises(UnsupportedStepError, match="with these options, it clips gradients 2 times"):
-        changed.check("bf16-mixed", replace(PROFILE, counts=(("clip", 2),)), 1)
+        changed.check("bf16-mixed", replace(PROFILE, counts=(("clip", 2),)))
 
 
 @pytest.mark.parametrize(
@@ -227,43 +233,30 @@ def test_a_relaunch_that_trains_otherwise_is_refused() -> None:
         ({"sharding": ShardingChange(introduced=True)}, "32-true", True),
         ({"sharding": ShardingChange(introduced=True)}, "bf16-mixed", False),
         ({"sharding": ShardingChange(stage=3)}, "bf16-mixed", True),
-        ({"sharding": ShardingChange(accumulation=2)}, "32-true", False),
     ],
 )
 def test_losses_are_compared_where_they_are_made_of_the_same_operators(
     change: dict[str, Any], precision: str, compared: bool
 ) -> None:
-    one: Any = ((SimpleNamespace(known=True, elements=1, shape=(1,), of_each_element=1.0, labels=False, weighed=False,
-                                 by_items=False, reduction="mean"),),)  # fmt: skip
+    one = ((Term("mean", 1.0, (1,)),),)
     given = Relaunch(LaunchChange(**change), relaunch(precision).baseline)
     if compared:
         with pytest.raises(UnsupportedStepError, match="different parts"):
-            given.check(precision, replace(PROFILE, losses=one), 1)
+            given.check(precision, replace(PROFILE, losses=one))
     else:
-        given.check(precision, replace(PROFILE, losses=one), 1)
+        given.check(precision, replace(PROFILE, losses=one))
 
 
 def test_a_relaunch_is_told_as_it_would_be_typed() -> None:
-    change = LaunchChange(
-        precision="bf16", splits=2, batch_size=2, batch_option="--batch", accumulation=3, accumulation_option="--acc",
-        sharding=ShardingChange(offload=True),
-    )  # fmt: skip
-    typed = "--mixed_precision bf16 --fsdp_offload_params true --batch 2 --acc 3"
-    assert change.words == typed
-    assert change.kind == "options"
-    assert replace(change, precision_option="--dtype").words.startswith("--fsdp_offload_params true --dtype bf16")
+    change = LaunchChange(precision="bf16", sharding=ShardingChange(offload=True))
+    assert change.words == "--mixed_precision bf16 --fsdp_offload_params true"
+    assert (change.kind, LaunchChange(precision="bf16").kind) == ("offload", "precision")
+    assert replace(change, precision_option="--dtype").words == "--fsdp_offload_params true --dtype bf16"
     assert change.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     assert "ACCELERATE_MIXED_PRECISION" not in LaunchChange().environment
-    assert (LaunchChange().kind, replace(change, splits=1).kind) == ("precision", "offload")
-    plan = change.applied_to(LaunchPlan(batch_option="", accumulation=1))
-    assert (plan.precision, plan.batch_option, plan.accumulation_option, plan.accumulation) == (
-        "bf16",
-        "--batch",
-        "--acc",
-        3,
-    )
-    plain = LaunchChange(batch_option="--batch").applied_to(LaunchPlan(precision="fp16"))
-    assert (plain.precision, plain.batch_option) == ("fp16", "")
+    plan = change.applied_to(LaunchPlan(precision="fp16"))
+    assert (plan.precision, plan.sharding) == ("bf16", change.sharding)
+    assert LaunchChange().applied_to(LaunchPlan(precision="fp16")).precision == "fp16"
     assert option_words(("", 1), ("--a", 2)) == ["--a", "2"]
 
 
@@ -304,15 +297,6 @@ def test_a_plan_of_a_relaunch_is_one_of_the_launch_as_typed(monkeypatch: Any, ch
     assert unchanged.slowdown == 1.5
 
 
-def test_notes_of_a_relaunch() -> None:
-    plan: Any = SimpleNamespace(timeline=None)
-    assert len(relaunch().notes(plan)) == 1
-    _seen, proven, smaller = relaunch(splits=2, batch_option="--batch").notes(plan)
-    assert "proven by the loss graph" in proven
-    assert "comes 2 times as often" in smaller
-    assert "4 samples" in relaunch(splits=2, proven=4).notes(plan)[1]
-
-
 # --- variables --------------------------------------------------------------------------------------------------------
 
 
@@ -329,12 +313,11 @@ def test_variables_and_options_of_a_division() -> None:
     strategy = ShardingChange(reshard=True, strategy="FULL_SHARD")
     assert strategy.variables == {"FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
     assert strategy.options[:2] == ["--fsdp_sharding_strategy", "FULL_SHARD"]
-    assert ShardingChange(accumulation=3).options[0] == "gradient_accumulation_steps=3"
     kinds = {"shard": introduced, "offload": ShardingChange(offload=True), "reshard": strategy, "": ShardingChange()}
     assert {name: one.kind for name, one in kinds.items()} == {name: name for name in kinds}
     assert ShardingChange(stage=3).kind == "shard"
-    engines = [ShardingChange(stage=0), ShardingChange(states_on_host=True), ShardingChange(accumulation=2)]
-    assert [one.by_engine for one in [*engines, introduced]] == [True, True, True, False]
+    engines = [ShardingChange(stage=0), ShardingChange(states_on_host=True)]
+    assert [one.by_engine for one in [*engines, introduced]] == [True, True, False]
 
 
 def test_one_process_alone_is_announced_as_a_group_of_one() -> None:

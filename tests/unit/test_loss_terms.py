@@ -100,18 +100,6 @@ def test_a_number_that_the_model_computed_is_no_constant() -> None:
     assert term.reduction == "DivBackward0"
 
 
-def test_a_division_by_the_items_of_a_whole_step_is_told_apart() -> None:
-    """TRL's: a sum over tokens, by a number that is clamped; of 12 items, not of 13, and no other division."""
-    x = torch.ones(3, 4, requires_grad=True)
-    loss = (-x).sum() / torch.as_tensor(12).clamp(min=1) * 2
-    (term,) = loss_terms(loss, items=12.0)
-    assert (term.reduction, term.factor, term.shape, term.by_items) == ("sum", 2.0, (3, 4), True)
-    (term,) = loss_terms(loss, items=13.0)
-    assert (term.factor, term.by_items) == (pytest.approx(2 / 12), False)
-    (mean,) = loss_terms(x.mean() / torch.tensor(12.0), items=12.0)
-    assert (mean.reduction, mean.by_items, mean.of_each_element) == ("mean", True, pytest.approx(1 / 12))
-
-
 def test_a_loss_is_known_by_what_it_is_made_of() -> None:
     x = torch.randn(4, 3, requires_grad=True)
     returned, other = x.square().mean(), x.exp().mean()

@@ -581,13 +581,6 @@ def test_a_step_without_a_law_is_followed_once_at_each_size() -> None:
     assert len(asked) == len(set(asked))
 
 
-def test_slices_that_are_loaded_by_themselves_leave_no_whole_batch_on_the_device() -> None:
-    source = source_of(STEP, (8, 0))
-    apart = plan(replace(source, sliced_by="loader"), 8, "1GiB", pin={"micro_batch_size": 2})
-    cut = plan(source, 8, "1GiB", pin={"micro_batch_size": 2})
-    assert apart.estimate.peak_allocated < cut.estimate.peak_allocated
-
-
 # --- why ---
 
 

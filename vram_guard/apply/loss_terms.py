@@ -46,8 +46,6 @@ class Term(NamedTuple):
     """True where classes have weights, so that one label counts more than another."""
     computed: bool = False
     """True where it is multiplied with, or divided by, a number that was computed."""
-    by_items: bool = False
-    """True where it is divided by the number of items of a whole optimizer step, which is no part of ``factor``."""
 
     @property
     def known(self) -> bool:
@@ -73,12 +71,10 @@ class Reduction(NamedTuple):
     factor: float
     computed: tuple[int, ...] = ()
     """Where in memory its factors are that were tensors, not numbers of Python."""
-    by_items: bool = False
-    """See :class:`Term`."""
 
 
-def reductions(loss: torch.Tensor, items: float | None = None) -> list[Reduction] | None:
-    """The reductions that a loss is made of, divided by ``items`` or not; None where there are too many."""
+def reductions(loss: torch.Tensor) -> list[Reduction] | None:
+    """The reductions that a loss is made of; None where there are too many."""
     waiting = [Reduction(loss.grad_fn, 1.0)]
     found: list[Reduction] = []
     seen = 0
@@ -87,30 +83,23 @@ def reductions(loss: torch.Tensor, items: float | None = None) -> list[Reduction
         seen += 1
         if seen > MOST_NODES:
             return None
-        if items is not None and not one.by_items and _divides_by(one.node, items):
-            waiting.append(one._replace(node=one.node.next_functions[0][0], by_items=True))
-            continue
         further = [] if one.node is None else list(_further(one.node, one.factor))
-        waiting += [
-            Reduction(node, factor, one.computed + computed, one.by_items)
-            for node, factor, computed in reversed(further)
-        ]
+        waiting += [Reduction(node, factor, one.computed + computed) for node, factor, computed in reversed(further)]
         if not further:
             found.append(one)
     return found
 
 
-def loss_terms(loss: torch.Tensor, *, items: float | None = None) -> tuple[Term, ...]:
+def loss_terms(loss: torch.Tensor) -> tuple[Term, ...]:
     """The terms of a loss.
 
     Args:
         loss: one number with a graph that is not freed.
-        items: of the whole optimizer step, as the script has counted them; a division by this number is told apart.
     """
-    found = reductions(loss, items)
+    found = reductions(loss)
     if found is None:
         return (Term(_("a graph that is too long to read"), 1.0, ()),)
-    return tuple(term_of(one)._replace(by_items=one.by_items) for one in found)
+    return tuple(map(term_of, found))
 
 
 def number_of(value: torch.Tensor) -> int | None:
@@ -161,20 +150,6 @@ def _further(node: Any, factor: float) -> Iterator[tuple[Any, float, tuple[int, 
         scale = _constant(node, behind)
         if scale is not None:
             yield scale[0], factor * scale[1] if kind == "Mul" else factor / scale[1], scale[2]
-
-
-def _divides_by(node: Any, number: float) -> bool:
-    """True for a division by a tensor of this value; one whose value is not known in a trace has none."""
-    from vram_guard.simulate.device.constants import compute
-
-    if node is None or kind_of(node) != "Div" or len(node.next_functions) != 2 or node.next_functions[1][0] is not None:
-        return False
-    saved = getattr(node, "_saved_other", None)
-    if not isinstance(saved, torch.Tensor) or saved.dim():
-        return False
-    with without_modes():
-        value = compute(saved)
-        return value is not None and value.item() == number
 
 
 def _gathers(node: Any) -> bool:
@@ -236,7 +211,7 @@ def number_in(tensor: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
 
 def term_of(one: Reduction) -> Term:
     """The term that ends at a node; see :func:`loss_terms`."""
-    node, factor, computed, _by_items = one
+    node, factor, computed = one
     if node is None:
         return Term(_("a number without a graph"), factor, ())
     kind = kind_of(node)

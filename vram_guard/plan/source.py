@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from vram_guard.timeline import Timeline
 
 #: Who makes micro-batches of a loaded batch. "loop": the training loop cuts the batch, which stays on the device
-#: meanwhile. "loader": smaller batches are loaded, and fewer of them make an optimizer step. "model": the model's
-#: forward passes the batch through in slices.
-SlicedBy = Literal["loop", "loader", "model"]
+#: meanwhile. "model": the model's forward passes the batch through in slices.
+SlicedBy = Literal["loop", "model"]
 
 
 #: What is followed. "whole": two optimizer steps; "first": the first of them; "weights": two, with a loss that uses

@@ -8,7 +8,6 @@ batch; it does not hold where the step reads values, which is written down.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -90,11 +89,6 @@ class SamplesApart(TorchDispatchMode):
         self._held: list[torch.Tensor] = []
         self._places: dict[int, StorageWeakRef] = {}
         self._seen = 0
-        self._aside = False
-        self._batch = 0
-        """Batches that were followed before."""
-        self._earlier = ""
-        """The reason why what was computed of them joins samples."""
         self._within = False
         """An operator runs, which may read tensors by itself."""
         self.read = ""
@@ -118,8 +112,6 @@ class SamplesApart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator itself, followed."""
-        if self._aside:
-            return func(*args, **(kwargs or {}))
         within, self._within = self._within, True
         try:
             out = func(*args, **(kwargs or {}))
@@ -153,7 +145,7 @@ class SamplesApart(TorchDispatchMode):
         original = torch.Tensor.item
 
         def item(tensor: torch.Tensor) -> Any:
-            if self._within or self._aside:  # torch takes no other number from an operator
+            if self._within:  # torch takes no other number from an operator
                 return original(tensor)
             label = self.label(tensor)
             if label.const and not label.drawn:
@@ -163,19 +155,9 @@ class SamplesApart(TorchDispatchMode):
                 value = original(tensor)
             finally:
                 self.read = read
-            batch = self._batch
-            return ReadValue(value, lambda: self._reads((label,)) if batch == self._batch else None)
+            return ReadValue(value, lambda: self._reads((label,)))
 
         return replaced(torch.Tensor, {"item": item})
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside the block nothing is followed: what is computed there depends on no sample."""
-        aside, self._aside = self._aside, True
-        try:
-            yield
-        finally:
-            self._aside = aside
 
     def joined(self, output: torch.Tensor) -> str:
         """Why samples are joined in an output for each of them; "" where they are apart."""
@@ -184,29 +166,6 @@ class SamplesApart(TorchDispatchMode):
         if self.read or label.why:
             return self.read or label.why
         return "" if label.terms is None else _("it holds a mean or a sum over the batch")
-
-    def take_for_joined(self, batch: Any, why: str) -> None:
-        """From here on, what is computed of the tensors of another batch joins samples, for this reason."""
-        with without_modes():
-            for _path, tensor in _tensors_of(batch):
-                self._put(tensor, joined(why, tensor.dim()))
-
-    def turn_to(self, batch: Any, parts: list[MicroBatch]) -> None:
-        """From here on, follow another batch of as many samples; what was computed of earlier ones joins samples."""
-        self.read, self._batch = "", self._batch + 1
-        self._earlier = _("a batch is computed with what an earlier batch has left")
-        with without_modes():
-            for at, label in self._labels.items():
-                if not label.const:
-                    self._labels[at] = joined(self._earlier, label.ids.dim())
-            for tensor, label in _of_batch(batch, self._samples, parts):
-                self._put(tensor, label)
-
-    def take_for_constant(self, value: Any) -> None:
-        """From here on, a tensor that was computed of the batch is taken for a constant; other values are none."""
-        if isinstance(value, torch.Tensor):
-            with without_modes():
-                self._put(value, constant(key_of("taken for constant"), value.shape, uniform=True))
 
     def label(self, tensor: torch.Tensor) -> Label:
         """What a tensor was computed of; what was there before the block depends on no sample."""
@@ -336,7 +295,7 @@ class SamplesApart(TorchDispatchMode):
 
     def _reads(self, labels: tuple[Label, ...]) -> None:
         unread = (label.const and not label.drawn and not label.held for label in labels)
-        if all(unread) or self.read or (self._earlier and any(label.why == self._earlier for label in labels)):
+        if all(unread) or self.read:
             return
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack is what is asked for
         while frame is not None:

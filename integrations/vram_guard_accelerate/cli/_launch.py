@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -84,6 +85,7 @@ def launch(arguments: Sequence[str]) -> int:
         as_json=given.options.json,
         verbose=given.settings.verbose,
         remarks=required.remarks(prediction.answer.releases),
+        typed=("vram-guard", "launch", *arguments),
     )
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
@@ -103,7 +105,9 @@ def _again(status: Status, options: str) -> None:
     status.update(_("vram-guard: running the script symbolically once more, launched with {options}", options=options))
 
 
-def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Sequence[str] = ()) -> None:
+def show(
+    prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Sequence[str] = (), typed: Sequence[str] = ()
+) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
 
     Args:
@@ -111,14 +115,18 @@ def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Seque
         as_json: for programs.
         verbose: the whole report.
         remarks: on this launch, after the plan's own notes.
+        typed: the command, as far as it is known.
     """
     answer = prediction.answer
+    if answer.own_options:
+        remarks = [*remarks, _untried(shlex.join([*(typed or ["..."]), *answer.own_options]))]
     if as_json:
         found = {
             **answer.plan,
             "notes": [*answer.notes, *remarks],
             "only_told": answer.only_told,
             "script_arguments": answer.launch_plan.script_arguments(),
+            "own_options": list(answer.own_options),
             "seconds": dict(answer.seconds),
             "host_memory": dict(answer.host_memory),
             "log": prediction.log,
@@ -134,6 +142,14 @@ def show(prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Seque
     if not verbose:
         lines.append(where_to_read_on(answer.page, "-v"))
     say("\n".join(lines))
+
+
+def _untried(command: str) -> str:
+    return _(
+        "the script's own options make its batches smaller: {command}. This was not tried: whether it fits, and is the "
+        "same training, is not known",
+        command=command,
+    )
 
 
 def _agreed() -> bool:

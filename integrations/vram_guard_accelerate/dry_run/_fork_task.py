@@ -28,5 +28,4 @@ class ForkTask:
     most: int | None = None
     """Samples of a batch of evaluations; None: as many as their loaders deliver."""
     looks_again: bool = False
-    """True if the loop is followed only to be compared: numbers that are not known are others than in other copies, and
-    what losses are divided by is looked for."""
+    """True if the loop is followed only to be compared, and random numbers are listened for."""

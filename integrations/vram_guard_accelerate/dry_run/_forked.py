@@ -21,14 +21,13 @@ from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
-from vram_guard_accelerate.dry_run._accumulated_batches import AccumulatedBatches
 from vram_guard_accelerate.dry_run._advancing_state import ChangesInCalls, changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
-from vram_guard_accelerate.dry_run.loop_profile import epoch_of
+from vram_guard_accelerate.dry_run.loop_profile import batches_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit, processor_limit
@@ -100,8 +99,6 @@ class ForkedPhase(LoopPhase):
         self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe and not request.compiled
         if self.run.observer.reads_losses:
             self._watch()
-        if request.slices > 1 and request.sliced_by == "loader":
-            AccumulatedBatches(lambda: self.loop.batches).install(accelerator, self.loop.models)
         install(self.loop.root, request.recipe)
         techniques.set_optimizers(accelerator, request.recipe)
         if request.slices_of_model > 1:
@@ -139,10 +136,7 @@ class ForkedPhase(LoopPhase):
         self.loop.batches += 1
         if self.loop.by_itself:
             self.loop.tracer.batch_begins()
-        samples = self._request.batch_size * self._request.slices_of_model
-        if self._task.looks_again:  # what follows it changes how autograd adds up gradients: this is no timeline
-            return self.run.observer.from_batch.made(self._sample, samples)
-        return self._sample.make(samples)
+        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Notify the tracer."""
@@ -267,7 +261,7 @@ class ForkedPhase(LoopPhase):
     @property
     def steps(self) -> int | None:
         """Optimizer steps that the run has at least: those of an epoch; None where its loader has no known end."""
-        batches = None if self._sample.loader is None else epoch_of(self._sample.loader)[0]
+        batches = None if self._sample.loader is None else batches_of(self._sample.loader)
         return None if batches is None else batches // (self.run.shape.ranks * self._between)
 
     @property
@@ -285,10 +279,8 @@ class ForkedPhase(LoopPhase):
             updates_others=self.loop.updates_others,
             returns_loss=self._returns_loss and not observer.returned.beside,
             compares_samples=self._compares,
-            losses=observer.returned.terms,
             forms=observer.returned.forms,
             joined=observer.returned.joined,
-            from_batch=observer.from_batch.forms,
             counts_items=observer.returned.items,
             calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),

@@ -59,8 +59,6 @@ class ProofTask:
     """In double precision, in which sums in another order do not differ visibly."""
     plan: LaunchPlan | None = None
     """What is installed; None: nothing, as the script is written."""
-    part: tuple[int, int] | None = None
-    """The first of the samples that the batch holds, and the first that it does not; None: it holds all of them."""
     draws: Mapping[int, Any] = field(default_factory=dict)
     """The random draws of the step as written, see :attr:`RowDraws.layout`."""
     called_with: int = 0
@@ -73,8 +71,6 @@ class ProofStep:
 
     observed: Observed
     draws: Mapping[int, Any]
-    items: float | None
-    """That a Trainer has counted in the batch, to divide its loss by; None: it counts none."""
     random: bool
     """True if the models have drawn random numbers."""
 
@@ -105,7 +101,6 @@ class ProvingPhase(Phase):
         self._training: Any = None
         """The loader whose batches are trained on."""
         self._batch: Any = None
-        self._first, self._end = task.part or (0, task.samples)
         self._draws = RowDraws(task.samples, layout=task.draws)
         self._before: Observed | None = None
         self._losses: list[torch.Tensor] = []
@@ -144,7 +139,7 @@ class ProvingPhase(Phase):
         self._asked += 1
         if self._asked == self._task.request and not self._task.called_with:
             self._training = batches.loader
-            self._batch = few_samples(batches.loader, self._task.samples, slice(self._first, self._end))
+            self._batch = few_samples(batches.loader, self._task.samples)
             if self._task.precise:
                 self._in_double_precision()  # again: the script may have put frozen models back into single precision
                 self._batch = mapped(self._batch, _doubled)
@@ -176,7 +171,7 @@ class ProvingPhase(Phase):
         """
         if self._training is not None:
             self._draws.samples = rows or self._task.samples
-            self._draws.begin(0 if rows else self._first, rows or self._end - self._first)
+            self._draws.begin(0, self._draws.samples)
 
     def _calling(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (args, kwargs)
@@ -227,7 +222,7 @@ class ProvingPhase(Phase):
             self._draws.__exit__(None, None, None)
             # Observations travel by torch's own function: a dry run has put one in its place that saves nothing.
             replace_attributes(torch, {"save": getattr(torch.save, "__wrapped__", torch.save)})
-            self._parent.send(ProofStep(self._observe(), self._draws.layout, self.run.observer.items, self._random))
+            self._parent.send(ProofStep(self._observe(), self._draws.layout, self._random))
 
     def _observe(self) -> Observed:
         root = root_of(tuple(self._models))

@@ -26,21 +26,19 @@ LOOKED_AT = 32
 _NUMBERS = 4096
 
 
-def few_samples(loader: Any, count: int, part: slice = slice(None)) -> Any:
+def few_samples(loader: Any, count: int) -> Any:
     """A batch of ``count`` samples that the loader would deliver next. Its sampler and its data set move on.
 
     Args:
         loader: that the script trains on.
         count: of samples.
-        part: those of them that are to be in the batch.
 
     Raises:
         UnsupportedStepError: there are fewer.
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         batch = next(iter(loader.dataset if isinstance(loader, DataLoader) else loader))
-        chosen = split(batch, batch_size(batch), count)[0].data
-        return chosen if part == slice(None) else split(chosen, count, count // 2)[0 if part.start == 0 else 1].data
+        return split(batch, batch_size(batch), count)[0].data
     if isinstance(loader.dataset, IterableDataset):
         found = list(islice(loader.dataset, LOOKED_AT))
     else:
@@ -49,7 +47,7 @@ def few_samples(loader: Any, count: int, part: slice = slice(None)) -> Any:
         raise UnsupportedStepError(_("its batch has {count} samples", count=len(found)))
     different = most_different(found, count)
     others = [sample for sample in found if not any(sample is one for one in different)]
-    return loader.collate_fn(arranged([*different, *others], count)[part])
+    return loader.collate_fn(arranged([*different, *others], count))
 
 
 def most_different(samples: Sequence[Any], count: int) -> list[Any]:

@@ -22,7 +22,7 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
-from vram_guard_accelerate.dry_run.loop_profile import epoch_of
+from vram_guard_accelerate.dry_run.loop_profile import batches_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
@@ -125,7 +125,7 @@ class WholeJobPhase(ForkedPhase):
 
     def _say_what_is_left_out(self) -> None:
         """Where the first epoch is longer than what is followed of it."""
-        length, _samples = epoch_of(self._sample.loader)
+        length = batches_of(self._sample.loader)
         if length is None or length > self.loop.batches * self.run.shape.ranks:
             self._notes.append(
                 Note(

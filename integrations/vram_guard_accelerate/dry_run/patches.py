@@ -75,8 +75,6 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         run.sharding.configure(made, sharded)
     asker = sys._getframe(2).f_locals.get("self")
     if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
-        if not run.script.by_trainer:
-            run.observer.watch_items(sys.modules["transformers.trainer"].Trainer)
         run.script.by_trainer = True
         if isinstance(run.sharding.configured, _engine.EngineProcess):
             run.sharding.configured.trainer = asker
@@ -128,7 +126,7 @@ def _state_loaded(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     given["parameters"] = run.phase.clips(given["parameters"])
-    return run.observer.from_batch.clipping(lambda: original(**given))
+    return original(**given)
 
 
 def _watch_precision(run: DryRun, accelerator: Any) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -65,8 +63,6 @@ class Proofs:
     def __init__(self, first: FirstBatch, look: FirstLook, seconds: float) -> None:
         self._seconds = seconds
         self._why_not = ""
-        self._halved: Proof | None = None
-        self._by_items = look.profile.by_items
         self._steps: _Steps | None = None
         size = first.sample.batch_size
         of_each = seconds_on_cpu(look.timeline, size) / (size * look.facts.batches_per_step)
@@ -90,41 +86,13 @@ class Proofs:
 
     def of(self, plan: LaunchPlan) -> Proof:
         """Compare a plan's step with the script's own."""
-
-        def run(steps: _Steps, deadline: float) -> list[str]:
-            small = _small(plan, steps.samples)
-            (changed,) = steps.run(deadline, {"plan": small})
-            return steps.differences(changed.observed, small.micro_batch_size)
-
-        return self._compared(run)
-
-    def of_halves(self) -> Proof:
-        """Compare the script's step with its steps on both halves of the samples, once.
-
-        These are added as they are or as a mean; where losses are divided by the number of items of a whole optimizer
-        step, each half by its share of the items.
-        """
-
-        def run(steps: _Steps, deadline: float) -> list[str]:
-            steps = steps.up_to_the_first_backward()
-            half, samples = steps.samples // 2, steps.samples
-            halves = steps.run(deadline, {"part": (0, half)}, {"part": (half, samples)})
-            weights: list[tuple[float, ...]] = [(0.5, 0.5), (1.0, 1.0)]
-            items = [step.items for step in halves]
-            if self._by_items and steps.items and None not in items:
-                weights = [tuple((one or 0.0) / steps.items for one in items)]
-            return min((steps.differences(_added(halves, one), half) for one in weights), key=len)
-
-        if self._halved is None:
-            self._halved = self._compared(run)
-        return self._halved
-
-    def _compared(self, run: Callable[[_Steps, float], list[str]]) -> Proof:
         if self._steps is None:
             return Proof(why_not=self._why_not)
         deadline = time.monotonic() + self._seconds
+        small = _small(plan, self._steps.samples)
         try:
-            found = run(self._steps, deadline)
+            changed = self._steps.run(deadline, small)
+            found = self._steps.differences(changed.observed, small.micro_batch_size)
         except _FailedStepError as error:
             found = [str(error)]
         except UnsupportedStepError as error:  # it took too long, or died, or does not run on the CPU as written
@@ -148,8 +116,6 @@ class _Steps:
         self._server = server
         self._task = task
         self._written: Observed | None = None
-        self.items: float | None = None
-        """Of the step as written, where a Trainer counts them; None: it has not been run, or counts none."""
         self.random = False
         """True if the models draw random numbers in the step as written."""
 
@@ -157,10 +123,6 @@ class _Steps:
     def samples(self) -> int:
         """Number of samples that a step is run on."""
         return self._task.samples
-
-    def up_to_the_first_backward(self) -> _Steps:
-        """Shorter ones: what an optimizer does after the first backward pass depends on what is in the batch."""
-        return self if self._task.backwards == 1 else _Steps(self._server, replace(self._task, backwards=1))
 
     def differences(self, changed: Observed, micro_batch_size: int) -> list[str]:
         """The differences between the step as written and another one, worst first."""
@@ -176,47 +138,32 @@ class _Steps:
     def _run_as_written(self, deadline: float) -> None:
         """Once: in double precision, or as it is where the script asks for another one by name."""
         while self._written is None:
-            (step,) = self._answers(deadline, self._task)
+            step = self._answer(deadline, self._task)
             if isinstance(step, ProofStep):
                 if not step.observed.is_telling:
                     raise UnsupportedStepError(_("its gradients are zero or not finite"))
                 self._written, self._task = step.observed, replace(self._task, draws=step.draws)
-                self.items, self.random = step.items, step.random
+                self.random = step.random
             elif self._task.precise:
                 self._task = replace(self._task, precise=False)
             elif isinstance(step, DryRunFailure):
                 raise UnsupportedStepError(step.message)
 
-    def run(self, deadline: float, *changes: dict[str, Any]) -> list[ProofStep]:
-        """What comes out under changes of the task, each by itself."""
+    def run(self, deadline: float, plan: LaunchPlan) -> ProofStep:
+        """What comes out under a plan."""
         self._run_as_written(deadline)
-        steps = self._answers(deadline, *(replace(self._task, **change) for change in changes))
-        for step in steps:
-            if isinstance(step, DryRunFailure):
-                raise _FailedStepError(step.message)
-        return [step for step in steps if isinstance(step, ProofStep)]
+        step = self._answer(deadline, replace(self._task, plan=plan))
+        if isinstance(step, DryRunFailure):
+            raise _FailedStepError(step.message)
+        return step
 
-    def _answers(self, deadline: float, *tasks: ProofTask) -> list[ProofStep | DryRunFailure]:
+    def _answer(self, deadline: float, task: ProofTask) -> ProofStep | DryRunFailure:
         what = _("the copy that would have run a few samples")
-        copies = [(self._server.fork(task), partial(self._server.fork, task)) for task in tasks]
         with without_modes():
-            return [
-                forks.asked_twice(ask, what, max(0.0, deadline - time.monotonic()), begun=copy) for copy, ask in copies
-            ]
-
-
-def _added(steps: Sequence[ProofStep], weights: Sequence[float]) -> Observed:
-    """Gradients and losses of several steps, added up with these weights; of the rest, the last one's."""
-    parts = [step.observed for step in steps]
-    last = parts[-1]
-    with without_modes():
-        gradients = {
-            name: torch.stack([part.gradients[name] * one for part, one in zip(parts, weights, strict=True)]).sum(0)
-            for name in last.gradients
-            if all(name in part.gradients for part in parts)
-        }
-        loss = sum((part.loss or 0.0) * one for part, one in zip(parts, weights, strict=True))
-        return replace(last, gradients=gradients, loss=loss)
+            found: ProofStep | DryRunFailure = forks.asked_twice(
+                partial(self._server.fork, task), what, max(0.0, deadline - time.monotonic())
+            )
+        return found
 
 
 def _backwards(look: FirstLook) -> int:

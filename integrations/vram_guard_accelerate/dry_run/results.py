@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from vram_guard import errors
-from vram_guard.apply.loss_terms import Term
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.forks.side_effects import why_not_written
 from vram_guard.language import _
@@ -47,14 +46,10 @@ class LoopFacts:
     """The models return their loss, so that slices need not run forward twice."""
     compares_samples: bool
     """An output is as wide as the batch: samples may be compared with each other."""
-    losses: tuple[tuple[Term, ...], ...]
-    """The terms of the losses that models return; none where the script computes them."""
     forms: tuple[LossForm, ...]
-    """How each of them adds up its samples."""
+    """How each loss that models return adds up its samples; none where the script computes them."""
     joined: tuple[str, ...]
     """Why samples are joined in each of the models' outputs for each sample; "" where they are not."""
-    from_batch: tuple[LossForm, ...]
-    """How each number that ``backward`` is called for adds up the samples of its batch, whatever computes it."""
     counts_items: bool
     """Models are given the number of items that their loss is divided by."""
     calls: tuple[ModelCall, ...]

@@ -60,41 +60,15 @@ class GraphProof:
             VramGuardError: the second run came to no answer.
         """
         one, other = self._compared()
-        if why := self._why_not_the_same_call():
-            return why
+        written, again = self._traces.first_look().facts, self._traces.looked_again()[1].facts
+        kept = tuple(dict.fromkeys((*written.advances, *written.changed_in_calls, *again.changed_in_calls)))
+        if kept:
+            return _("every step changes state that the model keeps: {names}", names=", ".join(kept[:NAMED]))
         if one.returns_loss:
             return ""  # read before
         if len(one.joined) != len(other.joined):
             return _("it returns different numbers at different batch sizes")
         return next((why for why in (*one.joined, *other.joined) if why), "")
-
-    def why_not_smaller(self) -> str:
-        """Why smaller batches of the loader are not proven; "" where they are, if their losses are weighed as before.
-
-        Other than of slices, whose outputs meet again, it counts what the script does before and after its models.
-
-        Raises:
-            VramGuardError: the second run came to no answer.
-        """
-        if why := self._why_not_the_same_call():
-            return why
-        profile = self._traces.first_look().profile
-        if len(profile.losses) > profile.batches_per_step:
-            return _("it calls backward several times for a batch")
-        samples, again = self._traces.looked_again()
-        one, other = self._traces.looked_again(2 * samples)[1].facts, again.facts
-        if len(one.from_batch) != len(other.from_batch):
-            return _("it calls backward more often at one batch size than at another")
-        found = (form_over_samples(*pair) for pair in zip(one.from_batch, other.from_batch, strict=True))
-        return next((why for kind, why in found if kind is None), "")
-
-    def _why_not_the_same_call(self) -> str:
-        """The state that one call of the models leaves to the next; "" where there is none."""
-        one, again = self._traces.first_look().facts, self._traces.looked_again()[1].facts
-        names = tuple(dict.fromkeys((*one.advances, *one.changed_in_calls, *again.changed_in_calls)))
-        if not names:
-            return ""
-        return _("every step changes state that the model keeps: {names}", names=", ".join(names[:NAMED]))
 
     def remarks(self) -> tuple[str, ...]:
         """What two runs hear of and cannot compare, where :meth:`why_not` is ""."""

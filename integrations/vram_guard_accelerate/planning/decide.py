@@ -17,14 +17,14 @@ from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, plan
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.source import SlicedBy, Source, TraceRequest
-from vram_guard.plan.techniques import TECHNIQUES
+from vram_guard.plan.source import Source, TraceRequest
+from vram_guard.plan.techniques import TECHNIQUES, splits_of
 from vram_guard.proof.effects import unless_said
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques import Recipe, find_blocks
 from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
-from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace
+from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import LOSS_WEIGHT, NOT_HERE, Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
@@ -85,6 +85,8 @@ class ScriptPlan:
     """Relaunches that may be better, the likeliest first."""
     only_told: str = ""
     """The reason why the launch is not changed as the plan says; "" where it is."""
+    own_options: tuple[str, ...] = ()
+    """Words for the script's command line that make its batches smaller: nobody has tried them."""
 
 
 def decide(
@@ -130,7 +132,7 @@ def _decided(
 ) -> ScriptPlan:
     look = traces.first_look()
     if current is not None:
-        current.check(first.precision, look.profile, first.shape.ranks)
+        current.check(first.precision, look.profile)
     proofs = Proofs(first, look, settings.proof_seconds)
     by_graph = GraphProof(traces, first.sample.batch_size)
     weigh = cache(lambda: _loss_weight(by_graph, look.facts, settings))
@@ -144,17 +146,13 @@ def _decided(
     )
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
-    candidates = (
-        RelaunchCandidates(first, look, settings, proofs.of_halves, lambda: _why_not_by_graph(by_graph.why_not_smaller))
-        if may_relaunch
-        else None
-    )
+    candidates = RelaunchCandidates(first, look, settings) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
     refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
     planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
     fitting: Plan | None = None
     while True:
-        made = planner.in_slices()
+        made = planner.plan()
         launch_plan = replace(_launch_plan(made, first), returns_loss=look.facts.returns_loss)
         if launch_plan.slices:
             weight, unclear = weigh()
@@ -172,7 +170,7 @@ def _decided(
     if fitting is not None and not made.fits:
         others = {name: why for name, why in planner.refused.items() if name != "accumulate"}
         if others != before:
-            fitting = replace(planner, refused=others).in_slices()
+            fitting = replace(planner, refused=others).plan()
         if fitting.fits:
             made = made.proposing(fitting, planner.refused["accumulate"])
     notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
@@ -181,24 +179,47 @@ def _decided(
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
         if not made.fits or (made.changed and not _grows(made)):
-            relaunches = candidates.find(made, planner.in_smaller_batches, current)
+            relaunches = candidates.find(made, current)
         notes += candidates.notes
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
+    own = _own_options(first, look.facts, settings, made, 1 if fitting is None else fitting.splits)
     if current is None:
-        return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunches, told)
+        return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunches, told, own)
     if current.change.sharding.introduced:
         notes += divided_notes(first, made)
     if current.change.sharding.by_engine:
         notes += engine_notes(first, made, current.change.sharding)
-    notes = [*current.notes(made), *notes]
+    notes = [current.note, *notes]
     combined = current.combined(made, first)
-    return ScriptPlan(combined, current.change.applied_to(launch_plan), tuple(dict.fromkeys(notes)), relaunches, told)
+    changed = current.change.applied_to(launch_plan)
+    return ScriptPlan(combined, changed, tuple(dict.fromkeys(notes)), relaunches, told, own)
+
+
+def _own_options(first: FirstBatch, facts: LoopFacts, settings: Settings, made: Plan, splits: int) -> tuple[str, ...]:
+    """What the script's own options for smaller batches would be, where the guard does not do as well.
+
+    Args:
+        first: the script.
+        facts: of its loop.
+        settings: what may be changed.
+        made: its plan.
+        splits: micro-batches of a plan that would fit, and cannot be used; 1: there is none.
+    """
+    batch, accumulation = first.batch_size_option, first.script.options.accumulation(facts.batches_per_step)
+    again = made.splits > 1 and not facts.returns_loss
+    if not (batch and accumulation and "accumulate" in settings.techniques) or (made.fits and not again):
+        return ()
+    size, wanted = first.sample.batch_size, max(2, made.splits, splits)
+    count = next((one for one in splits_of(size) if one >= wanted), 0)
+    if not count:
+        return ()
+    return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans for a script, by who makes its batches smaller."""
+    """Plans for a script, whose models may pass their batches through in slices."""
 
     first: FirstBatch
     settings: Settings
@@ -210,17 +231,8 @@ class _Planner:
     without: frozenset[str]
     """Techniques that are not to be planned here, and of which nothing is said."""
 
-    def in_slices(self) -> Plan:
-        """The models pass their batches through in slices."""
-        again = not self.facts.returns_loss
-        return self._plan("model", self.refused, forward_again=again, grow=self.settings.asks("grow"))
-
-    def in_smaller_batches(self) -> Plan:
-        """The script loads smaller batches, and takes an optimizer step after more of them."""
-        refused = {name: why for name, why in self.refused.items() if name != "accumulate"}
-        return self._plan("loader", refused, forward_again=False, grow=False)
-
-    def _plan(self, sliced_by: SlicedBy, refused: Mapping[str, str], *, forward_again: bool, grow: bool) -> Plan:
+    def plan(self) -> Plan:
+        """The cheapest plan that fits."""
         first, settings = self.first, self.settings
         source = Source(
             model=first.root,
@@ -232,8 +244,8 @@ class _Planner:
             sharded=first.fork_server is not None,
             compiles=first.compiles,
             copies=True,
-            sliced_by=sliced_by,
-            forward_again=forward_again,
+            sliced_by="model",
+            forward_again=not self.facts.returns_loss,
             job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda job: cast("_OwnJob", job.play).trace,
         )
@@ -242,9 +254,9 @@ class _Planner:
             first.sample.batch_size,
             self.budget,
             allow=settings.techniques - self.without,
-            refused=refused,
+            refused=self.refused,
             host_budget=host_share(settings.host_budget, first.shape.local_ranks),
-            grow=grow and "grow" not in self.without,
+            grow=settings.asks("grow") and "grow" not in self.without,
             target_utilization=settings.target_utilization,
             lr_rule=settings.lr_rule,
             dataset_size=first.sample.dataset_size,
@@ -331,7 +343,7 @@ def _loss_weight(
     """
     if settings.loss_weight is not None:
         return settings.loss_weight, ""
-    if not facts.losses:
+    if not facts.forms:
         return "mean", ""
     try:
         weight, why = by_graph.loss_weight()

@@ -79,6 +79,7 @@ def _follow(
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
                 only_told=found.only_told,
+                own_options=found.own_options,
                 seconds={"script": stood - began, "plan": time.monotonic() - stood},
                 host_memory={"script": memory, "plan": _memory()},
                 releases=Releases.here(),

@@ -70,6 +70,8 @@ class DryRunAnswer:
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
     releases: Releases
     """Those that the script ran with."""
+    own_options: tuple[str, ...] = ()
+    """Words for the script's command line that make its batches smaller: nobody has tried them."""
     brief: str = ""
     """The text in about a dozen lines."""
     page: str = ""

@@ -1,1 +1,1 @@
-"""Launches of the same script with other options of its own, and the proof that they are the same training."""
+"""Launches of the same script in another precision or sharding, and the proof that they are the same training."""

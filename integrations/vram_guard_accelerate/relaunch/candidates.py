@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vram_guard.guard.refusals import Refusal
-from vram_guard.language import _
 from vram_guard.parallel.resharding import other_strategy
-from vram_guard.plan.techniques import mixed_precision, splits_of
+from vram_guard.plan.techniques import mixed_precision
 from vram_guard.techniques import find_blocks
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import ShardingChange, strategy_of
 from vram_guard_accelerate.apply.fsdp import on_host, wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.dry_run.proofs import Proof
 from vram_guard_accelerate.dry_run.results import FirstLook
 from vram_guard_accelerate.relaunch import engine
 from vram_guard_accelerate.relaunch.divisible import why_not_divided
-from vram_guard_accelerate.relaunch.equivalence import why_not_accumulated, why_not_counted
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard_accelerate._settings import Settings
-
-#: Of batches in smaller parts, how many sizes are asked for: the largest that is thought to fit, and the next smaller.
-SIZES = 2
 
 
 class RelaunchCandidates:
@@ -37,26 +30,14 @@ class RelaunchCandidates:
         first: the script, at its first training batch.
         look: what its loop was seen to do.
         settings: what may be changed.
-        halved: what came of a few samples, run whole and in halves.
-        why_joined: the reason why the graph from a batch to its loss does not show that samples stay apart; "" where it
-            does.
     """
 
-    def __init__(
-        self,
-        first: FirstBatch,
-        look: FirstLook,
-        settings: Settings,
-        halved: Callable[[], Proof],
-        why_joined: Callable[[], str],
-    ) -> None:
+    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings) -> None:
         self._first = first
         self._look = look
         self._settings = settings
-        self._halved = halved
-        self._why_joined = why_joined
         self.notes: list[str] = []
-        """The reasons why the script's own options are not set, where they could have been."""
+        """The reasons why the model is not divided, where that was asked for."""
 
     @property
     def reserved(self) -> set[str]:
@@ -75,12 +56,11 @@ class RelaunchCandidates:
         name, _why = mixed_precision(self._first.precision, self._first.shape.capability)
         return ACCELERATES[name] if name is not None else ""
 
-    def find(self, made: Plan, accumulated: Callable[[], Plan], current: Relaunch | None) -> tuple[Relaunch, ...]:
+    def find(self, made: Plan, current: Relaunch | None) -> tuple[Relaunch, ...]:
         """Relaunches that may be better than the plan of the launch as it is, the likeliest first.
 
         Args:
             made: that plan.
-            accumulated: makes a plan whose micro-batches are the script's own smaller batches.
             current: the relaunch that this launch is itself.
         """
         if current is None:
@@ -91,16 +71,11 @@ class RelaunchCandidates:
         if self.reserved:
             option = self._first.script.precision_option
             found.append(Relaunch(replace(change, precision=self._mixed, precision_option=option), baseline))
-        if change.splits == 1:
-            smaller = self._smaller_batches(change, made, accumulated)
-            divided = [Relaunch(replace(change, sharding=one), baseline) for one in self._divided(change.sharding)]
-            found += [one for one in divided if one.change.sharding.kind != "offload"]
-            found += [Relaunch(one, baseline, one.splits, self._halved().samples) for one in smaller]
-            found += [one for one in divided if one.change.sharding.kind == "offload"]  # takes most time
+        found += [Relaunch(replace(change, sharding=one), baseline) for one in self._divided(change.sharding)]
         return tuple(found)
 
     def _divided(self, present: ShardingChange) -> list[ShardingChange]:
-        """Other ways in which Accelerate divides the model."""
+        """Other ways in which Accelerate divides the model; the host, which takes most time, comes last."""
         allowed, plugin = self._settings.techniques, self._first.fsdp_plugin
         if self._first.engine is not None:
             return self._by_engine(present)
@@ -131,56 +106,3 @@ class RelaunchCandidates:
         if asks("offload_optimizer") and not engine.why_not_states_on_host(self._first):
             found.append(replace(present, states_on_host=True))
         return found
-
-    def _smaller_batches(self, change: LaunchChange, made: Plan, accumulated: Callable[[], Plan]) -> list[LaunchChange]:
-        """Smaller batches, more of them: where slices would run forwards twice, or cannot be made."""
-        facts, options, size = self._look.facts, self._first.script.options, self._first.sample.batch_size
-        batch, accumulation = self._first.batch_size_option, options.accumulation(facts.batches_per_step)
-        by_engine = not accumulation and self._first.engine is not None
-        if not (batch and (accumulation or by_engine) and "accumulate" in self._settings.techniques):
-            return []
-        names = {"batch": batch, "accumulation": accumulation or _("DeepSpeed's gradient_accumulation_steps")}
-        if facts.returns_loss and made.splits > 1:
-            self.notes.append(
-                _(
-                    "the models return their loss: slices inside their forward cost nothing, so the script's own "
-                    "options ({batch}, {accumulation}) stay as they are",
-                    **names,
-                )
-            )
-            return []
-        # The graph shows it of every batch; a run of some samples only refuses.
-        why = why_not_accumulated(self._look.profile, self._first.shape.ranks) or self._why_joined()
-        found = None if why else accumulated()
-        if found is not None:
-            slower = made.fits and (found.slowdown or 1.0) >= (made.slowdown or 1.0)
-            if not found.fits or found.splits == 1 or slower:
-                return []
-            why = self._halved().refutation
-        if found is None or why:
-            counted = not why_not_counted(self._look.profile, self._first.shape.ranks)
-            unread = found is None and counted and size % 2 == 0
-            refuted = self._halved().refutation if unread else ""
-            reason = "; ".join(filter(None, (why, refuted)))
-            note = _("the script's own options ({batch}, {accumulation}) are not set: {reason}", **names, reason=reason)
-            if unread and not refuted and self._halved().samples:
-                note = _(
-                    "{note}. {count} samples came to the same in the first step, whole and in halves; other samples "
-                    "and later steps may not, so that half the batch, typed by hand, may be another training",
-                    note=note,
-                    count=self._halved().samples,
-                )
-            self.notes.append(note)
-            return []
-        return [
-            replace(
-                change,
-                splits=count,
-                batch_size=size // count,
-                batch_option=batch,
-                accumulation=facts.batches_per_step * count,
-                accumulation_option=accumulation,
-                sharding=replace(change.sharding, accumulation=facts.batches_per_step * count if by_engine else 0),
-            )
-            for count in [count for count in splits_of(size) if count >= found.splits][:SIZES]
-        ]

@@ -21,18 +21,6 @@ from transformers import (
 class Own:
     out: str = ""
     samples: int = 40
-    by_items: bool = False
-
-
-class ByItems(Trainer):
-    """Divides the sum of its own loss by the labels of the whole optimizer step, as TRL's trainers do."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        losses = torch.nn.functional.cross_entropy(
-            model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
-        )
-        return losses.sum() / torch.as_tensor(num_items_in_batch).clamp(min=1)
 
 
 class Rates(TrainerCallback):
@@ -58,11 +46,8 @@ def main():
     model = GPT2LMHeadModel(config)
     tokens = torch.randint(0, 64, (own.samples, 256), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row.clone()} for row in tokens]
-    if own.by_items:
-        for number, one in enumerate(data):
-            one["labels"][: 17 * (number % 11) + 1] = -100
     rates = Rates()
-    trainer = (ByItems if own.by_items else Trainer)(model=model, args=training, train_dataset=data, callbacks=[rates])
+    trainer = Trainer(model=model, args=training, train_dataset=data, callbacks=[rates])
     trainer.train()
     divided = trainer.is_deepspeed_enabled and "LOCAL_RANK" in os.environ
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if divided else trainer.model.state_dict()
