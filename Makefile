@@ -18,7 +18,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas compare-pages clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -67,43 +67,37 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a whole job, a plan, curves of plans and batches, a proof, looking for the longest batch, compiled steps, and what the guard adds to an iteration
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_trace.py
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_job.py
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_plan.py
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_proof.py
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_mmengine.py
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_longest.py
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/bench_compiled.py
+bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a plan, a proof, and what the guard adds to an iteration
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks speed
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
-	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.measure
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks gpu-measure
 
 gpu-compare: $(STAMP) ## predict without a GPU what was recorded on one; replay the allocator histories
-	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.gpu.compare
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks gpu-compare
 
 bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/*/peers.md and the chart
 	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0 torch-preflight==0.5.0
-	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.peers.bench
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks peers
 
 # The published runs had other releases: transformers 4.51.3 lies beside the installed one; torchvision and timm come with
 # a CUDA build of torch (some GB), so they get an environment of their own.
 PUBLISHED := .venv-published
 
-bench-published: $(STAMP) ## predict what others measured and published, beside their tools: docs/*/accuracy.md's table
+bench-published: $(STAMP) ## predict what others measured and published, beside their tools: for docs/*/accuracy.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group bench
 	test -d $(PUBLISHED)/transformers-4.51.3 || $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
 	test -d $(PUBLISHED)/litgpt || $(BIN)/python -m pip install --quiet --no-deps --target $(PUBLISHED)/litgpt litgpt==0.5.13
 	test -d $(PUBLISHED)/torchvision || { $(PYTHON) -m venv $(PUBLISHED)/torchvision && \
 		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
-	PYTHONPATH=.:integrations $(BIN)/python benchmarks/published --rows --libraries $(PUBLISHED) --json bench-published.json
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks published --libraries $(PUBLISHED) --json bench-published.json
 
-bench-sharded: $(STAMP) ## predict what others measured on several GPUs; writes docs/*/sharded.md and pictures of layouts
-	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.sharded --json bench-sharded.json
+bench-sharded: $(STAMP) ## predict what others measured on several GPUs; writes docs/*/sharded.md
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks sharded --json bench-sharded.json
 
 recorded: $(STAMP) ## replay and predict what others recorded of the allocator on GPUs; writes docs/*/recorded.md
-	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks.recorded
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks recorded
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
@@ -116,9 +110,6 @@ messages: $(STAMP) ## bring the translations up to date with the code and compil
 
 schemas: $(STAMP) ## write docs/schemas.json, the JSON schemas of the commands' answers
 	$(BIN)/python tools/json_schemas.py
-
-compare-pages: $(STAMP) ## make the pages anew that are too dear for the tests, and show which figures differ: PAGES="plans recorded"
-	PYTHONPATH=.:integrations $(BIN)/python tools/compare_pages.py $(PAGES)
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

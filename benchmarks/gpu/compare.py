@@ -1,12 +1,12 @@
 """Predict, without a GPU, what ``measure`` measured on one; replay the allocator histories that it recorded.
 
-    python -m benchmarks.gpu.compare [FOLDER ...] [--json FILE] [--only WORD ...] [--no-predictions]
+    python -m benchmarks gpu-compare [FOLDER ...] [--json FILE] [--only WORD ...] [--no-predictions] [--write]
 
 A FOLDER holds ``results.json`` and perhaps ``histories.json.gz``; without any, all of ``benchmarks/gpu/results``.
 Rows are predicted for the compute capability and the free memory of the results' GPU, through vram_guard's public
 functions, under the flags for TF32 that were measured; an installed cuDNN of the measured release is asked for
 workspaces. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
-status is 1 where there is such a row, 2 for a file that cannot be read.
+status is 1 where there is such a row, 2 for a file that cannot be read. --write fills in docs/*/measured.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.gpu.cases import allow_tf32
 from benchmarks.gpu.history import expanded
+from benchmarks.gpu.pages import write_page
 from benchmarks.gpu.records import HISTORIES, RESULTS, Measured, read_histories, read_results
 from benchmarks.gpu.records import Results as MeasuredResults
 from benchmarks.gpu.replays import history_facts, told_history
@@ -215,13 +216,14 @@ def _reported(name: str, compared: Results) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare and print."""
-    parser = arguments_of("benchmarks.gpu.compare", __doc__, only="cases", json="everything")
+    parser = arguments_of("gpu-compare", __doc__, only="cases", json="everything")
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--no-predictions", action="store_true", help="only replay the histories: quick")
+    parser.add_argument("--write", action="store_true", help="fill in docs/*/measured.md")
     options = parser.parse_args(arguments)
     folders = options.folders or sorted(path.parent for path in OWN_RESULTS.glob(f"*/{RESULTS}"))
     if not folders:
-        print(f"{OWN_RESULTS} holds no results: run benchmarks.gpu.measure on a machine with a GPU", file=sys.stderr)
+        print(f"{OWN_RESULTS} holds no results: run gpu-measure on a machine with a GPU", file=sys.stderr)
         return 2
     every = Results()
     for folder in folders:
@@ -249,8 +251,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(line)
     if options.json:
         write(every, options.json)
+    if options.write:
+        write_page(every)
     return int(bool(every.failed))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,9 +1,9 @@
 """The shortfall of predictions, and the safety margin that follows from it.
 
-    python -m benchmarks.gpu.margin [--write] FILE [FILE ...]
+    python -m benchmarks margin [--write] FILE [FILE ...]
 
-Each FILE is a ``results.json`` of this suite (predicted anew, which takes a while), or rows as ``compare --json`` and
-``benchmarks/published --json`` write them. Of the published rows those count that measured what a budget is about: the
+Each FILE is a ``results.json`` of this suite (predicted anew, which takes a while), or rows as ``gpu-compare --json``
+and ``published --json`` write them. Of the published rows those count that measured what a budget is about: the
 reserved bytes of whole training steps, or what the device used. Where that was NVML's figure, the margin also covers
 what CUDA's libraries take beside the allocator.
 
@@ -34,12 +34,11 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.gpu.compare import compare_results
 from benchmarks.gpu.records import FORMAT, read_results
@@ -124,61 +123,6 @@ def as_json(rows: Sequence[Row], made: str) -> dict[str, Any]:
     return {"format": "vram_guard margins", "version": 2, "made": made, "sources": dict(counts), "margins": found}
 
 
-class Kept(NamedTuple):
-    """What a rule keeps for runs whose cuDNN workspaces are unknown, with the margin that it needs for 90% of them."""
-
-    margins: tuple[float, ...]
-    """Of its amounts, in their order."""
-    exceeded: int
-    """Runs that took more than it keeps."""
-    exceeded_elsewhere: int
-    """The same, where each network's margin is measured on the other networks alone."""
-    beyond: float
-    """How much more it keeps than a run took: a share, on average."""
-
-
-#: What may have to fit, with its margin: one amount, or the smaller of two.
-Rule = tuple[Callable[[Row], float], ...]
-RULES: dict[str, Rule] = {
-    "prediction": (lambda row: row.predicted or 0,),
-    "upper end": (lambda row: row.upper or 0,),
-    "middle": (lambda row: ((row.predicted or 0) + (row.upper or 0)) / 2,),
-    "smaller": (lambda row: row.predicted or 0, lambda row: row.upper or 0),
-}
-
-
-def kept(rows: Sequence[Row]) -> dict[str, Kept]:
-    """Every rule, held against the runs of convolutions in float32 among the rows; names begin with the network.
-
-    Raises:
-        InvalidInputError: they are of fewer than two networks.
-    """
-    runs = distinct([row for row in rows if row.has_peak and row.upper and row.network == "convolutions in float32"])
-    others = {row.name: [each for each in runs if each.name.split()[0] != row.name.split()[0]] for row in runs}
-    if not (runs and all(others.values())):
-        raise InvalidInputError("runs of two networks with convolutions in float32 are needed: measure more")
-    found = {}
-    for name, rule in RULES.items():
-        shares, elsewhere = (
-            [row.error_of(_needed(rule, measured, row)) for row, measured in pairs]
-            for pairs in ([(row, runs) for row in runs], [(row, others[row.name]) for row in runs])
-        )
-        exceeded, exceeded_elsewhere = (sum(share < 0 for share in each) for each in (shares, elsewhere))
-        found[name] = Kept(_margins(rule, runs), exceeded, exceeded_elsewhere, statistics.mean(shares))
-    return found
-
-
-def _margins(rule: Rule, measured: Sequence[Row]) -> tuple[float, ...]:
-    short = ([max(0.0, -row.error_of(round(amount(row)))) for row in measured] for amount in rule)
-    return tuple(quantile(each, DEFAULT_QUANTILE) for each in short)
-
-
-def _needed(rule: Rule, measured: Sequence[Row], row: Row) -> int:
-    """Bytes that have to be there for this row, with the margins of the measured ones."""
-    margins = _margins(rule, measured)
-    return round(min(amount(row) / (1 - margin) for amount, margin in zip(rule, margins, strict=True)))
-
-
 def _entry(rows: Sequence[Row]) -> dict[str, Any]:
     values = [shortfall(row) for row in rows]
     return {
@@ -194,7 +138,7 @@ def _entry(rows: Sequence[Row]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
-    parser = arguments_of("benchmarks.gpu.margin", __doc__)
+    parser = arguments_of("margin", __doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true", help=f"also make {WRITTEN.name} of the default margins")
     options = parser.parse_args(arguments)
@@ -223,7 +167,3 @@ def main(arguments: list[str] | None = None) -> int:
                 shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95))
                 print(f"{tier}, {network}: {len(own)} rows, {shares}, largest {max(values):.2%}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Measure the suite on the GPU of this machine, each case in a process of its own (harness/workers.py).
 
-    python -m benchmarks.gpu.measure [--out DIR] [--minutes N] [--only WORD ...]
+    python -m benchmarks gpu-measure [--out DIR] [--minutes N] [--only WORD ...]
 
 Run from the root of the repository; needs torch and transformers, and nothing of this project installed
 (``PYTHONPATH=.:integrations``). Writes ``results.json`` and ``histories.json.gz`` into DIR/<gpu>-<torch>/, anew after
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = arguments_of("benchmarks.gpu.measure", __doc__, only="cases")
+    parser = arguments_of("gpu-measure", __doc__, only="cases")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help="where the results go")
     parser.add_argument("--minutes", type=float, default=16.0, help="start no case that would end later than this")
     parser.add_argument(
@@ -206,7 +206,3 @@ class Suite:
     def _write(self) -> None:
         self.results = replace(self.results, minutes=round(self._elapsed() / 60, 2))
         write_results(self.folder, self.results)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,39 +1,76 @@
-"""Pages that benchmarks write: one in each language, with tables in Markdown.
+"""Tables and sentences of the documentation that are made from results.
 
-A page's texts lie next to its module in ``page.json``: language (its folder under ``docs``) -> name -> text.
+In a page they stand between ``<!-- table: NAME -->`` and ``<!-- end -->``. A table keeps its head, in the language of
+its page; the texts that are made are English, and ``words.json`` has them in the other languages.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.records import Results
+from vram_guard.errors import InvalidInputError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
-Texts = Mapping[str, Any]
+#: (English text, its values) -> the text in the language of a page.
+Say = Callable[..., str]
+
+#: The rows of a table, or a sentence.
+Made = Iterable[Sequence[str]] | str
+
+_BLOCK = "(<!-- table: {name} -->\n).*?(<!-- end -->)"
+WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 
 
-def texts(folder: Path) -> dict[str, Texts]:
-    """Language -> the texts of the page whose benchmark lies in the folder."""
-    found: dict[str, Texts] = json.loads((folder / "page.json").read_text(encoding="utf-8"))
-    return found
+def fill(
+    page: str, makers: Mapping[str, Callable[[Say], Made]], docs: Path = DOCS, note: str = "", **facts: Any
+) -> None:
+    """Fill in the page in every folder of ``docs`` that has it, and print its paths.
+
+    Args:
+        page: the file's name.
+        makers: name of a place -> what makes its contents.
+        docs: folder with a folder for each language.
+        note: a sentence below each table.
+        facts: its values.
+
+    Raises:
+        InvalidInputError: a page has no such place, or several.
+    """
+    for path in sorted(docs.glob(f"*/{page}")):
+        words = WORDS.get(path.parent.name, {})
+
+        def say(english: str, words: Mapping[str, str] = words, **values: Any) -> str:
+            return words.get(english, english).format(**values)
+
+        text = path.read_text(encoding="utf-8")
+        for name, make in makers.items():
+            text = _filled(text, name, make(say), say(note, **facts), path)
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
-def write_pages(name: str, languages: Mapping[str, Texts], page: Callable[[Texts], str], docs: Path) -> list[Path]:
-    """Write the page ``name`` in each language under ``docs``; the answer is their paths."""
-    written = []
-    for language, words in languages.items():
-        path = docs / language / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(words), encoding="utf-8")
-        written.append(path)
-    return written
+def _filled(text: str, name: str, made: Made, note: str, path: Path) -> str:
+    pattern = re.compile(_BLOCK.format(name=re.escape(name)), flags=re.DOTALL)
+    places = pattern.findall(text)
+    if len(places) != 1:
+        raise InvalidInputError(f"{path} has {len(places)} places for the table {name}")
+
+    def block(match: re.Match[str]) -> str:
+        if isinstance(made, str):
+            return f"{match[1]}\n{made}\n\n{match[2]}"
+        head = [line for line in match[0].splitlines() if line.startswith("|")][:2]
+        lines = [*head, *("| " + " | ".join(row) + " |" for row in made), *(["", note] if note else [])]
+        return "\n".join([f"{match[1]}", *lines, "", match[2]])
+
+    return pattern.sub(block, text)
 
 
 def machine(results: Results) -> str:
@@ -42,7 +79,6 @@ def machine(results: Results) -> str:
     return f"torch {found['torch']}, Python {found['python']}, CPU x {found['cores']}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def listed(lines: Iterable[str]) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"- {line}" for line in lines)

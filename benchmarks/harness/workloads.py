@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.networks import NETWORKS, batches, language, latent_unet, video_unlearning
+from benchmarks.harness.networks import NETWORKS, batches, language
 from vram_guard import TrainingStep
 
 
@@ -20,8 +20,6 @@ class Workload:
     title: str
     batch_size: int
     step: TrainingStep
-    needs: tuple[str, ...] = ()
-    """Packages that must be importable."""
 
     def build(self) -> Any:
         """The model."""
@@ -69,39 +67,16 @@ FOREACH = {"lr": 1e-4, "foreach": True}
 _GPT2 = batches.language(1024, 50_257)
 
 WORKLOADS = {
-    "gpt2": Workload(
-        "GPT-2 small, 8 x 1024", 8, step_of(language.gpt2, _GPT2, batches.own_loss, **FOREACH), ("transformers",)
-    ),
+    "gpt2": Workload("GPT-2 small, 8 x 1024", 8, step_of(language.gpt2, _GPT2, batches.own_loss, **FOREACH)),
     "resnet50": Workload("ResNet-50, 64 x 3 x 224 x 224", 64, of_suite("resnet50", **FOREACH)),
     "llama7b": Workload(
         "Llama-7B, 1 x 2048",
         1,
         step_of(language.llama_7b, batches.language(2048, 32_000), batches.own_loss, **FOREACH),
-        ("transformers",),
-    ),
-    "gpt2-medium": Workload(
-        "GPT-2 medium, 16 x 1024 tokens, 32-true",
-        16,
-        step_of(language.gpt2_medium, _GPT2, batches.own_loss, lr=1e-4),
-        ("transformers",),
     ),
     "vit-large": Workload(
         "ViT-L/16, 128 x 3 x 224 x 224, 32-true",
         128,
         step_of(language.vit_large, batches.vit_images, batches.own_loss, lr=1e-4),
-        ("transformers",),
-    ),
-    "unet": Workload(
-        "U-Net of latent diffusion, 16 x 4 x 64 x 64, 32-true",
-        16,
-        step_of(latent_unet.UNet, latent_unet.batch, latent_unet.noise_loss, lr=1e-4),
-    ),
-    "cogvideox": Workload(
-        "CogVideoX-5b, frozen twin, T5-XXL, 4 x 17 x 16 x 32 x 32, bf16-true",
-        4,
-        step_of(video_unlearning.Unlearning, video_unlearning.batch, video_unlearning.loss, lr=1e-4).with_(
-            precision="bf16-true"
-        ),
-        ("transformers", "diffusers"),
     ),
 }

@@ -1,25 +1,26 @@
-"""Ask every estimator about the same training steps, side by side, and write the table, the chart and the pages.
+"""Ask every estimator about the same training steps, side by side; fills in docs/*/peers.md and draws its chart.
 
-    python -m benchmarks.peers.bench [--out DIR] [--json FILE] [--only WORD ...] [--tools NAME ...]
+    python -m benchmarks peers [--json FILE] [--only WORD ...] [--tools NAME ...] [--out DIR]
 
 Each question runs in a worker of its own (harness/workers.py), with a time limit. What a tool cannot answer, and why,
-is part of the table. The pages go to DIR/en and DIR/zh_cn, the chart to DIR/images; DIR is the repository's ``docs``
-unless told otherwise. Nothing is downloaded.
+is part of the table. DIR is the repository's ``docs`` unless told otherwise; where a part is asked, nothing is written.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.command import arguments_of, chosen
 from benchmarks.harness.environment import environment
-from benchmarks.harness.pages import DOCS, GIB
+from benchmarks.harness.pages import DOCS, GIB, Say, fill, listed, machine
 from benchmarks.harness.records import Results, Row, write
-from benchmarks.harness.statistics import OURS
+from benchmarks.harness.statistics import OURS, Errors
 from benchmarks.harness.workers import ask
-from benchmarks.peers.chart import draw
-from benchmarks.peers.pages import by_workload, write_pages
 from benchmarks.peers.tools import TOOLS, answer, row_of
 from benchmarks.peers.workloads import workloads
 
@@ -29,21 +30,17 @@ LIMIT = 900.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; the exit status is 1 where vram_guard itself had no answer."""
-    parser = arguments_of("benchmarks.peers.bench", __doc__, only="workloads", json="everything")
+    parser = arguments_of("peers", __doc__, only="workloads", json="everything")
     parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR")
     parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=list(TOOLS))
     options = parser.parse_args(arguments)
     names = chosen(workloads(), options.only)
-    if not names:
-        print(f"no workload contains {' or '.join(options.only)}", file=sys.stderr)
-        return 2
     results = ask_everything(names, options.tools)
     if options.json:
         write(results, options.json)
-    print_table(results)
-    draw(results, options.out / "images" / "peers.png")
-    for page in write_pages(results, options.out):
-        print(page)
+    if names == list(workloads()) and options.tools == list(TOOLS):
+        draw(results, options.out / "images" / "peers.png")
+        write_page(results, options.out)
     return int(any(row.predicted is None for row in results.rows if row.source == OURS))
 
 
@@ -53,31 +50,100 @@ def ask_everything(names: list[str], tools: list[str], limit: float = LIMIT) -> 
     for name in names:
         for tool in tools:
             heard = ask(answer, tool, name, limit=limit)
-            step = workloads()[name]
-            row = Row(**heard.result) if heard.result else row_of(tool, step, reason=_unanswered(heard.error))
+            unanswered = heard.error.strip().rpartition("\n")[2]
+            row = Row(**heard.result) if heard.result else row_of(tool, workloads()[name], reason=unanswered)
             results.rows.append(row)
-            said = f"{row.predicted / GIB:.2f} GiB" if row.predicted is not None else row.reason
+            error = f" {row.error:+.1%}, {row.seconds:.2f} s" if row.measured and row.predicted else ""
+            said = f"{row.predicted / GIB:.2f} GiB{error}" if row.predicted is not None else row.reason
             print(f"{name}, {tool}: {said}", file=sys.stderr, flush=True)
     return results
 
 
-def _unanswered(error: str) -> str:
-    return error.strip().splitlines()[-1]
+def write_page(results: Results, docs: Path = DOCS) -> None:
+    """Fill in the page."""
+    tools = dict(results.by_source())
+    fill(
+        "peers.md",
+        {
+            "machine": lambda _say: machine(results),
+            "answers": lambda say: _answers(results, say),
+            "seconds": lambda _say: [_seconds(tool, rows) for tool, rows in tools.items()],
+            "reasons": lambda _say: listed(_reasons(results)),
+        },
+        docs,
+    )
 
 
-def print_table(results: Results) -> None:
-    """Predicted GiB, the error where a measurement is published, and the seconds it took."""
-    for title, rows in by_workload(results).items():
-        first = rows[0]
-        measured = f"measured {first.measured / GIB:.2f} GiB on {first.details['gpu']}" if first.measured else ""
-        print(f"\n{title}: {measured or 'not measured'}")
-        for row in rows:
-            if row.predicted is None:
-                print(f"  {row.source:18}{'-':>9}            {'':>9}  {row.reason}")
-                continue
-            error = f"{row.error:+9.1%}" if row.measured else f"{'':>9}"
-            print(f"  {row.source:18}{row.predicted / GIB:>9.2f} GiB{error}{row.seconds:>10.2f} s")
+def _answers(results: Results, say: Say) -> Iterator[tuple[str, ...]]:
+    for title in dict.fromkeys(row.name for row in results.rows):
+        rows = [row for row in results.rows if row.name == title]
+        measured = f"{rows[0].measured / GIB:.2f} ({rows[0].details['gpu']})" if rows[0].measured else "-"
+        yield (title, measured, *(_answer(row, say) for row in rows))
+    yield (say("median error on the measured rows"), "", *(_median(rows) for _tool, rows in results.by_source()))
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _answer(row: Row, say: Say) -> str:
+    if row.predicted is None:
+        return say("no answer")
+    error = f" ({row.error:+.1%})" if row.measured else ""
+    return f"{row.predicted / GIB:.2f}{error}"
+
+
+def _median(rows: list[Row]) -> str:
+    """Of the absolute errors, and over how many of the measured rows."""
+    answered = [row.error for row in rows if row.has_peak]
+    errors = Errors.of(answered)
+    return f"{errors.median:.1%} ({len(answered)}/{sum(row.measured is not None for row in rows)})" if errors else "-"
+
+
+def _seconds(tool: str, rows: list[Row]) -> tuple[str, ...]:
+    seconds = [row.seconds for row in rows if row.seconds is not None]
+    times = (f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}") if seconds else ("-", "-")
+    return (tool, *times, f"{len(seconds)}/{len(rows)}")
+
+
+def _reasons(results: Results) -> Iterator[str]:
+    """Tool and reason, with the steps that it held for; those of one model are counted."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for row in results.rows:
+        if row.predicted is None:
+            found.setdefault((row.source, row.reason), Counter())[row.name.split(",")[0]] += 1
+    for (tool, why), titles in found.items():
+        steps = ", ".join(title if count == 1 else f"{count} x {title}" for title, count in titles.items())
+        yield f"{tool}: {why} ({steps})"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Predicted over measured on a logarithmic axis, and the seconds that an answer took, as a PNG.
+
+    Args:
+        results: rows whose sources are the tools.
+        path: its folder is made.
+    """
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tools = dict(reversed(list(results.by_source())))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.5 * len(tools) + 2.2), sharey=True)
+    for height, (tool, rows) in enumerate(tools.items()):
+        ratios = [1 + row.error for row in rows if row.has_peak]
+        seconds = [max(row.seconds, 1e-3) for row in rows if row.seconds is not None]
+        for axis, values in ((left, ratios), (right, seconds)):
+            color = "tab:blue" if tool == OURS else "tab:gray"
+            axis.scatter(values, [height] * len(values), color=color, alpha=0.7, zorder=2)
+        if not ratios:
+            left.text(1, height, "no answer", ha="center", va="center", color="tab:red", fontsize=8)
+    left.axvline(1, color="black", linewidth=0.8, zorder=1)
+    left.set(xscale="log", xlabel="predicted / measured peak", yticks=range(len(tools)), yticklabels=list(tools))
+    ticks = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+    left.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    left.minorticks_off()
+    right.set(xscale="log", xlabel="processor seconds for an answer")
+    for axis in (left, right):
+        axis.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": ""})
+    plt.close(figure)

@@ -7,13 +7,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.harness.mem_tracker import tracked_peak
 from benchmarks.harness.records import Row
-from benchmarks.peers import formulas
 from benchmarks.peers.workloads import Asked, workloads
 from vram_guard import Estimate, trace
 
@@ -91,13 +90,64 @@ def _vram_guard(workload: Asked) -> int:
 # --- formulas -------------------------------------------------------------------------------------------------
 
 
-def _counted(workload: Asked, *, trained_only: bool = False) -> formulas.Model:
+#: ``torch.finfo(torch.float32).bits // 8``; every workload here is trained in float32.
+FLOAT = 4
+
+
+class Model(NamedTuple):
+    """The sizes of a model that the formulas take."""
+
+    parameters: int
+    """Shared ones counted once."""
+    largest_layer: int
+    """Most parameters that one module holds by itself."""
+
+
+def deepspeed_zero2(model: Model, gpus: int = 1) -> int:
+    """DeepSpeed's estimate for ZeRO-2 without offload, in bytes: ``4 P + 16 P / gpus`` per GPU.
+
+    Source: "Memory Requirements", deepspeed.readthedocs.io/en/latest/memory.html, and
+    ``estimate_zero2_model_states_mem_needs`` of deepspeed.runtime.zero.stage_1_and_2. Parameters and gradients in half
+    precision, a float32 copy of both, and Adam's two moments.
+    """
+    return 4 * model.parameters + 16 * model.parameters // gpus
+
+
+def deepspeed_zero3(model: Model, gpus: int = 1) -> int:
+    """DeepSpeed's estimate for ZeRO-3 without offload: ``4 L + 18 P / gpus``, L: largest layer. Source as above."""
+    return 4 * model.largest_layer + 18 * model.parameters // gpus
+
+
+def grid_guide(batch_size: int, sequence: int, height: int, width: int, hidden: int, layers: int) -> int:
+    """The smallest GPU that the guide of a super-resolution project calls safe, in bytes.
+
+    Source: its "GPU memory calculator" guide: activations of ``batch x sequence x H x W x hidden x 4 x layers`` may
+    take 70% of it. Weights, gradients and optimizer state are expected to stay within the other 30%.
+    """
+    return batch_size * sequence * height * width * hidden * FLOAT * layers * 10 // 7
+
+
+def twin_guide(parameters: int, models: int, batch_bytes: int) -> int:
+    """Bytes by the guide of a video-diffusion project: model states, a batch, activations of 3 to 5 times the batch.
+
+    Source: its memory estimation guide. One model: ``parameters x (1 + 1 + 2)``; with a frozen original beside the
+    trained one: ``parameters x (1 + 1 + 1 + 2)``, times the bytes of an element. Of "3 to 5" the middle is taken here.
+
+    Args:
+        parameters: of one of the models.
+        models: 1, or 2 with a frozen twin.
+        batch_bytes: of the inputs.
+    """
+    return parameters * (3 + models) * FLOAT + batch_bytes + 4 * batch_bytes
+
+
+def _counted(workload: Asked, *, trained_only: bool = False) -> Model:
     """Parameters of the model, built without memory. Tied ones are one object, and counted once."""
     with torch.device("meta"):
         model = workload.build()
     kept = [p for p in model.parameters() if p.requires_grad or not trained_only]
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    return formulas.Model(sum(p.numel() for p in kept), largest)
+    return Model(sum(p.numel() for p in kept), largest)
 
 
 def _accelerate(workload: Asked) -> int:
@@ -114,21 +164,21 @@ def _accelerate(workload: Asked) -> int:
 def _grid_guide(workload: Asked) -> int:
     if workload.layers is None:
         raise NoAnswerError(f"{NOT_APPLICABLE}: layers of different sizes")
-    return formulas.grid_guide(formulas.grid_guide_activations(workload.batch_size, *workload.layers))
+    return grid_guide(workload.batch_size, *workload.layers)
 
 
 def _twin_guide(workload: Asked) -> int:
     step: Any = workload.step
     tensors = step.batch(workload.batch_size).values()
     batch_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return formulas.twin_guide(_counted(workload, trained_only=True).parameters, workload.models, batch_bytes)
+    return twin_guide(_counted(workload, trained_only=True).parameters, workload.models, batch_bytes)
 
 
 def _kitsune(workload: Asked) -> int:
     """``predict_memory``; for token models with the shape that its own Hugging Face door takes: (length,)."""
     from kitsune.predict import predict_memory
 
-    large = _counted(workload).parameters * formulas.FLOAT > LARGEST_REAL_MODEL
+    large = _counted(workload).parameters * FLOAT > LARGEST_REAL_MODEL
     with torch.device("meta" if large else "cpu"):
         model = workload.build()
     optimizer = workload.optimizer.lower()
@@ -173,8 +223,8 @@ TOOLS: dict[str, Tool] = {
     for tool in (
         Tool("vram_guard", _vram_guard),
         Tool("MemTracker", tracked_peak, "torch.distributed._tools.mem_tracker", "a newer torch"),
-        Tool("DeepSpeed ZeRO-2", lambda workload: formulas.deepspeed_zero2(_counted(workload))),
-        Tool("DeepSpeed ZeRO-3", lambda workload: formulas.deepspeed_zero3(_counted(workload))),
+        Tool("DeepSpeed ZeRO-2", lambda workload: deepspeed_zero2(_counted(workload))),
+        Tool("DeepSpeed ZeRO-3", lambda workload: deepspeed_zero3(_counted(workload))),
         Tool("Accelerate", _accelerate, "accelerate", "pip install accelerate"),
         Tool("guide: grid", _grid_guide),
         Tool("guide: twin", _twin_guide),

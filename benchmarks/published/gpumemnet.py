@@ -1,7 +1,5 @@
 """Predict the table of GPUMemNet's paper: what nvidia-smi showed for the whole card while a network trained.
 
-    python benchmarks/published/gpumemnet.py [--only WORD ...] [--json FILE]
-
 The recipe, as far as the paper states it: ImageNet, 224 x 224, float32, Adam. The card is an A100 of 40 GB, the
 networks are taken to be torchvision's and timm's; release of torch, search for the fastest cuDNN algorithm and data
 loading on the GPU are not stated. Ours is the reserved peak and the catalogue's CUDA context. What cannot be rebuilt:
@@ -17,8 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.networks.batches import shapes_of_images
+from benchmarks.harness.pages import MIB
 from benchmarks.harness.records import NotReproducible, Row
-from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Budget, TrainingStep
 
 CARD = "A100 40GB"
@@ -82,8 +81,7 @@ TABLE = Source(
     lambda: records_of("gpumemnet.csv"),
     lambda row: f"{row['model']} {row['batch_size']}",
     predict,
+    environment="torchvision",
 )
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(table=TABLE))
+SOURCES = (TABLE,)

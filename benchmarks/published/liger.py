@@ -1,7 +1,5 @@
 """Predict the allocated peaks that Liger-Kernel published for plain PyTorch operators, byte against byte.
 
-    python benchmarks/published/liger.py [--only WORD ...] [--json FILE]
-
 Each row is ``torch.cuda.max_memory_allocated()`` of one operator's forward, backward or both, the median of ten runs in
 a process that had already run the operator: gradients accumulate, cuBLAS has its workspaces. The number is absolute, so
 inputs count, and so does the twin module of the other provider where the benchmark builds both.
@@ -17,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
+from benchmarks.harness.pages import MIB
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.published import liger_layers as layers
 from benchmarks.published import liger_losses as losses
 from benchmarks.published.liger_base import Operator
-from benchmarks.published.source import MIB, Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 
 CARDS = ("A100 SXM4 80GB", "RTX 3090", "RTX 4090", "H100 PCIe", "H100 SXM", "B200")
@@ -228,6 +227,4 @@ def _second_peak(timeline: Timeline) -> dict[str, Any]:
 
 LIGER = Source("Liger-Kernel's operators", rows, lambda row: row.name, lambda row: [predict(row)])
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(operators=LIGER))
+SOURCES = (LIGER,)

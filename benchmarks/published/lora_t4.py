@@ -1,7 +1,5 @@
 """Predict LoRA and QLoRA trainings that were measured on a Tesla T4: allocated and reserved peaks.
 
-    python benchmarks/published/lora_t4.py [--kind lora|lora_allocated|qlora|qlora_allocated] [--only WORD ...]
-
 The recipe, as far as the source states it: the base's weights in half precision, or in NF4 by bitsandbytes; adapters in
 float32; AdamW; non-reentrant checkpointing; labels equal to inputs; no dropout. A step is a function: its outputs live
 until it returns. "sdpa" ran torch's memory-efficient attention with repeated key and value heads.
@@ -11,7 +9,7 @@ go, then each weight arrives in half precision and is quantised there. That is *
 arrive as such.
 
 These rows were used to choose how the T4's segments lie (:attr:`vram_guard.GPU.placement`), and for nothing else. The
-rule itself was read out of other cards' addresses (``benchmarks/gpu/placement.py``).
+rule itself was read out of other cards' addresses (benchmarks/gpu/results/NOTES.md).
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ from unittest import mock
 import torch
 from torch import nn
 
+from benchmarks.harness.pages import MIB
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
 from benchmarks.published.peft_methods import need
-from benchmarks.published.source import MIB, Record, Source, main, records_of
+from benchmarks.published.source import Record, Source, records_of
 from vram_guard import TrainingStep
 from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
@@ -180,6 +179,4 @@ LORA_ALLOCATED = _source("LoRA on a T4, allocated", quantised=False, reserved=Fa
 QLORA = _source("QLoRA on a T4, reserved", quantised=True, reserved=True)
 QLORA_ALLOCATED = _source("QLoRA on a T4, allocated", quantised=True, reserved=False)
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(lora=LORA, lora_allocated=LORA_ALLOCATED, qlora=QLORA, qlora_allocated=QLORA_ALLOCATED))
+SOURCES = (LORA, LORA_ALLOCATED, QLORA, QLORA_ALLOCATED)

@@ -1,7 +1,5 @@
 """Predict the fine-tuning runs of peft's method comparison: one model, many adapters, reserved bytes on an L40S.
 
-    python benchmarks/published/peft_methods.py [--kind llama|flux] [--only WORD ...] [--json FILE]
-
 The recipe, as the comparison's own scripts give it: bfloat16 weights without autocast, adapters in float32 (not those
 of OSF), AdamW, gradient norms clipped at 1, gradients freed before the forward pass.
 
@@ -33,7 +31,7 @@ from torch import nn
 from benchmarks.harness.networks.batches import whole_sequences
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
-from benchmarks.published.source import DATA, Record, Source, main, predicted, records_of
+from benchmarks.published.source import DATA, Record, Source, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
@@ -254,6 +252,4 @@ def _predicted(source: Source, row: Record, step: TrainingStep) -> Row:
 LLAMA = Source("peft's methods, Llama-3.2-3B", lambda: rows("MetaMathQA"), lambda row: str(row["file"]), predict_llama)
 FLUX = Source("peft's methods, FLUX.2-klein-4B", lambda: rows("image-gen"), lambda row: str(row["file"]), predict_flux)
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(llama=LLAMA, flux=FLUX))
+SOURCES = (LLAMA, FLUX)

@@ -1,7 +1,5 @@
 """Predict what READMEs and logs of training libraries state of their own runs.
 
-    python benchmarks/published/readmes.py [--kind vit|litgpt|others] [--only WORD ...] [--json FILE]
-
 ViT-L/16 (rasbt/pytorch-memory-optim, logs.md and its scripts): the reserved peak of fine-tuning on an A100 (the card is
 not named; the number of its multiprocessors fits), torch 2.1.0.dev20230623. Images of 224 x 224, 10 classes, gradients
 freed before the backward pass (after the step where they are accumulated); under Fabric the last batch lives until the
@@ -30,7 +28,7 @@ from benchmarks.harness.networks.batches import shapes_of_images
 from benchmarks.harness.networks.vision_transformer import VisionTransformer
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import optimizer_of
-from benchmarks.published.source import Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Budget, Timeline, TrainingStep
 
 GIGABYTE = 10**9
@@ -342,9 +340,7 @@ def _others() -> list[Record]:
 
 
 VIT = Source("rasbt's ViT-L/16", lambda: _single(_is_vit), _name, predict_vit)
-LITGPT = Source("litgpt's configurations", lambda: _single(_is_litgpt), _name, predict_litgpt)
+LITGPT = Source("litgpt's configurations", lambda: _single(_is_litgpt), _name, predict_litgpt, "litgpt")
 OTHERS = Source("other READMEs", _others, _name, refuse)
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(vit=VIT, litgpt=LITGPT, others=OTHERS))
+SOURCES = (VIT, LITGPT, OTHERS)

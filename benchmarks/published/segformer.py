@@ -1,7 +1,5 @@
 """Predict the training memory that MMSegmentation's model zoo states for SegFormer on V100 cards.
 
-    python benchmarks/published/segformer.py [--only WORD ...] [--json FILE]
-
 The recipe, from its configurations: float32, AdamW, DistributedDataParallel over 8 (ADE20K) cards, random crops of the
 stated side, 2 or 1 a card; torch 1.8, which zeroes gradients where later releases free them.
 Measured is ``torch.cuda.max_memory_allocated`` as the logger writes it, to one or two places of a GB, so a row is known
@@ -19,7 +17,7 @@ import torch
 
 from benchmarks.harness.records import Row
 from benchmarks.published.mit import SegFormer
-from benchmarks.published.source import Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import TrainingStep
 
 CARD = "V100 SXM2 32GB"
@@ -74,6 +72,4 @@ SEGFORMER = Source(
     predict,
 )
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(segformer=SEGFORMER))
+SOURCES = (SEGFORMER,)

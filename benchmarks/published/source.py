@@ -1,20 +1,19 @@
-"""A source of published rows: how they are read, named and predicted, one by one, and its command line."""
+"""A source of published rows: how they are read, named and predicted, one by one."""
 
 from __future__ import annotations
 
 import csv
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import arguments_of, is_chosen
+from benchmarks.harness.command import is_chosen
 from benchmarks.harness.environment import environment, libraries
-from benchmarks.harness.records import NotReproducible, Results, Row, write
-from benchmarks.harness.tables import print_table
+from benchmarks.harness.pages import MIB
+from benchmarks.harness.records import NotReproducible, Results, Row
 from vram_guard import Timeline, TrainingStep
 from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
@@ -22,7 +21,6 @@ from vram_guard.simulate.compiled import Compiler, allowed_seconds
 from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
-MIB = 2**20
 
 #: Rows that are named where many cannot be reproduced for one reason.
 MOST_NAMED = 3
@@ -41,9 +39,15 @@ class Source:
     """A row's name in the table."""
     predict: Callable[[Any], list[Row]]
     """Raises NotReproducible where the row cannot be run here."""
+    libraries: str = ""
+    """Folder under --libraries that goes before the installed packages."""
+    environment: str = ""
+    """Environment under --libraries whose Python runs it, where it is there."""
+    aside: bool = False
+    """Whether it is predicted only where it is asked for."""
 
 
-def records_of(file: str) -> list[Record]:
+def records_of(file: str | Path) -> list[Record]:
     """All records of a file of ``data``, in its order."""
     with (DATA / file).open(encoding="utf-8", newline="") as opened:
         return list(csv.DictReader(opened))
@@ -84,7 +88,7 @@ def predicted(
     return Row(tier=timeline.tier, network=timeline.network, upper=upper, seconds=seconds, **published, **fields)
 
 
-def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None) -> Results:
+def run(source: Source, only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: None) -> Results:
     """Predict every row; a row that fails is kept with its traceback, and the others are still predicted.
 
     Args:
@@ -102,22 +106,18 @@ def run(source: Source, *, only: Sequence[str] = (), tell: Callable[[str], None]
             rows = source.predict(record)
         except NotReproducible as reason:
             reasons.setdefault(str(reason), []).append(name)
-            continue
         except Exception:  # noqa: BLE001 - one row must not stop the others
             found.failed[f"{source.title}: {name}"] = traceback.format_exc()
             tell(f"{name[:60]:60} FAILED")
-            continue
-        found.rows += rows
-        for row in rows:
-            tell(told(row))
+        else:
+            found.rows += rows
+            for row in rows:
+                tell(told(row))
     for why, names in reasons.items():
-        found.not_reproduced[f"{source.title}: {_listed(names)}"] = why
+        shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+        listed = shown if len(names) == 1 else f"{len(names)} rows ({shown})"
+        found.not_reproduced[f"{source.title}: {listed}"] = why
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
-    return shown if len(names) == 1 else f"{len(names)} rows ({shown})"
 
 
 def told(row: Row) -> str:
@@ -130,22 +130,3 @@ def told(row: Row) -> str:
     kept = "" if row.judged else " (not judged)"
     answer = f"{(row.predicted or 0) / MIB:11.2f} MiB {error} {verdict:18} {row.seconds:6.2f} s"
     return f"{row.name[:60]:60} {measured} {answer}  {row.tier}{kept}"
-
-
-def main(arguments: Sequence[str] | None = None, **sources: Source) -> int:
-    """The command line of a module and its sources, by kind; the exit status is 1 where a row failed."""
-    module = sys.modules["__main__"]
-    parser = arguments_of(Path(module.__file__ or "").name, module.__doc__, only="rows", json="every row")
-    parser.add_argument("--kind", choices=list(sources), help="only this source")
-    options = parser.parse_args(arguments)
-    results = Results()
-    for source in _of_kind(sources, options.kind):
-        results.add(run(source, only=options.only, tell=lambda line: print(line, flush=True)))
-    print_table(results)
-    if options.json:
-        write(results, options.json)
-    return int(bool(results.failed))
-
-
-def _of_kind(sources: dict[str, Source], kind: str | None) -> Iterator[Source]:
-    return (source for name, source in sources.items() if kind in (None, name))

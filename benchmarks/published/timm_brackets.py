@@ -1,7 +1,5 @@
 """Would it fit? Training batches of timm models that ran on an RTX 3090, and the next larger ones that did not.
 
-    python benchmarks/published/timm_brackets.py [--only WORD ...] [--json FILE]
-
 The recipe, from the harness (``benchmark.py`` of that time in timm's repository): random weights, train mode, float16
 autocast around forward, loss and backward without a scaler, SGD with Nesterov momentum, cross-entropy, contiguous
 (nchw) or channels-last (nhwc) images that are made once, new labels in each step. torch 1.12 had no fused attention,
@@ -22,7 +20,7 @@ import torch
 
 from benchmarks.harness.networks.batches import shapes_of_images
 from benchmarks.harness.records import NotReproducible, Row
-from benchmarks.published.source import Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Budget, Timeline, TrainingStep
 
 CARD = "RTX 3090"
@@ -134,7 +132,7 @@ def _verdicts(timeline: Timeline, size: int) -> dict[str, Any]:
 
 
 def _source(title: str, file: str) -> Source:
-    return Source(title, lambda: records_of(file), name, lambda row: predict(row, title))
+    return Source(title, lambda: records_of(file), name, lambda row: predict(row, title), environment="torchvision")
 
 
 BRACKETS = _source("timm on a 24 GB card", "timm_brackets.csv")
@@ -142,6 +140,4 @@ BRACKETS = _source("timm on a 24 GB card", "timm_brackets.csv")
 #: Models that were not looked at while causes were sought: they judge what was found.
 ASIDE = _source("timm on a 24 GB card, kept aside", "timm_brackets_aside.csv")
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(brackets=BRACKETS, aside=ASIDE))
+SOURCES = (BRACKETS, ASIDE)

@@ -1,7 +1,5 @@
 """Predict the rows of torchtune's README, "Optimization flags": one training, one saving after the other.
 
-    python benchmarks/published/torchtune.py [--only WORD ...] [--json FILE]
-
 Llama 3.2 3B on an A100, two packed sequences of 4,096 tokens, bfloat16 throughout, the peak of active memory of
 ``full_finetune_single_device`` and ``lora_finetune_single_device``. The model is written here after its description:
 tied embeddings, RMSNorm and rotary positions in float32, keys and values repeated for grouped queries, logits in eight
@@ -23,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness.records import NotReproducible, Row
-from benchmarks.published.source import Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 from vram_guard.techniques import Recipe
 
@@ -234,7 +232,6 @@ def _rows() -> list[Record]:
     return [row for row in records_of("published_runs.csv") if "optimization flags" in row["source"]]
 
 
-TORCHTUNE = Source("torchtune's optimization flags", _rows, lambda row: row["recipe"], predict)
+TORCHTUNE = Source("torchtune's optimization flags", _rows, lambda row: row["recipe"], predict, aside=True)
 
-if __name__ == "__main__":
-    raise SystemExit(main(torchtune=TORCHTUNE))
+SOURCES = (TORCHTUNE,)

@@ -1,7 +1,5 @@
 """Predict the runs that xMem measured, and print ours and the published tools' errors on the same rows.
 
-    python benchmarks/published/xmem.py [--kind transformers|cnns] [--only WORD ...] [--json FILE]
-
 The recipe of the runs, as their authors describe it and as their training loops have it (the functions
 ``conv_train_loop`` and ``transformer_train_loop`` in their repository): random weights from the configuration, float32,
 train mode, torch.optim's optimizers with lr=1e-3 and defaults otherwise, torch 2.6, transformers 4.51.3. Transformers:
@@ -29,7 +27,7 @@ from benchmarks.harness.networks import language
 from benchmarks.harness.networks.batches import shapes_of_images, whole_sequences
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.harness.workloads import step_of
-from benchmarks.published.source import Record, Source, main, predicted, records_of
+from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Budget, Timeline, TrainingStep
 
 LENGTH = 128
@@ -130,10 +128,18 @@ def _cnn(row: Record) -> TrainingStep:
 
 
 TRANSFORMERS = Source(
-    "xMem's runs, transformers", lambda: records_of("xmem_transformers.csv"), name, lambda row: [predict(row)]
+    "xMem's runs, transformers",
+    lambda: records_of("xmem_transformers.csv"),
+    name,
+    lambda row: [predict(row)],
+    "transformers-4.51.3",
 )
-CNN_ROWS = Source("xMem's runs, CNNs", lambda: records_of("xmem_cnn.csv"), name, lambda row: [predict(row)])
+CNN_ROWS = Source(
+    "xMem's runs, CNNs",
+    lambda: records_of("xmem_cnn.csv"),
+    name,
+    lambda row: [predict(row)],
+    environment="torchvision",
+)
 
-
-if __name__ == "__main__":
-    raise SystemExit(main(transformers=TRANSFORMERS, cnns=CNN_ROWS))
+SOURCES = (TRANSFORMERS, CNN_ROWS)

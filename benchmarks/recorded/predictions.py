@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from benchmarks.harness.records import Row
 from benchmarks.harness.workers import ask
 from benchmarks.recorded import lm_2_7b, lm_medium
-from benchmarks.recorded.in_order import share_in_order
 from benchmarks.recorded.loops import PROGRAMS
 from benchmarks.recorded.recordings import path_of, recordings, source_of
 from vram_guard.allocator import Placement, compare, replay
@@ -140,7 +139,7 @@ def predicted(name: str) -> Row:
     """The reserved peak of a recorded run, recorded and predicted, in bytes.
 
     ``details``: ``allocated`` and ``predicted_allocated``: peaks in bytes; ``allocations`` of the recorded step;
-    ``in_order``: their share that the prediction finds, see :mod:`benchmarks.recorded.in_order`; ``program`` and
+    ``in_order``: their share that the prediction finds (:func:`share_in_order`); ``program`` and
     ``program_allocated``: peaks of the source's whole program, where :func:`with_programs` was asked.
     """
     started = time.perf_counter()
@@ -190,3 +189,33 @@ def _bounds(timeline: Timeline, step: int) -> tuple[int, int]:
     start = next(phase.start for phase in timeline.phases if phase.step == step and phase.name == "forward")
     after = [phase.start for phase in timeline.phases if phase.step == step + 1]
     return start, after[0] if after else len(timeline.events)
+
+
+def common_in_order(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the longest common subsequence.
+
+    The greedy algorithm of E. Myers, "An O(ND) difference algorithm and its variations" (Algorithmica, 1986): fast
+    where little differs. After ``edits`` insertions and deletions, ``furthest[diagonal]`` is the furthest position in
+    ``one`` that can be reached on that diagonal; a common subsequence is what is neither inserted nor deleted.
+    """
+    furthest = {1: 0}
+    for edits in range(len(one) + len(other) + 1):
+        for diagonal in range(-edits, edits + 1, 2):
+            left, right = furthest.get(diagonal - 1, -1), furthest.get(diagonal + 1, -1)
+            x = right if diagonal == -edits or (diagonal != edits and left < right) else left + 1
+            y = x - diagonal
+            while x < len(one) and y < len(other) and one[x] == other[y]:
+                x, y = x + 1, y + 1
+            furthest[diagonal] = x
+            if x >= len(one) and y >= len(other):
+                return (len(one) + len(other) - edits) // 2
+    return 0
+
+
+def share_in_order(recorded: Sequence[int], predicted: Sequence[int]) -> float:
+    """The share of allocations that a prediction finds in order: the longest common subsequence over the longer one.
+
+    Both are requested sizes in bytes, before the allocator rounds them, and equal only to the byte. An allocation that
+    is missing counts against the prediction, and so does one that is too much.
+    """
+    return common_in_order(recorded, predicted) / max(len(recorded), len(predicted), 1)

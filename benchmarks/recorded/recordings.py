@@ -1,12 +1,14 @@
-"""The recorded runs in ``data``, and the files that somebody gives: snapshots of ``torch.cuda.memory._snapshot()``."""
+"""The recorded runs in ``data``, and the files that somebody gives; both followed by the simulated allocator."""
 
 from __future__ import annotations
 
 import gzip
+import time
 import zlib
 from pathlib import Path
 
-from vram_guard.allocator import Recording, read_recordings
+from benchmarks.harness.records import Row
+from vram_guard.allocator import Recording, compare, read_recordings
 from vram_guard.errors import InvalidInputError
 
 DATA = Path(__file__).parent / "data"
@@ -60,3 +62,28 @@ def _unpacked(path: Path) -> bytes:
     if len(content) > LARGEST:
         raise InvalidInputError(f"{path} unpacks to more than 2 GiB: record with a smaller max_entries")
     return content
+
+
+def replayed(path: Path, name: str, source: str) -> list[Row]:
+    """A row for every device of a recording that has a history; measured and predicted are reserved peaks in bytes.
+
+    ``details``: ``device``; ``actions`` of the history; ``segments`` at its end; ``same_segments``: they were taken and
+    given back alike all along; ``same_addresses``: every block lay where the GPU's did; ``difference``: the first one.
+    """
+    return [_row(name, source, recording) for recording in recordings(path)]
+
+
+def _row(name: str, source: str, recording: Recording) -> Row:
+    started = time.perf_counter()
+    found = compare(recording)
+    first = found.first_difference or found.first_displaced_block
+    details = {
+        "device": recording.device,
+        "actions": len(recording.trace),
+        "segments": len(recording.final),
+        "same_segments": found.same_segments,
+        "same_addresses": found.first_displaced_block is None,
+        "difference": "" if first is None else f"entry {first.event}: {first.recorded}, not {first.simulated}",
+    }
+    peaks = found.recorded_peak_reserved, found.simulated_peak_reserved
+    return Row(source, name, *peaks, tier="", seconds=round(time.perf_counter() - started, 3), details=details)

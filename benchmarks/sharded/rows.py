@@ -7,7 +7,6 @@ active bytes; "first step" is what the log says after the first step, "steady" a
 from __future__ import annotations
 
 import contextlib
-import csv
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -89,8 +88,7 @@ Record = dict[str, str]
 
 def all_rows() -> list[Record]:
     """Every line of the file."""
-    with DATA.open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
+    return records_of(DATA)
 
 
 def until_second_step(timeline: Timeline) -> Timeline:

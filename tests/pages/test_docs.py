@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,7 @@ from docs_blocks import FENCE, START_PAGES, commands_of, files_of, missing, pinn
 from each import each
 from folders import write_cogvideox
 
-from benchmarks.harness.pages import texts
-from benchmarks.harness.workloads import WORKLOADS
-from benchmarks.launches import __main__ as launches
-from benchmarks.whole_job import __main__ as whole_job
-from vram_guard import cli, estimate, settings
+from vram_guard import cli, settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/*/*.md"), *ROOT.glob("README*.md")])
@@ -208,44 +202,6 @@ def test_the_order_of_the_first_hour_is_held():
     ):
         found = [missing(*pair) for pair in zip(by_stream(expected), map("\n".join, by_stream(printed)), strict=True)]
         assert (found == [None, None]) == same
-
-
-@pytest.mark.parametrize("made_by", [launches, whole_job])
-def test_pages_of_recorded_answers_show_these(made_by):
-    recorded = {launches: ("launches.md", "results.json"), whole_job: ("whole-job-scripts.md", "scripts.json")}
-    name, answers = recorded[made_by]
-    found = json.loads((made_by.HERE / answers).read_text("utf-8"))
-    for language, words in texts(made_by.HERE).items():
-        assert (ROOT / "docs" / language / name).read_text("utf-8") == made_by.page(found, words)
-
-
-@pytest.mark.skipif(not SAME_TORCH, reason="figures are those of the pinned torch")
-@pytest.mark.parametrize("training", ["gpt2-medium", "vit-large", "unet"])
-def test_the_page_of_plans_says_what_a_training_takes_as_written(training):
-    """The plans themselves are too dear: `make compare-pages PAGES=plans` makes the page anew."""
-    workload = WORKLOADS[training]
-    if any(find_spec(package) is None for package in workload.needs):
-        pytest.skip(f"needs {', '.join(workload.needs)}")
-    page = (ROOT / "docs" / "en" / "plans.md").read_text("utf-8")
-    _, _, section = page.partition(f"## {workload.title}\n")
-    peak = estimate(workload.step, workload.batch_size).peak_reserved  # without a GPU: an A100, as there
-    assert section.strip().startswith(f"As written: {peak / 2**30:.2f} GiB.")
-
-
-def test_figures_of_a_page_made_anew_are_compared_and_its_seconds_are_not():
-    spec = spec_from_file_location("compare_pages", ROOT / "tools" / "compare_pages.py")
-    tool = module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    head = "| budget | peak | step time | seconds | host memory |\n| --- | --- | --- | --- | --- |\n"
-    page = f"torch 2.13.0+cpu, Python 3.11.7, CPU x 2; in 7.2 s\n{head}| 8 GiB | 7.84 GiB | 0.8 s | 0.4 | 0.35 GiB |\n"
-    again = f"torch 2.14.0, Python 3.12, CPU x 8; in 17 s\n{head}| 8 GiB | 7.84 GiB | 0.8 s | 2.3 | 0.36 GiB |\n"
-    assert tool.differing(page, again) == []
-    for figure, other in (("7.84", "7.85"), ("0.8 s", "0.9 s")):
-        assert len(tool.differing(page, again.replace(figure, other))) == 2
-    written = [text for name in tool.PAGES for text in (ROOT / "docs").glob(f"*/{name}.md")]
-    heads = {cell.strip() for text in written for cell in text.read_text("utf-8").split("|")}
-    assert heads >= tool._OF_TOOLS, "a column that has another name by now is compared"
-    assert {ROOT / "docs" / "en" / f"{name}.md" for name in tool.PAGES} <= set(PAGES)
 
 
 @each("page", PAGES)

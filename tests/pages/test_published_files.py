@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from vram_guard.errors import InvalidInputError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.harness import records, statistics, tables
-from benchmarks.published import pages, readmes, segformer, source
+from benchmarks.harness import pages, records, statistics
+from benchmarks.published import pages as accuracy
+from benchmarks.published import readmes, segformer, source
 
 MIB = 2**20
 ROW = records.Row("runs", "a 1", 100 * MIB, 98 * MIB, "symbolic", 0.5, ran=True, fits=True, tools={"other": 150 * MIB})
@@ -47,15 +49,10 @@ def change(path, **changes):
     ("changes", "reason"),
     [
         ({"version": 2}, "'version' is 2, this program reads 1"),
-        ({"format": "other"}, "'format'"),
         ({"colour": 1}, r"rows\[0\]: unknown field 'colour'"),
         ({"tier": None}, r"rows\[0\]: missing field 'tier'"),
         ({"predicted": "98"}, r"rows\[0\]: predicted: expected int, found str"),
         ({"predicted": 0}, r"rows\[0\]: predicted: expected bytes above 0"),
-        ({"measured": True}, r"rows\[0\]: measured: expected int, found bool"),
-        ({"tools": {"other": "much"}}, r"rows\[0\]: tools: other: expected int, found str"),
-        ({"failed": []}, "failed: expected an object, found list"),
-        ({"rows": {}}, "rows: expected a list, found dict"),
         ({"rows": [5]}, r"rows\[0\]: expected an object"),
     ],
 )
@@ -104,7 +101,7 @@ def test_the_table_holds_us_and_the_others_against_the_same_rows(capsys):
     assert ours.errors.p90 == pytest.approx(0.1)
     assert (other.tool, other.rows, other.errors.bias) == ("other", 1, pytest.approx(0.5))
     assert (other.ours_there.median, other.ours_there.p90) == (pytest.approx(0.02), pytest.approx(0.02))
-    tables.print_table(records.Results(rows, {"x": "why"}, {"y": "Traceback"}))
+    statistics.print_table(records.Results(rows, {"x": "why"}, {"y": "Traceback"}))
     printed = capsys.readouterr().out
     assert "not reproduced: x: why" in printed
     assert "FAILED: y" in printed
@@ -143,37 +140,55 @@ def test_a_margin_that_was_given_stays():
 # --- the pages ------------------------------------------------------------------------------------------------------
 
 
-def accuracy_pages(folder, text):
-    for language in pages.TEXTS:
+def places(folder, *names):
+    """A page in two languages with an old table in each place."""
+    table = "| {head} | b |\n| --- | --- |\n| old | {name} |\n"
+    for language in ("en", "zh_cn"):
         (folder / language).mkdir(parents=True)
-        (folder / language / pages.PAGE).write_text(text)
+        made = "".join(
+            f"<!-- table: {name} -->\n{table.format(head=language, name=name)}<!-- end -->\n" for name in names
+        )
+        (folder / language / "accuracy.md").write_text(f"before\n{made}after\n")
     return folder
 
 
+def test_a_table_keeps_its_head_and_the_text_around_it_and_words_are_those_of_the_page(tmp_path, capsys):
+    docs = places(tmp_path, "one", "other")
+    pages.fill("accuracy.md", {"one": lambda say: [(say("equal"), "1")]}, docs, "Made on {date}.", date="2026-01-02")
+    texts = {name: (docs / name / "accuracy.md").read_text(encoding="utf-8") for name in ("en", "zh_cn")}
+    row, note = {"en": "| equal | 1 |", "zh_cn": "| 相等 | 1 |"}, {"en": "Made on", "zh_cn": "生成于"}
+    for language, text in texts.items():
+        assert f"| {language} | b |\n| --- | --- |\n{row[language]}\n\n{note[language]} 2026-01-02" in text
+        assert "| old | one |" not in text
+        assert "| old | other |" in text
+        assert (text.startswith("before"), text.endswith("after\n")) == (True, True)
+    pages.fill("accuracy.md", {"other": lambda _say: "A sentence."}, docs)
+    again = (docs / "en" / "accuracy.md").read_text(encoding="utf-8")
+    assert "<!-- table: other -->\n\nA sentence.\n\n<!-- end -->" in again
+    with pytest.raises(InvalidInputError, match="0 places for the table nowhere"):
+        pages.fill("accuracy.md", {"nowhere": lambda _say: "text"}, docs)
+    assert capsys.readouterr().out.count("accuracy.md") == 4
+
+
+def test_every_place_of_a_page_stands_in_each_language():
+    for page in pages.DOCS.glob("en/*.md"):
+        other = pages.DOCS / "zh_cn" / page.name
+        found = [re.findall("<!-- table: (.+) -->", one.read_text(encoding="utf-8")) for one in (page, other)]
+        assert found[0] == found[1], page.name
+
+
 def test_tables_are_filled_in_where_their_rows_are_and_left_where_not(tmp_path, capsys):
-    places = "".join(f"<!-- table: {name} -->\nold {name}\n<!-- end -->\n" for name in ("segformer", "liger", "margin"))
-    docs = accuracy_pages(tmp_path / "docs", f"before\n{places}after\n")
+    docs = places(tmp_path / "docs", "segformer", "liger", "margin")
     row = dataclasses.replace(ROW, source="MMSegmentation's SegFormer")
     path = tmp_path / "rows.json"
     records.write(records.Results([row, dataclasses.replace(row, predicted=101 * MIB)]), path)
-    assert pages.main([str(path), "--docs", str(docs)]) == 0
-    assert "made: segformer; left as they are: tools, parts" in capsys.readouterr().out
-    for language in pages.TEXTS:
-        text = (docs / language / pages.PAGE).read_text()
-        assert "| 2 | 1.5% | 2.0% | -0.50% |" in text
-        assert "old liger" in text
-        assert "old segformer" not in text
-        assert f"**{measured_margin('symbolic', 'convolutions in float32').fraction:.1%}**" in text
-        assert text.startswith("before")
-        assert text.endswith("after\n")
-
-
-def test_a_page_without_a_place_for_a_table_is_refused(tmp_path, capsys):
-    docs = accuracy_pages(tmp_path / "docs", "nothing\n")
-    path = tmp_path / "rows.json"
-    records.write(records.Results([ROW]), path)
-    assert pages.main([str(path), "--docs", str(docs)]) == 2
-    assert "0 places for the table margin" in capsys.readouterr().err
+    assert accuracy.main([str(path), "--out", str(docs)]) == 0
+    assert "made: segformer; left" in capsys.readouterr().out
+    text = (docs / "en" / "accuracy.md").read_text()
+    assert "| 2 | 1.5% | 2.0% | -0.50% |" in text
+    assert "| old | liger |" in text
+    assert "| old | segformer |" not in text
+    assert f"**{measured_margin('symbolic', 'convolutions in float32').fraction:.1%}**" in text
 
 
 # --- what READMEs state ---------------------------------------------------------------------------------------------

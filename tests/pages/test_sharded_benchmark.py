@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
+from benchmarks.harness import pages
 from benchmarks.harness.records import Results, Row
-from benchmarks.sharded import __main__ as command
-from benchmarks.sharded import pages, picture, rows
+from benchmarks.sharded import command, rows
 from benchmarks.sharded.llama import SIZES, Llama, Sizes
 from benchmarks.sharded.torchtitan import LOSSES, Recipe
 
@@ -55,20 +53,13 @@ def test_the_log_of_a_run_of_torchtitan_is_predicted_to_its_last_digit():
     assert reserved.details["default"] > 1.03 * reserved.details["expandable"]
 
 
-def test_every_row_names_a_training_and_a_reason_that_the_page_knows():
+def test_every_row_names_a_training_and_has_its_reasons_in_both_languages():
     for record in rows.all_rows():
         assert record["recipe"] in rows.TRAININGS
         assert record["allocator"] in ("default", "expandable", "unpublished")
         assert (record["judged"] == "yes") == (not record["why"])
-        for words in pages.TEXTS.values():
-            assert not record["why"] or record["why"] in words["reasons"]
-            assert words[record["measure"]]
-            assert words[record["moment"]]
-
-
-def test_what_is_not_followed_has_its_reason_in_both_languages():
-    reasons = set(rows.not_followed().values())
-    assert reasons <= set(pages.TEXTS["zh_cn"]["left_out"])
+    reasons = {*rows.not_followed().values()} - {"torch.compile"}
+    assert reasons | {*command.REASONS.values()} <= pages.WORDS["zh_cn"].keys()
     assert len(rows.not_followed()) > 20
 
 
@@ -94,99 +85,25 @@ def test_older_reductions_take_their_inputs_from_the_stream_that_reduces(monkeyp
     assert 0 not in {other for _, other in streams}
 
 
-def row(predicted, measured=10.0, judged=True, **details):
-    facts = {
-        "by": "log",
-        "recipe": "8b-8",
-        "measure": "reserved",
-        "moment": "steady",
-        "allocator": "expandable",
-        "why": "" if judged else "norm",
-        "gib": f"{measured:.2f}",
-        "default": round(11 * GIB),
-        "expandable": round(predicted * GIB),
-        **details,
-    }
-    return Row("s", "8B", round(measured * GIB), round(predicted * GIB), "symbolic", 1.0, judged=judged, details=facts)
+def test_the_page_shows_both_settings_and_the_run_s_own_in_bold(tmp_path):
+    def row(predicted, judged=True):
+        facts = {"by": "log", "measure": "reserved", "moment": "steady", "allocator": "expandable", "gib": "10.00"}
+        facts |= {"why": "" if judged else "norm", "default": 11 * GIB, "expandable": round(predicted * GIB)}
+        sizes = 10 * GIB, round(predicted * GIB)
+        return Row("s", "8B", *sizes, "symbolic", 1.0, judged=judged, details=facts)
 
-
-LAYERS = {"parameters": GIB, "gradients": GIB, "optimizer_states": 2 * GIB, "activations": GIB, "temporaries": 0}
-FIGURES = {
-    "layouts": [{"name": "DDP", **LAYERS, "others": 0, "reserved": 90 * GIB, "expandable": 80 * GIB, "seconds": 1.0}],
-    "scales": [{"model": "8B", "gpus": 8, "layout": "FSDP2 8", "batch": 1, "error": "died"}],
-    "plans": [
-        {
-            "model": "8B",
-            "gpus": 8,
-            "layout": "FSDP2",
-            "fits": False,
-            "checkpointed": 5,
-            "micro_batches": 1,
-            "peak": 81 * GIB,
-            "step": 0.75,
-            "exposed": 0.02,
-            "wall": 24.0,
-            "processor": 23.0,
-            "host": GIB,
-        },
-        {"model": "405B", "gpus": 512, "error": "too long"},
-    ],
-    "tools": [
-        {
-            "name": "no recomputation",
-            "ours": {"peak": GIB, "seconds": 1.0, "host": GIB},
-            "tracker": {"error": "refused"},
-        }
-    ],
-}
-RESULTS = Results(
-    rows=[row(10.01), row(10.1), row(14.0, judged=False)],
-    not_reproduced={"a | b": "context parallelism"},
-    environment={"python": "3.11", "torch": "2.13", "cores": 2},
-)
-
-
-def test_only_rows_with_a_published_recipe_count():
-    count, median, worst = pages.summary(RESULTS.rows)
-    assert (count, f"{median:.2%}", f"{worst:.1%}") == (2, "0.55%", "1.0%")
-
-
-@pytest.mark.parametrize("language", ["en", "zh_cn"])
-def test_the_page_shows_both_settings_and_marks_the_runs_own(language, tmp_path):
-    words = pages.TEXTS[language]
-    page = pages.page(RESULTS, FIGURES, words)
-    assert "| 10.00 | 11.00 (+10.00%) | **10.01 (+0.10%)** |" in page
-    assert words["reasons"]["norm"] in page
-    assert "0.550%" in page
-    assert "refused" in page
-    assert "died" in page
-    assert f"| 8B | 8 | FSDP2 8 | 5 | 1 | 81.0 GiB ({words['does_not_fit']}) | 0.8 s (0.0 s) | 24 s (23 s) |" in page
-    assert "| 405B | 512 | too long |" in page
-    written = pages.write_pages(RESULTS, FIGURES, tmp_path)
-    assert [path.name for path in written] == ["sharded.md", "sharded.md", "layouts-en.svg", "layouts-zh_cn.svg"]
-
-
-def test_bars_are_as_long_as_what_they_show():
-    words = pages.TEXTS["en"]
-    drawn = picture.svg(FIGURES["layouts"], words)
-    assert "90.0 GiB" in drawn
-    assert drawn.count("<rect") == 1 + len(picture.COLORS) + len(picture.COLORS)
-    assert set(pages.TEXTS["en"]) == set(pages.TEXTS["zh_cn"])
-    json.dumps(pages.TEXTS)
-
-
-def test_the_command_prints_the_errors_and_writes_nothing_for_a_part(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(rows, "predict", lambda only, tell: RESULTS)
-    assert command.main(["--only", "8B", "--out", str(tmp_path)]) == 0
-    assert "2 rows with a fully published recipe: median error 0.550%, largest 1.00%" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_tables_of_scales_are_renewed_alone(tmp_path, monkeypatch):
-    pages.write_pages(RESULTS, FIGURES, tmp_path)
-    before = (tmp_path / "zh_cn" / "sharded.md").read_text(encoding="utf-8")
-    monkeypatch.setattr(command.scales, "every", lambda: [{**FIGURES["scales"][0], "error": "gone"}])
-    monkeypatch.setattr(command.scales, "planned", lambda: [FIGURES["plans"][0]])
-    assert command.main(["--scales", "--out", str(tmp_path)]) == 0
-    after = (tmp_path / "zh_cn" / "sharded.md").read_text(encoding="utf-8")
-    assert after == before.replace("died", "gone").replace("| 405B | 512 | too long | - | - | - | - | - |\n", "")
+    page = tmp_path / "en" / "sharded.md"
+    page.parent.mkdir()
+    names = ("machine", "found", "rows", "others", "not followed")
+    page.write_text("".join(f"<!-- table: {name} -->\n| a |\n| - |\n<!-- end -->\n" for name in names))
+    found = Results(
+        rows=[row(10.01), row(10.1), row(14.0, judged=False)],
+        not_reproduced={"a | b": "context parallelism"},
+        environment={"python": "3.11", "torch": "2.13", "cores": 2},
+    )
+    command.write_page(found, tmp_path)
+    text = page.read_text(encoding="utf-8")
+    assert "| 10.00 | 11.00 (+10.00%) | **10.01 (+0.10%)** |" in text
+    assert "**2 figures with a fully published recipe: median error 0.550%, largest 1.00%.**" in text
+    assert command.REASONS["norm"] in text
+    assert "- a / b: context parallelism" in text

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.bench_compose import rows_of
 from vram_guard import Parallel, TrainingStep, plan
 from vram_guard.compose import CannotComposeError, with_frozen_on_host
 from vram_guard.parallel.links import topology
@@ -486,14 +485,6 @@ def test_with_parameters_on_the_host_one_step_of_checkpointed_blocks_suffices() 
         assert composed == direct
     traced = {(bool(request.recipe.checkpoint), request.part) for request in traces._exact if not request.slices > 1}
     assert (True, "first") in traced
-
-
-def test_the_benchmark_compares_options_of_chance_with_traces() -> None:
-    rows = list(rows_of("layers", step(*MODELS["layers"]), 4, seed=0, batch_size=BATCH))
-    assert len({row.option for row in rows}) == 4
-    composed = [row for row in rows if row.composed is not None]
-    assert len(composed) >= 2
-    assert all(row.composed == row.direct for row in composed)
 
 
 def test_a_model_that_takes_no_single_sample_is_planned_for_more() -> None:

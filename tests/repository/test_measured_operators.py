@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.operators.__main__ import FOLDER, difference_of, main, read
+from benchmarks.gpu.operators.command import FOLDER, difference_of, main, read
 from benchmarks.gpu.operators.table import OPERATORS
 from vram_guard.errors import InvalidInputError
 

@@ -15,7 +15,7 @@ ALIGNMENT = 2 * 2**20
 
 
 #: CUDA's driver on native Linux takes address space in multiples of this many bytes, each below the earlier ones, and
-#: fills what a segment leaves of it with later ones: ``benchmarks/gpu/placement.py`` reads it out of addresses.
+#: fills what a segment leaves of it with later ones: read out of addresses (benchmarks/gpu/results/NOTES.md).
 STRETCH = 32 * 2**20
 
 #: Bytes of address space above the first segment: taken until kernels run, from then on used up from the top. Read out

@@ -80,7 +80,7 @@ class GPU:
         """Where CUDA puts new segments on it, under native Linux; None where no measurement tells.
 
         An H100 (torch 2.6 and 2.11) and an H200 (torch 2.11): read out of addresses in recorded histories, see
-        ``benchmarks/gpu/placement.py``. A T4: no addresses are known. Of the two ways this one was chosen by 20 LoRA
+        benchmarks/gpu/results/NOTES.md. A T4: no addresses are known. Of the two ways this one was chosen by 20 LoRA
         trainings that were measured on it (``benchmarks/published/lora_t4.py``): it comes to their reserved peaks
         within 0.8%, the other one is up to 8.9% off.
         """

@@ -1,7 +1,7 @@
 """How much cuDNN takes for recurrent layers: its workspace, and the reserve space that the backward pass needs.
 
 The sizes (``cudnnGetRNNTempSpaceSizes``) are published nowhere. The rules here are read off what cuDNN 9.19 took on an
-H100 for 2,249 layers (``benchmarks/gpu/operators/recurrent.py``): LSTM, GRU and plain layers, one to four of them, in
+H100 for 2,249 layers (benchmarks/gpu/operators/recurrent-h100.csv): LSTM, GRU and plain layers, one to four of them, in
 one and both directions, with and without dropout, states 64 to 512 wide, inputs as wide, narrower and wider, 1 to 64
 sequences of 8 to 128 steps, packed or not, in float32, float16 and bfloat16. The reserve space is equal for all of
 them but for the bytes that fill up bits, the workspace is for 1,585, and within 2% for the others. Layers with

@@ -139,17 +139,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """25,557,032 parameters: stages of 3, 4, 6 and 3 bottlenecks, 1000 classes."""
-    return _resnet(3, 4, 6, 3)
-
-
-def resnet101() -> nn.Module:
-    """44,549,160 parameters: stages of 3, 4, 23 and 3 bottlenecks, 1000 classes."""
-    return _resnet(3, 4, 23, 3)
-
-
-def _resnet(*depths: int) -> nn.Module:
-    """After table 1 of "Deep Residual Learning for Image Recognition"; the 3x3 convolutions have the strides."""
+    """25,557,032 parameters: table 1 of "Deep Residual Learning for Image Recognition", strides in 3x3 convolutions."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
@@ -157,7 +147,7 @@ def _resnet(*depths: int) -> nn.Module:
         nn.MaxPool2d(3, 2, 1),
     ]
     channels = 64
-    for width, depth, stride in zip((64, 128, 256, 512), depths, (1, 2, 2, 2), strict=True):
+    for width, depth, stride in zip((64, 128, 256, 512), (3, 4, 6, 3), (1, 2, 2, 2), strict=True):
         for index in range(depth):
             layers.append(Bottleneck(channels, width, stride if index == 0 else 1))
             channels = 4 * width

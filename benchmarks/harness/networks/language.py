@@ -47,14 +47,9 @@ def published(name: str) -> Callable[[], nn.Module]:
     return build
 
 
-def gpt2(checkpointing: bool = False, **sizes: int) -> nn.Module:
-    """GPT-2 small unless other sizes are given: 124,439,808 parameters, up to 1024 positions."""
-    return from_config("GPT2Config", "GPT2LMHeadModel", checkpointing, use_cache=False, **sizes)
-
-
-def gpt2_medium() -> nn.Module:
-    """354,823,168 parameters, up to 1024 positions (Radford et al. 2019, table 2, second row)."""
-    return gpt2(n_embd=1024, n_layer=24, n_head=16)
+def gpt2(checkpointing: bool = False) -> nn.Module:
+    """GPT-2 small: 124,439,808 parameters, up to 1024 positions."""
+    return from_config("GPT2Config", "GPT2LMHeadModel", checkpointing, use_cache=False)
 
 
 def bert(checkpointing: bool = False) -> nn.Module:

@@ -1,7 +1,7 @@
 """Measure the requests of single operators on the GPU of this machine, or predict those that were measured.
 
-    python -m benchmarks.gpu.operators [--jobs N] [--only WORD ...] [--out FILE]
-    python -m benchmarks.gpu.operators --against FILE [--only WORD ...]
+    python -m benchmarks gpu-operators [--jobs N] [--only WORD ...] [--out FILE]
+    python -m benchmarks gpu-operators --against FILE [--only WORD ...]
 
 Each operator is a training step of its own, of two updates. What is kept of it are its requests and frees in their
 order, and its peaks. ``--against`` needs no GPU: it prints every operator whose requests are predicted otherwise, and
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = arguments_of("benchmarks.gpu.operators", __doc__, only="operators")
+    parser = arguments_of("gpu-operators", __doc__, only="operators")
     parser.add_argument("--out", type=Path, default=FOLDER / "operators.json", metavar="FILE", help="what was measured")
     parser.add_argument("--against", type=Path, metavar="FILE", help="predict what FILE holds, instead of measuring")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that measure at a time")
@@ -143,7 +143,3 @@ def difference_of(measured: Requests, operator: Operator, machine: Machine) -> s
     peak = timeline.at(1).peak_allocated
     told = [f"{each[place : place + 6]}" for each in (events, predicted)]
     return f"peak {measured.allocated:,} predicted {peak:,}; from {place} on measured {told[0]} predicted {told[1]}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

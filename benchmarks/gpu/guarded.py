@@ -1,6 +1,6 @@
 """Train under guards on the NVIDIA GPU of this machine: the predicted peaks beside those that were reached.
 
-    python -m benchmarks.gpu.guarded [--out FILE] [--jobs N] [--only WORD ...]
+    python -m benchmarks gpu-guarded [--out FILE] [--jobs N] [--only WORD ...]
 
 Run from the root of the repository, with the package installed (``vram-guard launch`` is one of the guards). Each
 training is a process of its own. Its output lands beside FILE where it failed.
@@ -8,7 +8,6 @@ training is a process of its own. Its output lands beside FILE where it failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness.checked import write_json
 from benchmarks.harness.command import arguments_of, is_chosen
 from benchmarks.harness.environment import environment
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[2]
+FOLDER = Path(__file__).parent / "results"
+SCRIPT = str(Path(__file__).with_name("guarded_gpt2.py"))
+ROOT = Path(__file__).parents[2]
 #: Seconds after which a command is given up.
 LONGEST = 240.0
 VRAM_GUARD = ("-c", "from vram_guard.cli import main; raise SystemExit(main())")
@@ -40,15 +41,15 @@ class Guarded(NamedTuple):
 
 def lightning(budget: str) -> Found:
     """The callback: it predicts and trains in one process."""
-    printed = _output(str(FOLDER / "lightning_gpt2.py"), budget)
+    printed = _output(SCRIPT, "lightning", budget)
     return {**_last(printed), "plan": _headline(printed)}
 
 
 def launched(budget: str) -> Found:
     """``vram-guard launch``: planned by a dry run, then trained under that plan."""
-    script = str(FOLDER / "trainer_gpt2.py")
-    planned = json.loads(_output(*VRAM_GUARD, "launch", "--dry-run", "--json", "--budget", budget, script))
-    printed = _output(*VRAM_GUARD, "launch", "--yes", "--budget", budget, script)
+    script = (SCRIPT, "trainer")
+    planned = json.loads(_output(*VRAM_GUARD, "launch", "--dry-run", "--json", "--budget", budget, *script))
+    printed = _output(*VRAM_GUARD, "launch", "--yes", "--budget", budget, *script)
     found = planned["estimate"]
     predicted = [found["peak_allocated"], found["peak_reserved"]]
     return {**_last(printed), "predicted": predicted, "plan": _headline(printed)}
@@ -109,21 +110,12 @@ def _told(one: Guarded) -> Found:
 
 def main(arguments: list[str] | None = None) -> int:
     """Train and write; the exit status is 1 where a training failed."""
-    options = _options(arguments)
+    parser = arguments_of("gpu-guarded", __doc__, only="trainings")
+    parser.add_argument("--out", type=Path, default=FOLDER / "guarded.json", metavar="FILE")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings that run at a time")
+    options = parser.parse_args(arguments)
     chosen = [one for one in GUARDED if is_chosen(f"{one.name} {one.budget}", options.only)]
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
         rows = list(pool.map(_told, chosen))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, {"environment": environment(), "rows": rows})
     return int(any("error" in row for row in rows))
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = arguments_of("benchmarks.gpu.guarded", __doc__, only="trainings")
-    parser.add_argument("--out", type=Path, default=FOLDER / "guarded.json", metavar="FILE")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trainings that run at a time")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,1 +1,0 @@
-"""Published scripts, trained as they are written and under a plan."""

@@ -1,1 +1,0 @@
-"""Plans for large models on small budgets, against halving the batch until it fits."""

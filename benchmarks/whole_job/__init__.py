@@ -1,1 +1,0 @@
-"""Example scripts of libraries, followed through their whole job."""
