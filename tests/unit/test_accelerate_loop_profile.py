@@ -93,8 +93,7 @@ def test_what_happens_between_two_optimizer_steps() -> None:
     assert found.complete
     assert (found.batch_size, found.batches_per_step) == (4, 2)
     assert len(found.losses) == 2  # not those of the first step, or of the third
-    (term,) = found.losses[0]
-    assert (term.reduction, term.elements, term.of_each_element) == ("mean", 4, 0.5 / 4)
+    assert found.losses[0] == "MulBackward0"
     assert found.counts == (("clip", 1), ("zero", 2))
     assert found.rates == ((1.0, 0.5), (1.0, 0.5))
     assert found.batches == 3
@@ -125,11 +124,7 @@ def test_losses_are_read_through_a_scaler_and_only_where_they_may_be() -> None:
         return [event.what for event in loop.observer._events if event.kind == "loss"]
 
     found = in_copy(work)
-    assert [(term.reduction, term.of_each_element) for (term,) in found] == 2 * [
-        ("mean", 1 / 12),
-        ("sum", 1.0),
-        ("mean", 1 / 12),
-    ]
+    assert found == 2 * ["MeanBackward0", "SumBackward0", "MeanBackward0"]
 
 
 def test_the_batches_of_an_epoch_are_known_of_loaders_that_have_an_end() -> None:

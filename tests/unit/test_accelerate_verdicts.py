@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - what is tested has to be there
 
-from vram_guard.apply.loss_terms import Term  # noqa: E402
 from vram_guard.codec import to_json  # noqa: E402
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
@@ -26,6 +25,7 @@ from vram_guard_accelerate._settings import LOSS_WEIGHT  # noqa: E402
 from vram_guard_accelerate._sharding_change import INTRODUCED, ShardingChange  # noqa: E402
 from vram_guard_accelerate.cli import _launchers, agreed_plan  # noqa: E402
 from vram_guard_accelerate.dry_run import _cpu_time, own_ranks  # noqa: E402
+from vram_guard_accelerate.dry_run._proving import ProofTask  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.proofs import Proof  # noqa: E402
 from vram_guard_accelerate.dry_run.proofs import Proofs as ProofsOfScript  # noqa: E402
@@ -147,16 +147,15 @@ def test_small_steps_of_an_optimizer_are_judged_beside() -> None:
     ("count", "said"), [(1, "0"), (3, "0; 1; 2"), (4, "0; 1; 2; and 1 more"), (9, "0; 1; 2; and 6 more")]
 )
 def test_three_differences_are_named_and_the_others_counted(count: int, said: str) -> None:
-    proofs = ProofsOfScript.__new__(ProofsOfScript)
-    differences = [str(number) for number in range(count)]
-    proofs._seconds = 1.0
-    proofs._steps = SimpleNamespace(  # type: ignore[assignment]
-        samples=4,
-        random=True,
-        run=lambda *_given: SimpleNamespace(observed=None),
-        differences=lambda *_given: differences,
-    )
-    found = proofs.of(SLICED)
+    class Compared(ProofsOfScript):
+        def __init__(self) -> None:
+            self._seconds, self._random = 1.0, True
+            self._task = ProofTask(4, 1, 1, True)
+
+        def _differences(self, *_given: Any) -> list[str]:
+            return [str(number) for number in range(count)]
+
+    found = Compared().of(SLICED)
     assert (found.samples, found.difference, found.why_not, found.random) == (4, said, "", True)
 
 
@@ -238,10 +237,10 @@ def test_a_relaunch_that_trains_otherwise_is_refused() -> None:
 def test_losses_are_compared_where_they_are_made_of_the_same_operators(
     change: dict[str, Any], precision: str, compared: bool
 ) -> None:
-    one = ((Term("mean", 1.0, (1,)),),)
+    one = ("MeanBackward0",)
     given = Relaunch(LaunchChange(**change), relaunch(precision).baseline)
     if compared:
-        with pytest.raises(UnsupportedStepError, match="different parts"):
+        with pytest.raises(UnsupportedStepError, match="other operators"):
             given.check(precision, replace(PROFILE, losses=one))
     else:
         given.check(precision, replace(PROFILE, losses=one))

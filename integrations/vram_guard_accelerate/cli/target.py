@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.language import _, marked
+from vram_guard.parallel.deepspeed import deepspeed_library
 from vram_guard_accelerate._settings import Settings
-from vram_guard_accelerate.cli import _deepspeed
 from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
 
 #: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
@@ -67,7 +68,7 @@ def target_of(launch: LaunchArguments) -> Target:
         environment |= _fsdp_variables(arguments)
     by_engine = arguments.use_deepspeed and not arguments.cpu
     if by_engine:
-        environment |= _deepspeed.variables(words)
+        environment |= _deepspeed_variables(words)
     several = (arguments.multi_gpu and not arguments.cpu) or sharded or by_engine
     distributed = several or arguments.mpirun_hostfile is not None
     return Target(
@@ -80,20 +81,41 @@ def target_of(launch: LaunchArguments) -> Target:
 
 
 def _fsdp_variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """The settings of FSDP as accelerate hands them to a script.
-
-    Raises:
-        InvalidInputError: accelerate refuses them.
-    """
+    """The settings of FSDP as accelerate hands them to a script."""
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     named = copy.copy(arguments)  # it writes ports and addresses into them
     named.main_process_port = 0
-    try:
+    with _refusals():
         environment = prepare_multi_gpu_env(named)
-    except Exception as error:  # as above
-        raise InvalidInputError(_("accelerate refuses its options: {error}", error=error)) from error
     return {name: value for name, value in environment.items() if "FSDP" in name}
+
+
+def _deepspeed_variables(words: Sequence[str]) -> dict[str, str]:
+    """The settings of DeepSpeed as accelerate hands them to a script.
+
+    Raises:
+        MissingLibraryError: DeepSpeed is not installed.
+        UnsupportedTechniqueError: its release was not tested.
+    """
+    deepspeed_library()
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    arguments, defaults, precision_from_file = _validated(words)
+    fields = list(defaults.deepspeed_config) if defaults else []
+    # As launch_command of accelerate 1.x does before it starts anything.
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(
+        [*fields, *(["mixed_precision"] if precision_from_file else [])]
+    )
+    arguments.main_process_port = 0
+    with _refusals():
+        _command, environment = prepare_deepspeed_cmd_env(arguments)
+    theirs = ("DEEPSPEED", "GRADIENT", "CONFIG_DS_FIELDS", "MIXED_PRECISION")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("ACCELERATE_") and any(part in name for part in theirs)
+    }
 
 
 def simple_launch(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
@@ -102,19 +124,32 @@ def simple_launch(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], 
     Raises:
         InvalidInputError: accelerate refuses its options or its config file.
     """
-    from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    arguments = launch_parser().parse_args(words)
-    try:
-        arguments, *_defaults = _validate_launch_command(arguments)
+    arguments, *_defaults = _validated(words)
+    with _refusals(arguments.config_file):
         return arguments, *prepare_simple_launcher_cmd_env(arguments)
+
+
+def _validated(words: Sequence[str]) -> tuple[Any, Any, Any]:
+    """The words, accelerate's defaults, and whether a config file gives the precision, as accelerate reads them."""
+    from accelerate.commands.launch import _validate_launch_command
+
+    arguments = launch_parser().parse_args(words)
+    with _refusals(arguments.config_file):
+        validated: tuple[Any, Any, Any] = _validate_launch_command(arguments)
+        return validated
+
+
+@contextlib.contextmanager
+def _refusals(file: str | None = None) -> Iterator[None]:
+    """What accelerate refuses inside the block is an InvalidInputError, which names its config file."""
+    try:
+        yield
     except Exception as error:  # accelerate raises ValueError, YAML's errors, OSError, AssertionError, ...
-        if arguments.config_file:
-            file = arguments.config_file
+        message = _("accelerate refuses its options: {error}", error=error)
+        if file:
             message = _("accelerate refuses its options (config file {file}): {error}", file=file, error=error)
-        else:
-            message = _("accelerate refuses its options: {error}", error=error)
         raise InvalidInputError(message) from error
 
 

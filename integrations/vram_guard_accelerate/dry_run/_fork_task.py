@@ -21,11 +21,9 @@ class ForkTask:
     """Numbers of the samples of which batches are made; empty: those that were read."""
     batch_size: int = 0
     """Samples of a batch as the loader makes it, where they are given."""
-    first_look: bool = False
-    """True if the profile of the loop is wanted too: as written, at its own batch size."""
     whole_job: bool = False
     """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
     most: int | None = None
     """Samples of a batch of evaluations; None: as many as their loaders deliver."""
-    looks_again: bool = False
-    """True if the loop is followed only to be compared, and random numbers are listened for."""
+    listens: bool = False
+    """True if it is to be heard whether models draw random numbers."""

@@ -29,7 +29,7 @@ from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import batches_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult, at_line, stopped
+from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult, at_line, stopped
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit, processor_limit
 
 if TYPE_CHECKING:
@@ -71,14 +71,12 @@ class ForkedPhase(LoopPhase):
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
         self._changes = ChangesInCalls()
-        self._listens = False
+        self._listens = task.listens
         self._heard: Listening | None = None
         self._random = False
         self.left = Leftovers(loop.tracer.recorder)
         self._compared: object = None
         """The optimizer whose steps are compared, the first that stepped: others step at other places of the loop."""
-        if task.looks_again:
-            self._listens = True
         if self._request.compiled:
             processor_limit(allowed_seconds(), self._out_of_time)
         else:
@@ -287,9 +285,7 @@ class ForkedPhase(LoopPhase):
             changed_in_calls=self._changes.names,
             numbers=self._changes.numbers,
         )
-        if not self._task.first_look:
-            return TraceResult(timeline, facts, random=self._random)
-        return FirstLook(timeline, facts, profile=observer.profile(self._sample, between))
+        return TraceResult(timeline, facts, observer.profile(self._sample, between), random=self._random)
 
 
 def _batch_size(loader: Any) -> int | None:

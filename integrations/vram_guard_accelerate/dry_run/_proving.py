@@ -197,10 +197,6 @@ class ProvingPhase(Phase):
             self._random = self._random or heard.random
         self._draw_from_the_start()
 
-    def _pass_begins(self, first: int, samples: int, of: int) -> None:
-        self._draws.samples = of
-        self._draws.begin(first, samples)
-
     def _slice_begins(self, first: int, samples: int, of: int) -> None:
         if of == self._draws.samples:
             self._draws.begin(first, samples)

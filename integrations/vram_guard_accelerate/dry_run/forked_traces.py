@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from vram_guard.apply.microbatch import Layout
 from vram_guard.capture.loader import Sample
@@ -23,12 +22,10 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._model_calls import agreed_layouts, layouts_of
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import Fork
-from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook, LoopFacts, TraceResult
+from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult
 
 #: What is asked of a copy, whether of the whole job, and samples of the largest batch of its evaluations.
 _Asked = tuple[TraceRequest, bool, int | None]
-
-T = TypeVar("T", bound=TraceResult)
 
 #: Seconds that one copy may take, which says itself where it stands when its time is over.
 PATIENCE = 310.0
@@ -46,7 +43,7 @@ class ForkedTraces:
         self._compares_samples = False
         self._answers: dict[_Asked, TraceResult] = {}
         self._running: dict[_Asked, Fork] = {}
-        self._again: dict[int, TraceResult] = {}
+        self._others: dict[int, TraceResult] = {}
         self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
         """How the models' arguments are cut in copies that work in slices."""
         self.why_not_sliced = ""
@@ -56,26 +53,21 @@ class ForkedTraces:
         self.fails_at_others = ""
         """The same of the loop as written, at another batch size than its own."""
 
-    def first_look(self) -> FirstLook:
+    def first_trace(self) -> TraceResult:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
-        request = TraceRequest(self._first.sample.batch_size, self._first.precision)
-        found = self._answers.get((request, False, None))
-        if not isinstance(found, FirstLook):
-            found = _answer_of(
-                lambda: forks.fork(ForkTask(request, first_look=True)),
-                _("the copy that would have followed the script as it is written"),
-                FirstLook,
-            )
-            self._answers[request, False, None] = found
-            self._compares_samples = found.facts.compares_samples
-        return found
+        asked: _Asked = (TraceRequest(self._first.sample.batch_size, self._first.precision), False, None)
+        if asked not in self._answers:
+            what = _("the copy that would have followed the script as it is written")
+            self._answers[asked] = _answer_of(partial(self._fork, *asked), what)
+            self._compares_samples = self._answers[asked].facts.compares_samples
+        return self._answers[asked]
 
     def facts_at(self, batch_size: int) -> LoopFacts:
         """The loop as written, at another size of batches."""
         return self._answer(TraceRequest(batch_size, self._first.precision)).facts
 
-    def looked_again(self, samples: int | None = None) -> tuple[int, TraceResult]:
-        """The loop as written with another batch, to be compared with the first look; see :class:`ForkTask`.
+    def second_trace(self, samples: int | None = None) -> tuple[int, TraceResult]:
+        """The loop as written with another batch, to be compared with the first trace.
 
         Args:
             samples: of that batch; None: half as many as the script's own, or twice those of a small one.
@@ -85,11 +77,11 @@ class ForkedTraces:
         """
         size = self._first.sample.batch_size
         other = samples or (size // 2 if size > 3 else 2 * size)
-        if other not in self._again:
+        if other not in self._others:
             request = TraceRequest(other, self._first.precision)
-            ask = partial(self._fork, request, False, None, looks_again=True)
-            self._again[other] = _answer_of(ask, _what(request), TraceResult)
-        return other, self._again[other]
+            ask = partial(self._fork, request, False, None, listens=True)
+            self._others[other] = _answer_of(ask, _what(request))
+        return other, self._others[other]
 
     def read_layouts(self, only: LoopFacts | None = None) -> str:
         """Find out how the models' arguments are cut; why they cannot be ("" where they can).
@@ -144,7 +136,7 @@ class ForkedTraces:
             ask, begun = partial(self._fork, request, whole_job, most), self._running.pop((request, whole_job, most))
             # One that compiles counts its processor's seconds itself; it is given up where it does not work.
             seconds = MOST_SECONDS if request.compiled else PATIENCE
-            answer = _answer_of(ask, _what(request), TraceResult, begun, seconds, watched=request.compiled)
+            answer = _answer_of(ask, _what(request), begun, seconds, watched=request.compiled)
             self._answers[request, whole_job, most] = answer
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
@@ -154,7 +146,7 @@ class ForkedTraces:
             raise
         return answer
 
-    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, *, looks_again: bool = False) -> Fork:
+    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, *, listens: bool = False) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
         sample = self._first.sample
         numbers = next((part.numbers for part in sample.parts), ())
@@ -166,7 +158,7 @@ class ForkedTraces:
             sample.batch_size,
             whole_job=whole_job,
             most=most,
-            looks_again=looks_again,
+            listens=listens,
         )
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)
@@ -207,15 +199,14 @@ def _what(request: TraceRequest) -> str:
 def _answer_of(
     ask: Callable[[], Fork],
     what: str,
-    kind: type[T],
     begun: Fork | None = None,
     seconds: float = PATIENCE,
     *,
     watched: bool = False,
-) -> T:
+) -> TraceResult:
     answer = forks.asked_twice(ask, what, seconds, begun=begun, watched=watched)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
-    if not isinstance(answer, kind):
+    if not isinstance(answer, TraceResult):
         raise UnsupportedStepError(_("a copy of the script gave no valid answer"))
     return answer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vram_guard.apply.loss_terms import Term, is_made_of, loss_terms, number_of
+from vram_guard.apply.loss_terms import is_made_of, number_of
 from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.techniques import within
@@ -34,8 +34,8 @@ class LoopProfile:
     """There was a second step."""
     batch_size: int
     batches_per_step: int
-    losses: tuple[tuple[Term, ...], ...]
-    """The terms of everything that ``backward`` was called for."""
+    losses: tuple[str, ...]
+    """The operators that made everything that ``backward`` was called for."""
     counts: tuple[tuple[str, int], ...]
     """Numbers of gradient clippings and of calls that set gradients to zero."""
     rates: tuple[tuple[float, ...], ...]
@@ -118,7 +118,7 @@ class LoopObserver:
         given = given if self.reads_losses else None
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
-            self._events.append(_Event("loss", loss_terms(loss)))
+            self._events.append(_Event("loss", "" if loss.grad_fn is None else loss.grad_fn.name()))
             self.returned.differentiated(loss)
         self._scaled = (None, None)
 

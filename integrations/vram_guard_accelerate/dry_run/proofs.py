@@ -21,7 +21,7 @@ from vram_guard_accelerate.dry_run._cpu_time import seconds_on_cpu
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProofStep, ProofTask
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.dry_run.results import DryRunFailure, FirstLook
+from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 
 #: Samples that copies train on: as many as the time allows.
 SAMPLES = (4, 2)
@@ -56,16 +56,20 @@ class Proofs:
 
     Args:
         first: the script at its first training batch.
-        look: what its loop was seen to do.
+        trace: of its loop as written.
         seconds: that a proof may take.
     """
 
-    def __init__(self, first: FirstBatch, look: FirstLook, seconds: float) -> None:
+    def __init__(self, first: FirstBatch, trace: TraceResult, seconds: float) -> None:
         self._seconds = seconds
+        self._server = first.proof_server
         self._why_not = ""
-        self._steps: _Steps | None = None
+        self._task: ProofTask | None = None
+        self._written: Observed | None = None
+        self._random = False
+        """True if the models draw random numbers in the step as written."""
         size = first.sample.batch_size
-        of_each = seconds_on_cpu(look.timeline, size) / (size * look.facts.batches_per_step)
+        of_each = seconds_on_cpu(trace.timeline, size) / (size * trace.facts.batches_per_step)
         # As written and under the plan.
         whole = [size] if first.called_with else []  # no loader makes fewer
         wanted = dict.fromkeys((*whole, *SAMPLES))
@@ -81,94 +85,69 @@ class Proofs:
         elif not possible:
             self._why_not = _("it would take {seconds} s", seconds=f"{2 * min(SAMPLES) * of_each:.0f}")
         else:
-            task = ProofTask(possible[0], first.request, _backwards(look), True, called_with=first.called_with)
-            self._steps = _Steps(first.proof_server, task)
+            self._task = ProofTask(possible[0], first.request, _backwards(trace), True, called_with=first.called_with)
 
     def of(self, plan: LaunchPlan) -> Proof:
         """Compare a plan's step with the script's own."""
-        if self._steps is None:
+        if self._task is None:
             return Proof(why_not=self._why_not)
         deadline = time.monotonic() + self._seconds
-        small = _small(plan, self._steps.samples)
         try:
-            changed = self._steps.run(deadline, small)
-            found = self._steps.differences(changed.observed, small.micro_batch_size)
-        except _FailedStepError as error:
-            found = [str(error)]
+            found = self._differences(self._task, plan, deadline)
         except UnsupportedStepError as error:  # it took too long, or died, or does not run on the CPU as written
-            return Proof(why_not=self._words(error, deadline))
+            late = time.monotonic() >= deadline
+            why = _("it took more than {seconds} s", seconds=self._seconds) if late else str(error)
+            return Proof(why_not=why)
         more = [_("and {count} more", count=len(found) - NAMED)] if len(found) > NAMED else []
-        return Proof(self._steps.samples, "; ".join([*found[:NAMED], *more]), random=self._steps.random)
+        return Proof(self._task.samples, "; ".join([*found[:NAMED], *more]), random=self._random)
 
-    def _words(self, error: UnsupportedStepError, deadline: float) -> str:
-        late = time.monotonic() >= deadline
-        return _("it took more than {seconds} s", seconds=self._seconds) if late else str(error)
-
-
-class _FailedStepError(Exception):
-    """A step failed which runs as written."""
-
-
-class _Steps:
-    """Steps of one script that are run for real, in copies."""
-
-    def __init__(self, server: ForkServer, task: ProofTask) -> None:
-        self._server = server
-        self._task = task
-        self._written: Observed | None = None
-        self.random = False
-        """True if the models draw random numbers in the step as written."""
-
-    @property
-    def samples(self) -> int:
-        """Number of samples that a step is run on."""
-        return self._task.samples
-
-    def differences(self, changed: Observed, micro_batch_size: int) -> list[str]:
-        """The differences between the step as written and another one, worst first."""
-        written = self._written
+    def _differences(self, task: ProofTask, plan: LaunchPlan, deadline: float) -> list[str]:
+        """The differences between the step as written and under a plan, worst first."""
+        if self._written is None:
+            task = self._task = self._run_as_written(task, deadline)
+        small = _small(plan, task.samples)
+        changed, written = self._answer(replace(task, plan=small), deadline), self._written
+        if isinstance(changed, DryRunFailure):
+            return [changed.message]
         if written is None:
             return []
         types = {weight.dtype for weight in written.weights.values() if weight.dtype in TOLERANCES}
         tolerance = max((TOLERANCES[each] for each in types), default=TOLERANCES[torch.float32])
         with without_modes():
-            found = differences(written, changed, tolerance=tolerance, cut=(self.samples, micro_batch_size))
+            cut = (task.samples, small.micro_batch_size)
+            found = differences(written, changed.observed, tolerance=tolerance, cut=cut)
         return [difference.words() for difference in found]
 
-    def _run_as_written(self, deadline: float) -> None:
-        """Once: in double precision, or as it is where the script asks for another one by name."""
-        while self._written is None:
-            step = self._answer(deadline, self._task)
-            if isinstance(step, ProofStep):
-                if not step.observed.is_telling:
-                    raise UnsupportedStepError(_("its gradients are zero or not finite"))
-                self._written, self._task = step.observed, replace(self._task, draws=step.draws)
-                self.random = step.random
-            elif self._task.precise:
-                self._task = replace(self._task, precise=False)
-            elif isinstance(step, DryRunFailure):
-                raise UnsupportedStepError(step.message)
+    def _run_as_written(self, task: ProofTask, deadline: float) -> ProofTask:
+        """In double precision, or as it is where the script asks for another one by name; the task of what is compared.
 
-    def run(self, deadline: float, plan: LaunchPlan) -> ProofStep:
-        """What comes out under a plan."""
-        self._run_as_written(deadline)
-        step = self._answer(deadline, replace(self._task, plan=plan))
+        Raises:
+            UnsupportedStepError: it does not run, or shows nothing.
+        """
+        step = self._answer(task, deadline)
         if isinstance(step, DryRunFailure):
-            raise _FailedStepError(step.message)
-        return step
+            if not task.precise:
+                raise UnsupportedStepError(step.message)
+            return self._run_as_written(replace(task, precise=False), deadline)
+        if not step.observed.is_telling:
+            raise UnsupportedStepError(_("its gradients are zero or not finite"))
+        self._written, self._random = step.observed, step.random
+        return replace(task, draws=step.draws)
 
-    def _answer(self, deadline: float, task: ProofTask) -> ProofStep | DryRunFailure:
+    def _answer(self, task: ProofTask, deadline: float) -> ProofStep | DryRunFailure:
+        server: ForkServer | None = self._server
+        if server is None:
+            raise UnsupportedStepError(self._why_not)
         what = _("the copy that would have run a few samples")
         with without_modes():
-            found: ProofStep | DryRunFailure = forks.asked_twice(
-                partial(self._server.fork, task), what, max(0.0, deadline - time.monotonic())
-            )
+            left = max(0.0, deadline - time.monotonic())
+            found: ProofStep | DryRunFailure = forks.asked_twice(partial(server.fork, task), what, left)
         return found
 
 
-def _backwards(look: FirstLook) -> int:
+def _backwards(trace: TraceResult) -> int:
     """Backward passes of the script for one batch."""
-    profile = look.profile
+    profile = trace.profile
     return max(1, len(profile.losses) // profile.batches_per_step) if profile.complete else 1
 
 

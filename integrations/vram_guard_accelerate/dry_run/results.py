@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback as tracebacks
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vram_guard import errors
@@ -68,19 +68,13 @@ class TraceResult:
 
     timeline: Timeline
     facts: LoopFacts
+    profile: LoopProfile
     evaluation_batch_size: int | None = None
     """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
     kept_outputs: int = 0
     """Bytes that a Trainer keeps on the GPU of all batches of an evaluation, and would not with another argument."""
     random: bool = False
     """True if models were heard to draw random numbers, where that was listened for."""
-
-
-@dataclass(frozen=True)
-class FirstLook(TraceResult):
-    """The answer of a copy that ran the loop as written, at its own batch size."""
-
-    profile: LoopProfile = field(kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class GraphProof:
             VramGuardError: the second run came to no answer.
         """
         one, other = self._compared()
-        written, again = self._traces.first_look().facts, self._traces.looked_again()[1].facts
+        written, again = self._traces.first_trace().facts, self._traces.second_trace()[1].facts
         kept = tuple(dict.fromkeys((*written.advances, *written.changed_in_calls, *again.changed_in_calls)))
         if kept:
             return _("every step changes state that the model keeps: {names}", names=", ".join(kept[:NAMED]))
@@ -72,11 +72,11 @@ class GraphProof:
 
     def remarks(self) -> tuple[str, ...]:
         """What two runs hear of and cannot compare, where :meth:`why_not` is ""."""
-        return (other_draws(),) if self._traces.looked_again()[1].random else ()
+        return (other_draws(),) if self._traces.second_trace()[1].random else ()
 
     def _compared(self) -> tuple[LoopFacts, LoopFacts]:
         """Two runs whose calls are read alike: at the script's own size, a list of samples may read as columns."""
-        one, (samples, other) = self._traces.first_look().facts, self._traces.looked_again()
+        one, (samples, other) = self._traces.first_trace().facts, self._traces.second_trace()
         if one.calls == other.facts.calls:
             return one, other.facts
-        return self._traces.looked_again(2 * samples)[1].facts, other.facts
+        return self._traces.second_trace(2 * samples)[1].facts, other.facts

@@ -130,12 +130,12 @@ def _decided(
     *,
     may_relaunch: bool,
 ) -> ScriptPlan:
-    look = traces.first_look()
+    trace = traces.first_trace()
     if current is not None:
-        current.check(first.precision, look.profile)
-    proofs = Proofs(first, look, settings.proof_seconds)
+        current.check(first.precision, trace.profile)
+    proofs = Proofs(first, trace, settings.proof_seconds)
     by_graph = GraphProof(traces, first.sample.batch_size)
-    weigh = cache(lambda: _loss_weight(by_graph, look.facts, settings))
+    weigh = cache(lambda: _loss_weight(by_graph, trace.facts, settings))
     judge = Judge(
         proofs,
         settings,
@@ -146,14 +146,14 @@ def _decided(
     )
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
-    candidates = RelaunchCandidates(first, look, settings) if may_relaunch else None
+    candidates = RelaunchCandidates(first, trace, settings) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
-    refused = {name: why for name, why in _refused(first, traces, look.facts, settings) if name not in without}
-    planner = _Planner(first, settings, budget, traces, look.facts, refused, frozenset(without))
+    refused = {name: why for name, why in _refused(first, traces, trace.facts, settings) if name not in without}
+    planner = _Planner(first, settings, budget, traces, trace.facts, refused, frozenset(without))
     fitting: Plan | None = None
     while True:
         made = planner.plan()
-        launch_plan = replace(_launch_plan(made, first), returns_loss=look.facts.returns_loss)
+        launch_plan = replace(_launch_plan(made, first), returns_loss=trace.facts.returns_loss)
         if launch_plan.slices:
             weight, unclear = weigh()
             layouts = tuple(one and one.to_json() for one in traces.layouts)
@@ -183,7 +183,7 @@ def _decided(
         notes += candidates.notes
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
-    own = _own_options(first, look.facts, settings, made, 1 if fitting is None else fitting.splits)
+    own = _own_options(first, trace.facts, settings, made, 1 if fitting is None else fitting.splits)
     if current is None:
         return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunches, told, own)
     if current.change.sharding.introduced:

@@ -13,7 +13,7 @@ from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import ShardingChange, strategy_of
 from vram_guard_accelerate.apply.fsdp import on_host, wrapped_classes
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.dry_run.results import FirstLook
+from vram_guard_accelerate.dry_run.results import TraceResult
 from vram_guard_accelerate.relaunch import engine
 from vram_guard_accelerate.relaunch.divisible import why_not_divided
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch
@@ -28,13 +28,13 @@ class RelaunchCandidates:
 
     Args:
         first: the script, at its first training batch.
-        look: what its loop was seen to do.
+        trace: of its loop as written.
         settings: what may be changed.
     """
 
-    def __init__(self, first: FirstBatch, look: FirstLook, settings: Settings) -> None:
+    def __init__(self, first: FirstBatch, trace: TraceResult, settings: Settings) -> None:
         self._first = first
-        self._look = look
+        self._trace = trace
         self._settings = settings
         self.notes: list[str] = []
         """The reasons why the model is not divided, where that was asked for."""
@@ -64,9 +64,9 @@ class RelaunchCandidates:
             current: the relaunch that this launch is itself.
         """
         if current is None:
-            baseline, change = Baseline.of(made, self._look.profile, self._first), LaunchChange()
+            baseline, change = Baseline.of(made, self._trace.profile, self._first), LaunchChange()
         else:
-            baseline, change = replace(current.baseline, profile=self._look.profile), current.change
+            baseline, change = replace(current.baseline, profile=self._trace.profile), current.change
         found = []
         if self.reserved:
             option = self._first.script.precision_option
@@ -82,7 +82,7 @@ class RelaunchCandidates:
         if plugin is None:
             if "shard" not in allowed or self._first.shape.ranks == 1:
                 return []
-            why = why_not_divided(self._first, self._look.facts)
+            why = why_not_divided(self._first, self._trace.facts)
             self.notes += [Refusal("shard", why).words()] if why else []
             classes = wrapped_classes(self._first.root, [block.name for block in find_blocks(self._first.root)])
             return [] if why else [ShardingChange(introduced=True, wrapped=classes)]

@@ -34,4 +34,4 @@ def disagreement(written: LoopProfile, changed: LoopProfile, *, losses: bool = T
     for (kind, count), (_kind_too, other) in zip(written.counts, changed.counts, strict=True):
         if count != other:
             return _(_MORE_OFTEN[kind], factor=f"{other / max(1, count):g}")
-    return _("its loss has different parts") if losses and changed.losses != written.losses else ""
+    return _("its losses are made by other operators") if losses and changed.losses != written.losses else ""

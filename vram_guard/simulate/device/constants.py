@@ -10,33 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from vram_guard.patching import replaced
 from vram_guard.simulate.device import ranges
 from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
-from vram_guard.tensors import map_tensors_in, tensors_in, version_of
+from vram_guard.tensors import map_tensors_in, tensors_in
 
 #: Larger tensors carry no computation: a question about them would cost real memory and time.
 LARGEST_COMPUTED = 2**20
 
 _ATTRIBUTE = "_vram_guard_constant"
-#: The tensor of known values whose values these are, moved about by :data:`_MOVING` only.
-_ORIGIN = "_vram_guard_origin"
-
-#: Operators whose results hold the values of their one tensor, or constants beside them.
-_MOVING = frozenset(
-    "aten::" + name
-    for name in (
-        *("constant_pad_nd", "slice", "narrow", "select", "view", "_unsafe_view", "_reshape_alias", "reshape"),
-        *("flatten", "squeeze", "unsqueeze", "clone", "contiguous", "_to_copy", "detach", "alias", "transpose", "t"),
-    )
-)
-
 #: Tests for NaN and infinity, whose answer is taken for granted where nothing is known: a healthy step.
 _HEALTHY: dict[str, bool] = {
     "aten::isnan": False,
@@ -61,27 +47,13 @@ def known(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """The symbolic tensor has this real value (a CPU tensor of its shape), if it is small enough."""
     if value.numel() <= LARGEST_COMPUTED:
         setattr(tensor, _ATTRIBUTE, lambda: value)
-        setattr(tensor, _ORIGIN, (object(), version_of(tensor)))
 
 
 def forget(tensor: torch.Tensor) -> None:
     """The tensor was written to: what was known of it is void."""
-    for attribute in (_ATTRIBUTE, _ORIGIN):
-        if attribute in tensor.__dict__:
-            delattr(tensor, attribute)
+    if _ATTRIBUTE in tensor.__dict__:
+        delattr(tensor, _ATTRIBUTE)
     ranges.forget(tensor)
-
-
-def of_same_origin(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True where the known values of both were moved from one tensor, and nothing was computed with them."""
-    origin = _origin(one)
-    return origin is not None and origin is _origin(other)
-
-
-def _origin(tensor: torch.Tensor) -> object | None:
-    """The tensor that known values come from; None where they were written to since, also through another view."""
-    origin, version = tensor.__dict__.get(_ORIGIN, (None, None)) if is_symbolic(tensor) else (None, None)
-    return origin if version == version_of(tensor) else None
 
 
 def computation(tensor: torch.Tensor) -> Computation | None:
@@ -145,8 +117,6 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, p
         return memory[0]
 
     setattr(out, _ATTRIBUTE, made)
-    if name in _MOVING and first is not None and len(list(tensors_in(args))) == 1:
-        setattr(out, _ORIGIN, (_origin(first), version_of(out)))
 
 
 def _labels_counted(labels: Computation | None, weights: torch.Tensor | None, ignored: int) -> Computation | None:
@@ -264,22 +234,7 @@ def placeholder(tensor: torch.Tensor) -> Any:
         return False
     bounds = bounds_of(tensor)
     if bounds is not None:
-        return bounds.low + (_STAND_INS.whole - bounds.low) % bounds.number
+        return bounds.low + (1 - bounds.low) % bounds.number
     if dtype.is_floating_point:
-        return _STAND_INS.fraction
-    return complex(_STAND_INS.fraction) if dtype.is_complex else _STAND_INS.whole
-
-
-class _StandIns:
-    """For unknown numbers."""
-
-    def __init__(self) -> None:
-        self.whole, self.fraction = 1, 1.0
-
-
-_STAND_INS = _StandIns()
-
-
-def other_placeholders(whole: int, fraction: float) -> AbstractContextManager[None]:
-    """Unknown numbers are these inside the block: what they lead to differs from another run."""
-    return replaced(_STAND_INS, {"whole": whole, "fraction": fraction})
+        return 1.0
+    return complex(1) if dtype.is_complex else 1
