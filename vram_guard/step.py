@@ -11,7 +11,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel, data_parallel
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
+from vram_guard.techniques.recipe import AS_WRITTEN, Body, Recipe, Sharding
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,8 @@ class TrainingStep:
             once the step as written has been traced. None: there are none.
         job: what the run does besides its steps (evaluation, saving, resuming, schedules), see
             :class:`~vram_guard.job.Job`; None: nothing, and two optimizer steps are followed.
+        body: the module that may run over slices of its batch, see :class:`~vram_guard.techniques.Body`; None: none is
+            known.
         update_compiled: options of ``torch.compile`` under which a framework clips gradients and steps the optimizer
             (MMEngine, whose ``train_step`` does both); None: these are not compiled.
 
@@ -114,6 +116,7 @@ class TrainingStep:
     deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     job: Job | None = None
+    body: Body | None = None
     update_compiled: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

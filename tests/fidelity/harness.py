@@ -32,10 +32,12 @@ import torch
 from vram_guard import private_names
 
 REPORT, FIT, MICRO, CHECKPOINT, TIGHT = MODES = ("report", "fit", "micro", "checkpoint", "tight")
+#: A budget that nothing but slices of the batch may meet.
+SLICES = "slices"
 #: Micro-batches that nothing is run to prove (``proof_seconds=0``): wherever they are pinned, they are so as well.
 GRAPH = "graph"
 #: Largest relative difference: where nothing is changed, none; recomputed forwards; sums in another order.
-TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, GRAPH: 1e-5, TIGHT: 1e-5}
+TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, GRAPH: 1e-5, TIGHT: 1e-5, SLICES: 1e-5}
 #: Values below are rounding errors of what they were computed from (gradients that cancel out).
 FLOOR = 1e-2
 #: Promises, facts about every plan, and what is said about sizes: never the words that a difference needs.
@@ -281,7 +283,7 @@ class Suite:
 
     def guarded(self, case: Case, mode: str) -> Outcome:
         """Under the guard."""
-        heavy = mode == TIGHT
+        heavy = mode in (TIGHT, SLICES)
         if heavy and case.name not in self._peaks:
             self._peaks[case.name] = self.train(case, REPORT, heavy=True).peak
         return self.train(case, mode, heavy=heavy, peak=self._peaks.get(case.name, 0))
@@ -293,7 +295,9 @@ class Suite:
         return self._usual[mode]
 
     def judge(self, case: Case, mode: str) -> Judged:
-        return judge(case, mode, self.plain(case, heavy=mode == TIGHT), self.guarded(case, mode), self.usual(mode))
+        return judge(
+            case, mode, self.plain(case, heavy=mode in (TIGHT, SLICES)), self.guarded(case, mode), self.usual(mode)
+        )
 
 
 def fault(case: Case, mode: str, judged: Judged) -> str:

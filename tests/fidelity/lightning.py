@@ -24,6 +24,7 @@ from .harness import (
     GRAPH,
     MICRO,
     REPORT,
+    SLICES,
     TIGHT,
     Case,
     Outcome,
@@ -197,7 +198,7 @@ def case(name: str, *modes: str, **about: Any) -> Callable[[Callable[[], Any]], 
     """Register a case: a module's class, or a function that makes a :class:`Training` (or a module)."""
 
     def register(make: Callable[[], Any]) -> Any:
-        CASES.append(Case(name, make, modes or (unchanged(name), MICRO), **about))
+        CASES.append(Case(name, make, (*(modes or (unchanged(name), MICRO)), SLICES), **about))
         return make
 
     return register
@@ -274,6 +275,7 @@ def guard(mode: str, about: Case, peak: int) -> VramGuard:
         GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
         # Mixed precision is another training by intention, and always said.
+        SLICES: {"budget": int(0.6 * peak), "margin": 0.0, "allow": ("slices",)},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ("accumulate", "checkpoint", "offload", "foreach")},
     }[mode]
     return VramGuard(**{"budget": "64GiB", "remember": False, **settings})

@@ -27,6 +27,7 @@ from .harness import (
     GRAPH,
     MICRO,
     REPORT,
+    SLICES,
     TIGHT,
     Case,
     Outcome,
@@ -93,7 +94,7 @@ class Training:
 
 def case(name: str, *modes: str, **about: Any) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
-        CASES.append(Case(name, make, modes or (unchanged(name), MICRO), **about))
+        CASES.append(Case(name, make, (*(modes or (unchanged(name), MICRO)), SLICES), **about))
         return make
 
     return register
@@ -124,6 +125,7 @@ def guard(mode: str, about: Case, peak: int) -> Any:
         MICRO: {"pin": {"micro_batch_size": about.micro}},
         GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
+        SLICES: {"budget": int(0.6 * peak), "margin": 0.0, "allow": ["slices"]},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ["accumulate", "checkpoint", "offload", "foreach"]},
     }[mode]
     return vram_guard_mmengine.VramGuardHook(**{"budget": "64GiB", "remember": False, **settings})

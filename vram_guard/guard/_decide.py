@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vram_guard.apply.microbatch import probe_layout, splitter_of
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.budget import Budget
-from vram_guard.errors import DeviceQueryError, NoDeviceError, UnsupportedStepError
+from vram_guard.errors import DeviceQueryError, NoDeviceError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
@@ -17,7 +17,9 @@ from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
 from vram_guard.longest.choice import choose, peak_of
+from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.techniques import TECHNIQUES
+from vram_guard.proof.bodies import find_body
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Proof, prove, prove_cut
 from vram_guard.releases.required import RequiredReleases
@@ -220,18 +222,24 @@ def _proven_plan(
     """The best plan that is known to leave what is learned as it was; techniques that do not are refused on the way."""
     unproven = dict[str, str]()
     fitting: Plan | None = None
-    for _technique in range(len(TECHNIQUES)):
+    for _technique in range(len(TECHNIQUES) + 1):
         plan = _plan(captured, settings, budget, refused, correction, progress)
         objections = (captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before)))
         new = {one.technique: one.reason for one in objections if one is not None and one.technique not in refused}
         if new:
             refused.update(new)
             continue
+        if not plan.fits and captured.step.body is None and "slices" not in refused:
+            captured = _with_body(captured, settings, refused)
+            if captured.step.body is not None:
+                continue
         if fitting is not None and not plan.fits:
             others = {name: why for name, why in refused.items() if name != "accumulate"}
             if others != unproven:
                 fitting = _plan(captured, settings, budget, others, correction, progress)
             return (plan.proposing(fitting, refused["accumulate"]) if fitting.fits else plan), Proof("")
+        if not plan.fits and "slices" in refused:
+            plan = replace(plan, reason_values=(*plan.reason_values, refused_reason("slices", refused["slices"])))
         if settings.mode != "fit" or not plan.fits or not plan.changed:
             return plan, Proof("")
         progress(_("running one step on a few samples, as written and as planned"))
@@ -246,6 +254,20 @@ def _proven_plan(
             fitting, unproven = plan, dict(refused)
         refused[proof.technique] = proof.reason
     raise UnsupportedStepError(_("no technique is left: {reasons}", reasons="; ".join(refused.values())))
+
+
+def _with_body(captured: CapturedTraining, settings: GuardSettings, refused: dict[str, str]) -> CapturedTraining:
+    """The training with the module that may run over slices of its batch; where there is none, slices are refused."""
+    if "slices" not in settings.techniques or captured.step.optimizer is None:
+        return captured
+    try:
+        with captured.symbolic_run():
+            body = find_body(captured.step, captured.sample.batch_size, captured.effects.companions)
+    except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+        known = isinstance(error, UnsupportedTechniqueError)
+        refused["slices"] = str(error) if known else f"{type(error).__name__}: {error}"
+        return captured
+    return replace(captured, step=captured.step.with_(body=body))
 
 
 def _plan(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _WHY: dict[str, str] = {
     "accumulate": marked("smaller micro-batches are not possible here: {why}"),
     "checkpoint": marked("activation checkpointing is not possible here: {why}"),
+    "slices": marked("slices of the batch are not possible here: {why}"),
     "selective_checkpoint": marked("selective activation checkpointing is not possible here: {why}"),
     "precision": marked("mixed precision is not possible here: {why}"),
     "grow": marked("a larger batch is not possible here: {why}"),

@@ -127,6 +127,8 @@ class Composer:
         recipe = request.recipe
         if not self._source.marks or recipe.optimizer not in _FORMS:
             return False
+        if recipe.slices is not None:
+            return False
         if recipe.optimizer_in_backward or recipe.chunked_head:
             return False  # gradients die within the backward pass, and the loss is no part of a block
         if request.slices > 1 and request.sliced_by != "loop":

@@ -103,6 +103,9 @@ class CostModel:
         time = self._step(base, size, rounds)
         if recipe.checkpoint:
             time += self._recomputed(base, size, recipe.checkpoint, recipe.checkpoint_keeps).times(rounds)
+        if recipe.slices is not None:
+            again = recipe.slices.again / recipe.slices.count
+            time += self._recomputed(base, size, (recipe.slices.body.name,), ()).times(rounds * again)
         if option.splits > 1 and self._source.forward_again:
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += sum(forward.values(), StepTime()).times(rounds)
@@ -272,6 +275,9 @@ class CostModel:
         every = (_whole(option), size)
         treated = self._saved_by(*every, {*recipe.checkpoint, *recipe.offload_activations})
         saved = sum(self._saved_by(*every, ("",)).values()) - sum(treated.values())
+        if recipe.slices is not None:
+            body, slices = recipe.slices.body.name, recipe.slices
+            saved -= self._saved_by(*every, (body,))[body] * slices.again // slices.count
         # From the second micro-batch on, the gradients of those before are there.
         state = self._state(option, gradients=option.splits * self._source.accumulate > 1)
         return state + saved + self._gathered(option)

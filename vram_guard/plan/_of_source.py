@@ -171,7 +171,8 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
     techniques, reasons = _techniques(asked, source), asked.reasons
     written = explored.traces(Option(source.precision, 1))
     changes = written.changes
-    parts = parts_of(source.model, explored.costs, asked.blocks, frozenset(change.module for change in changes))
+    impure = frozenset(change.module for change in changes)
+    parts = parts_of(source.model, explored.costs, asked.blocks, impure, source.body)
     explored.traces.compose_with(set(parts.checkpointable).intersection(parts.saving), parts.saving)
     check_pinned_blocks(asked.pins, parts.blocks, changes)
     may_choose = "checkpoint" in techniques and asked.pins.checkpoint is None

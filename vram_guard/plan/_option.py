@@ -42,14 +42,19 @@ class Option(NamedTuple):
     def changes_numbers(self) -> int:
         """A rank for how much the option changes the numbers of the training: 0 nothing, more is more.
 
-        Checkpointing and offload compute what was computed before; micro-batches, a loss in chunks and FSDP2 in place
-        of DDP add up the same gradients in another order (and micro-batches take batch normalisation's statistics over
-        fewer samples); a fused optimizer rounds otherwise; mixed precision rounds activations; 8-bit states round the
-        optimizer; half precision the weights.
+        Checkpointing and offload compute what was computed before; micro-batches, slices, a loss in chunks and FSDP2 in
+        place of DDP add up the same gradients in another order (and micro-batches take batch normalisation's statistics
+        over fewer samples); a fused optimizer rounds otherwise; mixed precision rounds activations; 8-bit states round
+        the optimizer; half precision the weights.
         """
         divided = self.recipe.sharding
         return (
-            bool(self.splits > 1 or self.recipe.chunked_head or (divided is not None and divided.fsdp2))
+            bool(
+                self.splits > 1
+                or self.recipe.chunked_head
+                or self.recipe.slices is not None
+                or (divided is not None and divided.fsdp2)
+            )
             + 2 * (self.recipe.optimizer == "fused")
             + 4 * self.precision.endswith("-mixed")
             + 8 * (self.recipe.optimizer == "8bit")

@@ -26,6 +26,7 @@ def kinds(option: Option, precision: str) -> int:
         option.splits > 1,
         recipe.optimizer != "as-written",
         recipe.checkpoint,
+        recipe.slices is not None,
         recipe.checkpoint_keeps,
         recipe.offload_activations,
         recipe.frozen_on_host,

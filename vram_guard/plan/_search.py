@@ -29,7 +29,16 @@ from vram_guard.plan._option import Option
 from vram_guard.plan._order import TOLERANCE, Key, key, treated
 from vram_guard.plan.descriptions import Reason, StepTime, Why, recipe_words
 from vram_guard.plan.model import Plan, Rejected
-from vram_guard.plan.search_space import BlockPrefix, Candidate, Candidates, Costs, OptionFamily, Request, Timelines
+from vram_guard.plan.search_space import (
+    BlockPrefix,
+    Candidate,
+    Candidates,
+    Costs,
+    OptionFamily,
+    Request,
+    SlicePrefix,
+    Timelines,
+)
 from vram_guard.units import Amount
 
 if TYPE_CHECKING:
@@ -42,7 +51,7 @@ MOST_NEIGHBOURS = 4
 #: Traces that give the law of a step for every batch size.
 LAW_TRACES = 2
 
-_Group = tuple[str, "Recipe", "BlockPrefix | None"]
+_Group = tuple[str, "Recipe", "BlockPrefix | SlicePrefix | None"]
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan._option import Option
-from vram_guard.plan.search_space import BlockPrefix, Space
+from vram_guard.plan.search_space import BlockPrefix, SlicePrefix, Space
 from vram_guard.plan.techniques import FORMS, splits_of
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
+from vram_guard.techniques.recipe import AS_WRITTEN, Body, Recipe, Sharding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 #: Frozen modules are moved to the host one after the other up to this many, beyond it only all together.
 MOST_FROZEN = 4
+
+#: Slices that a body's batch is cut into, at most: a trace follows each of them.
+MOST_SLICES = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Parts:
     """Blocks whose forward must not run twice."""
     head: str = ""
     """The layer whose logits, and their loss, may be computed in chunks; "": there is none."""
+    body: Body | None = None
+    """The module that may run over slices of its batch; None: none is known."""
     keeps: tuple[str, ...] = ()
     """Operators whose results are worth keeping where blocks are checkpointed, most seconds for a byte first."""
 
@@ -57,7 +62,11 @@ class Parts:
 
 
 def parts_of(
-    model: nn.Module, cost_model: CostModel, blocks: Iterable[str] | None, impure: frozenset[str] = frozenset()
+    model: nn.Module,
+    cost_model: CostModel,
+    blocks: Iterable[str] | None,
+    impure: frozenset[str] = frozenset(),
+    body: Body | None = None,
 ) -> Parts:
     """The parts of the model that techniques can be applied to.
 
@@ -66,6 +75,7 @@ def parts_of(
         cost_model: prices of this step.
         blocks: the modules that may be treated; None: the repeated ones.
         impure: modules whose forward must not run twice.
+        body: the module that may run over slices of its batch; None: none is known.
 
     Raises:
         InvalidInputError: ``blocks`` names modules that the model does not have.
@@ -80,7 +90,7 @@ def parts_of(
     names = tuple(block.name for block in found)
     frozen = sorted(frozen_candidates(model), key=bytes_of, reverse=True)
     head, keeps = cost_model.logits_layer(), cost_model.worth_keeping(names)
-    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure, head, keeps)
+    return Parts(names, *cost_model.of_blocks(names), tuple(frozen), impure, head, body, keeps)
 
 
 def space_of(
@@ -121,7 +131,9 @@ def space_of(
             for sharding in (None, *shardings)
             for recipe in dict.fromkeys(_recipes(techniques, parts, pins, trains=trains))
         ),
-        prefixes=tuple(_prefixes(techniques, parts, pins)) if backward else (),
+        prefixes=(*_prefixes(techniques, parts, pins), *_slices(batch_size, techniques, parts, pins))
+        if backward
+        else (),
         incompatible=lambda option: _form_on_host(option.recipe) or incompatible(option),
         blocks=len(parts.saving),
     )
@@ -243,6 +255,16 @@ def _prefixes(techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[
     mixes = checkpoints and offloads and not pins.checkpoint_keeps
     if mixes and len(pure) > 1 and _recompute_is_cheaper(pure, parts):
         yield BlockPrefix("both", pure)
+
+
+def _slices(batch_size: int, techniques: frozenset[str], parts: Parts, pins: Pins) -> Iterator[SlicePrefix]:
+    """Slices of the body: halves, quarters, ..., where no block is pinned to be treated."""
+    if "slices" not in techniques or parts.body is None or any((pins.checkpoint, pins.offload_activations)):
+        return
+    total = 2
+    while total <= min(batch_size, MOST_SLICES):
+        yield SlicePrefix(parts.body, total)
+        total *= 2
 
 
 def _orders(blocks: tuple[str, ...], parts: Parts) -> Iterator[tuple[str, ...]]:

@@ -269,6 +269,7 @@ _ONE = {
     "activation_memory_budget": marked("a budget for what compiled code saves"),
 }
 _SEVERAL = {
+    "slices": marked("slices of the batch"),
     "accumulate": marked("smaller micro-batches"),
     "expandable_segments": marked("expandable segments"),
     "offload_parameters": marked("parameters on the host"),
@@ -292,6 +293,7 @@ def recipe_words(recipe: Recipe) -> list[str]:
         )
     elif recipe.checkpoint:
         words.append(_("{blocks} checkpointed", blocks=counted(recipe.checkpoint)))
+    words += [slices_words(recipe)] if recipe.slices is not None else []
     words += [sharding_words(recipe.sharding)] if recipe.sharding is not None else []
     words += offload_words(recipe)
     if recipe.optimizer != "as-written":
@@ -317,6 +319,19 @@ def sharding_words(sharding: Sharding) -> str:
     if sharding.states_on_host:
         words.append(_("DeepSpeed's optimizer in host memory"))
     return _(", ").join(words)
+
+
+def slices_words(recipe: Recipe) -> str:
+    """The slices that the body's batch is cut into, in a few words."""
+    if recipe.slices is None:
+        return _("as written")
+    slices, name = recipe.slices, recipe.slices.body.name
+    return _(
+        "{body} in {count} slices of the batch, {again} of them computed again",
+        body=repr(name) if name else _("the model"),
+        count=slices.count,
+        again=slices.again,
+    )
 
 
 def offload_words(recipe: Recipe) -> list[str]:

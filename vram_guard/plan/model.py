@@ -18,6 +18,7 @@ from vram_guard.plan.descriptions import (
     saved_words,
     segments_words,
     sharding_words,
+    slices_words,
 )
 from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
@@ -212,6 +213,7 @@ class Plan(ShownInNotebooks):
             (_("effective batch size"), str(self.effective_batch_size_before), str(self.effective_batch_size)),
             (_("learning rates"), "x 1", f"x {self.learning_rate_factor:g}"),
             (_("checkpointed modules"), _("none"), ranges(self.checkpointed_modules) or _("none")),
+            (_("forward"), _("as written"), slices_words(self.recipe)),
             (_("on the host"), _("nothing"), _(", ").join(self.offload) or _("nothing")),
             (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
             (_("loss"), _("as written"), loss_words(self.recipe)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from vram_guard.budget.margins import NETWORKS, USUAL_TIER
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
+from vram_guard.techniques.recipe import AS_WRITTEN, Body, Recipe, Slices
 
 if TYPE_CHECKING:
     from vram_guard.allocator import AllocatorSettings
@@ -112,6 +112,22 @@ class BlockPrefix(NamedTuple):
         return range(1, len(self.blocks) + (self.method != "both"))
 
 
+class SlicePrefix(NamedTuple):
+    """More and more slices of a body's batch that run again: the ``n``-th is the first ``n`` of ``total``."""
+
+    body: Body
+    total: int
+
+    def recipe(self, base: Recipe, length: int) -> Recipe:
+        """``base`` with the first ``length`` slices computed again."""
+        return base.with_(slices=Slices(self.body, self.total, length))
+
+    @property
+    def lengths(self) -> range:
+        """One slice that runs again, at least."""
+        return range(1, self.total + 1)
+
+
 @dataclass(frozen=True)
 class Space:
     """Every option that may be taken: all combinations of these, and the first lengths of each prefix."""
@@ -119,7 +135,7 @@ class Space:
     precisions: tuple[str, ...]
     splits: tuple[int, ...] = (1,)
     recipes: tuple[Recipe, ...] = (AS_WRITTEN,)
-    prefixes: tuple[BlockPrefix, ...] = ()
+    prefixes: tuple[BlockPrefix | SlicePrefix, ...] = ()
     incompatible: Callable[[Option], str] = field(default=lambda _option: "", compare=False)
     """The reason why an option's parts cannot be combined ("" where they can)."""
     blocks: int = 0
@@ -142,6 +158,8 @@ class Space:
             self.precisions, self.recipes, (None, *self.prefixes), self.splits
         ):
             family = OptionFamily(precision, splits, recipe, prefix)
+            if isinstance(prefix, SlicePrefix) and splits > 1:
+                continue  # micro-batches keep as little, and compute nothing again
             if family.lengths:
                 yield family
 
@@ -159,7 +177,7 @@ class OptionFamily(NamedTuple):
     precision: str
     splits: int
     recipe: Recipe
-    prefix: BlockPrefix | None
+    prefix: BlockPrefix | SlicePrefix | None
 
     @property
     def lengths(self) -> range:
@@ -172,7 +190,7 @@ class OptionFamily(NamedTuple):
         return Option(self.precision, self.splits, recipe)
 
     @property
-    def group(self) -> tuple[str, Recipe, BlockPrefix | None]:
+    def group(self) -> tuple[str, Recipe, BlockPrefix | SlicePrefix | None]:
         """The key that families share which differ only in their micro-batches."""
         return self.precision, self.recipe, self.prefix
 

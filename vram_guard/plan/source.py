@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.plan.layouts import half_of
-from vram_guard.techniques.recipe import AS_WRITTEN, Recipe, Sharding
+from vram_guard.techniques.recipe import AS_WRITTEN, Body, Recipe, Sharding
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,8 @@ class Source:
     """True if ``trace`` and ``direct`` may run in a copy of this process, beside another trace here."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
+    body: Body | None = None
+    """The module that may run over slices of its batch; None: none is known."""
     explored: dict[int, object] | None = None
     """What plans of it have found out, by batch size, for those that follow; None: each begins anew."""
 
@@ -184,6 +186,7 @@ def source_of(
         compiles=compiles(built.model),  # type: ignore[arg-type]
         forks=topology is None,
         shardings=step.shardings,
+        body=step.body,
     )
 
 

@@ -16,6 +16,7 @@ TECHNIQUES: dict[str, str] = {
     "half": "bf16-true in place of 32-true: weights and optimizer states in bfloat16 too",
     "accumulate": "smaller micro-batches of the same loaded batch",
     "checkpoint": "activation checkpointing of repeated blocks, as many as needed",
+    "slices": "the forward of the model's body over slices of the batch, some of them again in the backward pass",
     "selective_checkpoint": "checkpointed blocks keep results that are small and take long to compute",
     "offload_activations": "activations of blocks wait in host memory for the backward pass",
     "offload_frozen": "frozen modules wait in host memory for their forward",
@@ -36,7 +37,7 @@ FORMS = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
 OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offload_parameters")
 
 #: What is allowed unless the user says otherwise: results stay equal, or as close as mixed precision is.
-DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "offload", "foreach", "reshard", "evaluation")
+DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "slices", "offload", "foreach", "reshard", "evaluation")
 
 #: Values of ``activation_memory_budget`` that are tried, in this order: the larger, the less is computed again. Not 0:
 #: it saves nothing but inputs, and random numbers are then drawn anew (github.com/pytorch/pytorch/issues/190758).

@@ -81,13 +81,15 @@ class Traces:
 
     def __call__(self, option: Option) -> Timeline:
         """The option's timeline, over the micro-batch size."""
-        if self._directly:
+        if self._directly or option.recipe.slices is not None:  # a law would need batches of as many slices
             return self.exact(option, self._batch_size // option.splits)
         request = self._request(option)
         return self._resident(self._compose(request) or self._law(request), option)
 
     def exact(self, option: Option, size: int) -> Timeline:
         """The option's timeline for the micro-batch size that will run: composed, or traced there."""
+        if option.recipe.slices is not None:
+            return self.direct(option, size)
         composed = self._composed(option, size)
         return self._resident(self._confirmed(self._request(option, size)) if composed is None else composed, option)
 
@@ -109,7 +111,7 @@ class Traces:
 
     def by_law(self, option: Option, size: int) -> bool:
         """True if a law in the depth of the model may have said what the option takes, in place of a trace."""
-        return self._by_law and self._request(option, size) not in self._direct
+        return self._by_law and option.recipe.slices is None and self._request(option, size) not in self._direct
 
     def treats_equal_blocks(self, option: Option) -> bool:
         """True if the blocks that the option treats are equal to others of their list."""

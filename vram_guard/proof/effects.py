@@ -129,7 +129,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 def compared_while_training() -> str:
     """The words for blocks whose forward runs twice."""
-    return _("checkpointed blocks: each recomputation is compared with the first forward while training")
+    return _("each recomputation is compared with the first forward while training")
 
 
 def but_for_statistics() -> str:
@@ -140,6 +140,11 @@ def but_for_statistics() -> str:
 def other_draws() -> str:
     """The words for a step that draws random numbers."""
     return _("micro-batches draw other random numbers than a whole batch, from the same distributions")
+
+
+def other_draws_of_slices() -> str:
+    """The words for a forward that runs over slices of its batch."""
+    return _("random numbers that the model draws (dropout) are drawn for each slice, from the same distributions")
 
 
 def unless_said(why: str, setting: str = "") -> str:

@@ -11,16 +11,15 @@ import torch
 from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import CannotSplitError, Layout, MicroBatch, Splitter
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
-from vram_guard.capture.loader import LARGEST_APART
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
-from vram_guard.proof.functions import unknown_functions
+from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun
 from vram_guard.proof.observed import normalisation_buffers
-from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples
+from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
 from vram_guard.proof.step_state import StepState, storage_of
 from vram_guard.simulate.tracing.batches import batch_source
 from vram_guard.step import TrainingStep
@@ -127,7 +126,7 @@ class LossGraph:
     def _looked(self, batch_size: int) -> tuple[_Look, _Look]:
         """The step at two sizes of the batch; kept, for the step stays the same."""
         if not self._looks:
-            self._look(*_sizes(min(batch_size, LARGEST_APART)))
+            self._look(*sizes_of_looks(batch_size))
         return self._looks[max(self._looks)], self._looks[min(self._looks)]
 
     def _look(self, large: int, small: int) -> None:
@@ -162,7 +161,7 @@ class LossGraph:
         with (
             self._effects.heard(),
             Listening() as heard,
-            replaced(torch.autograd.Function, {"apply": _told(functions)}),
+            replaced(torch.autograd.Function, {"apply": told(functions)}),
             self._numbers_of_optimizer(),
             apart,
             apart.reading(),
@@ -258,19 +257,5 @@ class _Look(NamedTuple):
     """Why it may do something else in later steps."""
 
 
-def _told(functions: list[type]) -> Any:
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        functions.append(cls)
-        return original(cls, *args, **kwargs)
-
-    return classmethod(apply)
-
-
 def _is_mean(one: LossForm | None, other: LossForm | None) -> bool:
     return one is not None and other is not None and form_over_samples(one, other)[0] == "mean"
-
-
-def _sizes(batch_size: int) -> tuple[int, int]:
-    return max(4, batch_size), max(2, batch_size // 2)

@@ -22,7 +22,13 @@ from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cost import memory_lacking, seconds_needed
 from vram_guard.proof._reduction import reduction
 from vram_guard.proof.differences import TOLERANCES, Difference, Kind, differences
-from vram_guard.proof.effects import but_for_statistics, compared_while_training, other_draws, unless_said
+from vram_guard.proof.effects import (
+    but_for_statistics,
+    compared_while_training,
+    other_draws,
+    other_draws_of_slices,
+    unless_said,
+)
 from vram_guard.proof.evaluations import prove_evaluation
 from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.proof.small_steps import SmallSteps, small_steps
@@ -141,8 +147,10 @@ class _Prover:
         if isinstance(proof, Disproof):
             return proof
         notes = [*proof.notes]
-        if self._recipe.checkpoint:
+        if self._recipe.checkpoint or self._recipe.slices is not None:
             notes.append(compared_while_training())
+        if self._recipe.slices is not None and self._draws():
+            notes.append(other_draws_of_slices())
         if self._unseen is not None:
             notes.append(not_in_copy(sharding_words(self._unseen)))
         return replace(proof, notes=tuple(notes))
@@ -227,6 +235,8 @@ class _Prover:
         if needed > self._seconds:
             raise _NotRun(_("running {count} samples would take {seconds} s", count=samples, seconds=f"{needed:.0f}"))
         whole, way = self._as_written(Rehearsal(samples, samples, _layout_of(self._captured)))
+        if self._recipe.slices is not None and whole.random:
+            raise _NotRun(_("it draws random numbers, others for each slice"))
         weight = self._weight or "mean"
         changed = way.with_(micro_batch_size=self._micro(samples), recipe=self._recipe, loss_weight=weight)
         found = self._differences(whole, changed)
@@ -304,6 +314,7 @@ class _Prover:
             ("offload_frozen", AS_WRITTEN.with_(frozen_on_host=self._recipe.frozen_on_host)),
             ("offload_activations", AS_WRITTEN.with_(offload_activations=self._recipe.offload_activations)),
             ("checkpoint", AS_WRITTEN.with_(checkpoint=self._recipe.checkpoint)),
+            ("slices", AS_WRITTEN.with_(slices=self._recipe.slices)),
             ("selective_checkpoint", self._selective()),
             ("optimizer_in_backward", AS_WRITTEN.with_(optimizer_in_backward=self._recipe.optimizer_in_backward)),
             ("chunked_loss", AS_WRITTEN.with_(chunked_head=self._recipe.chunked_head)),
@@ -350,6 +361,13 @@ class _Prover:
         if self._said is not None:
             return Proof(_("micro-batches as you said (loss_weight)"), notes=beside)
         return Proof(self._form(reason), self._weight, (*beside, *self._not_compared()))
+
+    def _draws(self) -> bool:
+        try:
+            with self._captured.symbolic_run():
+                return self._graph.draws(self._plan.batch_size)
+        except Exception:  # noqa: BLE001 - the user's own code runs in it; then it is not known
+            return True
 
     def _not_compared(self) -> tuple[str, ...]:
         """Remarks on what a symbolic run hears of and cannot compare."""

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
+from vram_guard.capture.loader import LARGEST_APART
 from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, key_of, nothing
@@ -57,6 +58,12 @@ _READ_IN = frozenset(
         ("transformers.modeling_attn_mask_utils", "_ignore_causal_mask_sdpa"),
     )
 )
+
+
+def sizes_of_looks(batch_size: int) -> tuple[int, int]:
+    """The two sizes of its batch that a step is looked at: what they have in common holds for every size."""
+    large = min(batch_size, LARGEST_APART)
+    return max(4, large), max(2, large // 2)
 
 
 class LossForm(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vram_guard.techniques.blocks import ModelBlock, find_blocks, named_blocks
 from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.placement import optimizer_for, place, step_where
-from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, OptimizerForm, Recipe, Sharding
+from vram_guard.techniques.recipe import AS_WRITTEN, OPTIMIZER_FORMS, Body, OptimizerForm, Recipe, Sharding, Slices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AS_WRITTEN",
     "OPTIMIZER_FORMS",
+    "Body",
     "ModelBlock",
     "OptimizerForm",
     "Recipe",
     "Sharding",
+    "Slices",
     "find_blocks",
     "incompatible",
     "install",
@@ -57,6 +59,10 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
             from vram_guard.techniques._activation_offload import offload_activations
 
             undo.append(offload_activations(model, recipe.offload_activations))
+        if recipe.slices is not None:
+            from vram_guard.techniques._sliced import slice_module
+
+            undo.append(slice_module(model, recipe.slices))
         if recipe.chunked_head:
             from vram_guard.techniques._chunked_loss import chunk_loss
 

@@ -71,15 +71,19 @@ class Checkpointed(PatchedForward):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results; its intermediate tensors are computed again when gradients are asked for."""
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self._forward()(*args, **kwargs)
+        return self.recomputed(*args, **kwargs)
+
+    def recomputed(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's results, of a forward that runs again in the backward pass."""
         module, forward = self.module, self._forward()
-        if not (module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches and not getattr(module, "_can_checkpoint_with_cache", False):
             if _filled(caches, module):
                 return forward(*args, **kwargs)
-            args = tuple(None if _is_cache(value) else value for value in args)
-            kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+            args = tuple(None if is_cache(value) else value for value in args)
+            kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
         settings: dict[str, Any] = {"use_reentrant": False}
         # torch.compile takes no contexts of its own; a block without buffers seldom needs them.
         if not torch.compiler.is_compiling() or any(True for _ in module.buffers()):
@@ -115,7 +119,7 @@ def _to_its_end(call: BlockCall, run: Callable[..., Any], *values: Any) -> Any:
 # --- caches of keys and values ---------------------------------------------------------------------------------------
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
     """True if this is a cache that attention appends to (transformers' ``Cache`` and its kin)."""
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 

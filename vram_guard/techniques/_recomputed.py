@@ -188,10 +188,10 @@ def differing(blocks: Iterable[str]) -> RecomputationError:
     return RecomputationError(
         _(
             "{blocks}: the second forward, in the backward pass, did not compute what the first one had computed, so "
-            "the gradients would be wrong. No optimizer has stepped with them. Something that these checkpointed "
-            "blocks read has changed in between: an adapter or a flag was switched, a context was left, weights were "
-            "written through .data. Leave them as written: leave 'checkpoint' out of what is allowed, or pin it to "
-            "other blocks",
+            "the gradients would be wrong. No optimizer has stepped with them. Something that these modules read has "
+            "changed in between: an adapter or a flag was switched, a context was left, weights were written through "
+            ".data. Leave them as written: leave 'checkpoint' and 'slices' out of what is allowed, or pin 'checkpoint' "
+            "to other blocks",
             blocks=", ".join(dict.fromkeys(blocks)),
         )
     )

@@ -55,7 +55,12 @@ def incompatible(
         return _("compiled blocks cannot keep results of single operators")
     if recipe.optimizer_in_backward and accumulate > 1:
         return _("a step has {count} backward passes, and the optimizer would step after each", count=accumulate)
-    checks = (_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked, _selective)
+    if recipe.slices is not None and (compiled or sharded):
+        return _("slices of a compiled model, or of weights that are divided over the processes, are not supported")
+    checks = (
+        *(_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked, _selective),
+        _sliced,
+    )
     for check in checks:
         among = 1 if sharded and check is _parameters_on_host else ranks
         reason = check(recipe, clip, precision, optimizer_name, among, torch_version)
@@ -195,4 +200,16 @@ def _selective(
         return _("blocks that keep results of operators need torch 2.6 or later")
     if recipe.checkpoint_keeps and (recipe.sharding is not None or recipe.parameters_on_host):
         return _("FSDP gathers weights within blocks by operators of its own, which differ when a block runs again")
+    return ""
+
+
+def _sliced(
+    recipe: Recipe, _clip: bool, _precision: str, _name: str, _ranks: int, _version: tuple[int, int] | None
+) -> str:
+    if recipe.slices is None:
+        return ""
+    if recipe.sharding is not None or recipe.parameters_on_host or recipe.frozen_on_host:
+        return _("weights come to the GPU, or are gathered, for one forward of their module, and slices run it often")
+    if recipe.chunked_head:
+        return _("a loss in chunks needs the results of the last layer as it makes them, and slices put them together")
     return ""

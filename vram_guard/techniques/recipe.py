@@ -45,6 +45,32 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class Body:
+    """A module that treats each row of its arguments by itself, so that its forward may run over some rows at a time.
+
+    :func:`vram_guard.proof.bodies.find_body` finds one in a step.
+    """
+
+    name: str
+    """As in ``model.named_modules()``."""
+    cut: tuple[str, ...]
+    """Arguments whose tensors have a row for each sample: positional ones by their number ("0"), others by name."""
+    whole: tuple[str, ...] = ()
+    """Arguments with tensors that every row is given whole."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Slices that a module's batch is cut into, and those whose forward runs again in the backward pass."""
+
+    body: Body
+    count: int
+    """Slices of equal size, but for a smaller last one."""
+    again: int
+    """The number of slices, from the first on, that keep only their inputs; the others keep their graph."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The techniques that are switched on. Modules are named as in ``model.named_modules()``.
 
@@ -70,6 +96,8 @@ class Recipe:
         expandable_segments: the allocator grows segments, in place of reserving ones of a fixed size.
         activation_memory_budget: the share of its activations that compiled code may save; it computes the rest again.
             None: as torch's own setting says.
+        slices: how the forward of a module runs over slices of its batch; None: over the whole of it. The slices take
+            the place of ``checkpoint`` and ``offload_activations``.
     """
 
     checkpoint: tuple[str, ...] = ()
@@ -84,6 +112,7 @@ class Recipe:
     expandable_segments: bool = False
     activation_memory_budget: float | None = None
     checkpoint_keeps: tuple[str, ...] = ()
+    slices: Slices | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_FORMS:
@@ -101,6 +130,22 @@ class Recipe:
         if both:
             names = ", ".join(sorted(both))
             raise InvalidInputError(_("{names}: a module is either checkpointed or offloaded, not both", names=names))
+        if self.slices is not None:
+            self._check_slices(self.slices)
+
+    def _check_slices(self, slices: Slices) -> None:
+        if slices.count < 2 or not 1 <= slices.again <= slices.count:
+            raise InvalidInputError(
+                _(
+                    "slices: of two or more, one or more run again, not {again} of {count}",
+                    again=slices.again,
+                    count=slices.count,
+                )
+            )
+        if self.checkpoint or self.offload_activations:
+            raise InvalidInputError(
+                _("slices: they take the place of checkpointed and offloaded blocks, so name only one of these")
+            )
 
     def __bool__(self) -> bool:
         """True if anything is switched on."""

@@ -1,0 +1,413 @@
+"""Bodies: modules that treat each row of their arguments by itself, so that they may run over slices of a batch.
+
+Found in symbolic runs of a step: the outermost module that returns rows and in which most is computed, or one inside
+it. Of that every operator is followed (:mod:`vram_guard.proof.samples_apart`) at two sizes of the batch. So what is
+found holds for every value; what a body reads or changes besides is looked for as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.language import _
+from vram_guard.patching import replaced
+from vram_guard.proof.effects import Listening
+from vram_guard.proof.functions import told, unknown_functions
+from vram_guard.proof.later_changes import CodeRun
+from vram_guard.proof.samples_apart import SamplesApart, sizes_of_looks
+from vram_guard.proof.step_state import storage_of
+from vram_guard.state.containers import alike, contents_of, leaves
+from vram_guard.state.forwards import NORMALISATION
+from vram_guard.techniques._checkpointing import is_cache
+from vram_guard.techniques._patched_forward import PatchedForward, has_forward, patch_forwards
+from vram_guard.techniques._sliced import tensors_in_order
+from vram_guard.techniques.recipe import Body
+from vram_guard.tensors import without_modes
+
+if TYPE_CHECKING:
+    from vram_guard.step import TrainingStep
+
+#: Candidates that are followed, each in two runs of the step.
+MOST_CANDIDATES = 3
+
+#: The share of what the modules compute that a body computes at least: less would save little.
+LEAST_SHARE = 0.5
+
+#: Values that are compared by what they are, and may be put together from those of slices.
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def find_body(step: TrainingStep, batch_size: int, companions: tuple[object, ...] = ()) -> Body:
+    """The body of a step. Call it where the step may be run symbolically.
+
+    Args:
+        step: as written.
+        batch_size: of a whole batch.
+        companions: objects of the training whose functions run between steps.
+
+    Raises:
+        UnsupportedTechniqueError: there is none; names what stands in the way.
+        Exception: whatever the user's code raises.
+    """
+    large, small = sizes_of_looks(batch_size)
+    calls = _Calls()
+    _run(step, large, calls.around, calls.installed)
+    refusal = ""
+    for name in itertools.islice(_candidates(calls.outermost), MOST_CANDIDATES):
+        look = _Look(name, companions)
+        try:
+            found = [look.at(step, size) for size in (large, small)]
+            if found[0] == found[1]:
+                return found[0].body
+            why = _("it computes something else for other numbers of samples")
+        except UnsupportedTechniqueError as error:
+            why = str(error)
+        refusal = refusal or _("'{body}': {why}", body=name, why=why)
+    raise UnsupportedTechniqueError(refusal or _("no module of it returns a row for each sample"))
+
+
+def _run(
+    step: TrainingStep,
+    size: int,
+    around: Callable[[], TorchDispatchMode],
+    install: Callable[[nn.Module], Callable[[], None]],
+) -> None:
+    """Two symbolic steps, the model's forwards patched while the loss is computed."""
+    from vram_guard.simulate.tracing.run import run_step
+
+    def loss(model: Any, batch: Any) -> Any:
+        undo = install(model)
+        try:
+            with around():
+                return step.loss(model, batch)
+        finally:
+            undo()
+
+    run_step(step.with_(loss=loss, job=None), size, (8, 0))
+
+
+# --- which modules are called -----------------------------------------------------------------------------------------
+
+
+class _ModuleCall:
+    """One call of a module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.returns_rows = False
+        self.computed = 0
+        """Bytes of all results inside it."""
+        self.inner: list[_ModuleCall] = []
+
+
+class _Calls:
+    """The calls of a model's modules in the last step that was run."""
+
+    def __init__(self) -> None:
+        self.outermost: list[_ModuleCall] = []
+        self._open: list[_ModuleCall] = []
+
+    def around(self) -> TorchDispatchMode:
+        """The mode that counts what is computed."""
+        self.outermost.clear()
+        return _Counting(self._open)
+
+    def installed(self, model: nn.Module) -> Callable[[], None]:
+        """Watch every module of the model."""
+        names = {id(module): name for name, module in model.named_modules() if has_forward(module)}
+        return patch_forwards(model, names.values(), lambda module: _Watched(module, names[id(module)], self))
+
+    def begin(self, name: str) -> _ModuleCall:
+        """Enter a module."""
+        call = _ModuleCall(name)
+        (self._open[-1].inner if self._open else self.outermost).append(call)
+        self._open.append(call)
+        return call
+
+    def end(self) -> None:
+        """Leave the innermost module."""
+        self._open.pop()
+
+
+class _Watched(PatchedForward):
+    def __init__(self, module: nn.Module, name: str, calls: _Calls) -> None:
+        super().__init__(module)
+        self._name = name
+        self._calls = calls
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._calls.begin(self._name)
+        try:
+            out = self.as_written(*args, **kwargs)
+        finally:
+            self._calls.end()
+        trains = self.module.training and torch.is_grad_enabled()
+        given = [one for one in leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()]
+        made = [one for one in leaves(out) if isinstance(one, torch.Tensor)]
+        rows = len(given[0]) if given else 0
+        call.returns_rows = trains and rows > 1 and bool(made) and all(one.dim() and len(one) == rows for one in made)
+        return out
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the bytes of results of the modules that are being called."""
+
+    def __init__(self, calls: list[_ModuleCall]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        size = sum(one.numel() * one.element_size() for one in tree_leaves(out) if isinstance(one, torch.Tensor))
+        for call in self._calls:
+            call.computed += size
+        return out
+
+
+def _candidates(calls: list[_ModuleCall]) -> Iterator[str]:
+    """Names of modules that return rows, from the outermost on along those in which most is computed."""
+    total = sum(call.computed for call in calls)
+    while calls:
+        computed: dict[str, int] = {}
+        for call in calls:
+            computed[call.name] = computed.get(call.name, 0) + call.computed
+        name = max(computed, key=lambda one: computed[one])
+        if computed[name] < total * LEAST_SHARE:
+            return
+        same = [call for call in calls if call.name == name]
+        if all(call.returns_rows for call in same):
+            yield name
+        calls = [inner for call in same for inner in call.inner]
+
+
+# --- what one of them does --------------------------------------------------------------------------------------------
+
+
+class _Facts(NamedTuple):
+    """What is the same for every number of samples."""
+
+    body: Body
+    results: tuple[int, ...]
+    """Keys of how each result was computed."""
+
+
+class _Look:
+    """Follows every call of one module.
+
+    Args:
+        name: of the module.
+        companions: objects of the training whose functions run between steps.
+    """
+
+    def __init__(self, name: str, companions: tuple[object, ...]) -> None:
+        self.name = name
+        self.companions = companions
+        self.facts: list[_Facts] = []
+        self.leaving = _Leaving()
+        self._refusal: UnsupportedTechniqueError | None = None
+
+    def at(self, step: TrainingStep, size: int) -> _Facts:
+        """What every call in the second step does.
+
+        Raises:
+            UnsupportedTechniqueError: it joins rows, or does something that slices would do otherwise.
+        """
+        _run(step, size, self._around, self._installed)
+        if self._refusal is not None:
+            raise self._refusal
+        if self.leaving.used:
+            raise UnsupportedTechniqueError(
+                _("what is computed inside it is used outside as well ({operator})", operator=self.leaving.used)
+            )
+        if len({facts.body for facts in self.facts}) != 1:
+            raise UnsupportedTechniqueError(_("it is called with different arguments"))
+        return _Facts(self.facts[0].body, tuple(key for facts in self.facts for key in facts.results))
+
+    def _around(self) -> TorchDispatchMode:
+        self.facts, self.leaving, self._refusal = [], _Leaving(), None
+        return self.leaving
+
+    def _installed(self, model: nn.Module) -> Callable[[], None]:
+        return patch_forwards(model, [self.name], lambda module: _Followed(module, model, self))
+
+    def refuse(self, error: UnsupportedTechniqueError) -> None:
+        """Remember the first thing that stands in the way; the step goes on."""
+        self._refusal = self._refusal or error
+
+
+class _Followed(PatchedForward):
+    """A module's forward, every operator of which is followed."""
+
+    def __init__(self, module: nn.Module, model: nn.Module, look: _Look) -> None:
+        super().__init__(module)
+        self._model = model
+        self._look = look
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.as_written(*args, **kwargs)
+        called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+        state, functions, ran = _State(self.module), list[type](), CodeRun()
+        rows = next((len(one) for one in leaves(called) if isinstance(one, torch.Tensor) and one.dim()), 0)
+        apart = SamplesApart(called, rows, None, self.module)
+        applied = replaced(torch.autograd.Function, {"apply": told(functions)})
+        with self._look.leaving.inside(), Listening() as heard, applied, apart, apart.reading(), ran:
+            out = self.as_written(*args, **kwargs)
+        self._look.leaving.returned(out)
+        try:
+            self._check(state, apart, ran, functions, heard)
+            self._look.facts.append(_Facts(self._body(called, rows), tuple(_results(out, rows, apart))))
+        except UnsupportedTechniqueError as error:
+            self._look.refuse(error)
+        return out
+
+    def _check(self, state: _State, apart: SamplesApart, ran: CodeRun, functions: list[type], heard: Listening) -> None:
+        reasons = itertools.chain(
+            _normalisation(self.module),
+            _hooks(self.module),
+            state.changed(),
+            [apart.read] if apart.read else [],
+            [_("it writes to a tensor that it has not made")] if apart.written & apart.before else [],
+            [_("it draws from a generator of NumPy or Python")] if heard.of_python else [],
+            heard.written,
+            ran.takes_gradients(),
+            unknown_functions(functions),
+            ran.changed_later(self._model, self._look.companions),
+        )
+        for why in reasons:
+            raise UnsupportedTechniqueError(why)
+
+    def _body(self, called: dict[str, Any], rows: int) -> Body:
+        """The arguments that are cut, and those that are given whole."""
+        tensors = {name: tensors_in_order(part) for name, part in called.items()}
+        cut = {
+            name: {bool(one.dim()) and len(one) == rows for one in found} for name, found in tensors.items() if found
+        }
+        mixed = next((name for name, kinds in cut.items() if len(kinds) > 1), None)
+        if mixed is not None:
+            raise UnsupportedTechniqueError(_("its argument {name} holds samples and other tensors", name=mixed))
+        names = {kind: tuple(name for name, kinds in cut.items() if kinds == {kind}) for kind in (True, False)}
+        return Body(self._look.name, names[True], names[False])
+
+
+def _results(out: Any, rows: int, apart: SamplesApart) -> Iterator[int]:
+    """The keys of a module's results, each of which has a row for each row of the arguments, in their order.
+
+    Raises:
+        UnsupportedTechniqueError: one has not, or joins rows.
+    """
+    for one in leaves(out):
+        if is_cache(one) or isinstance(one, _PLAIN):
+            continue
+        if not isinstance(one, torch.Tensor):
+            raise UnsupportedTechniqueError(
+                _("it returns a {kind}, which cannot be put together", kind=type(one).__name__)
+            )
+        why = apart.joined(one)
+        if why:
+            raise UnsupportedTechniqueError(_("it joins samples: {why}", why=why))
+        with without_modes():
+            label = apart.label(one)
+            ids = label.ids
+            in_order = ids.numel() == rows and ids.shape[:1] == (rows,) and ids.flatten().tolist() == list(range(rows))
+        if label.const or not in_order:
+            raise UnsupportedTechniqueError(_("its results do not have a row for each row of its arguments"))
+        yield label.key
+
+
+def _normalisation(module: nn.Module) -> Iterator[str]:
+    for name, one in module.named_modules():
+        if isinstance(one, NORMALISATION) and one.training:
+            yield _("'{module}' normalises over the batch", module=name)
+
+
+def _hooks(module: nn.Module) -> Iterator[str]:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for name, one in module.named_modules():
+        for hook in (hook for kind in kinds for hook in vars(one)[kind].values()):
+            said = getattr(hook, "__qualname__", type(hook).__qualname__)
+            yield _("a hook of '{module}' ({hook}) would see slices of the batch", module=name, hook=said)
+
+
+class _State:
+    """Attributes of a module and of those inside it, and what its containers hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.named_modules())
+        self._before = [vars(one).copy() for _name, one in self._modules]
+        self._contents = contents_of(value for _name, one in self._modules for value in vars(one).values())
+
+    def changed(self) -> Iterator[str]:
+        """Sentences about what is other than it was."""
+        for (path, module), before in zip(self._modules, self._before, strict=True):
+            now = vars(module)
+            for name in {**before, **now}:
+                if before.get(name, _State) is not now.get(name, _State):
+                    yield _("its forward sets {name}", name=f"{path}.{name}".lstrip("."))
+        if not all(alike(container, content) for container, content in self._contents):
+            yield _("its forward changes a list or another container of a module")
+
+
+class _Leaving(TorchDispatchMode):
+    """Notes whether operators outside a module use tensors that were made inside it, other than its results.
+
+    Attributes:
+        used: the first operator that does; "" where none does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used = ""
+        self._made: dict[int, StorageWeakRef] = {}
+        self._inside = False
+
+    def inside(self) -> _Inside:
+        """A context: the module's forward runs."""
+        return _Inside(self)
+
+    def turn(self, *, inside: bool) -> None:
+        """From here on operators are those of the module's forward, or others."""
+        self._inside = inside
+
+    def returned(self, out: Any) -> None:
+        """These are the module's results, which are used outside."""
+        with without_modes():
+            for one in leaves(out):
+                if isinstance(one, torch.Tensor) and one.layout == torch.strided:
+                    self._made.pop(storage_of(one), None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        with without_modes():
+            if self._inside:
+                given = {storage_of(one) for one in _strided((args, kwargs))}
+                for one in _strided(out):
+                    if storage_of(one) not in given:
+                        self._made[storage_of(one)] = StorageWeakRef(one.untyped_storage())
+            elif not self.used and any(storage_of(one) in self._made for one in _strided((args, kwargs))):
+                self.used = str(func)
+        return out
+
+
+class _Inside:
+    def __init__(self, leaving: _Leaving) -> None:
+        self._leaving = leaving
+
+    def __enter__(self) -> None:
+        self._leaving.turn(inside=True)
+
+    def __exit__(self, *_error: object) -> None:
+        self._leaving.turn(inside=False)
+
+
+def _strided(part: Any) -> Iterator[torch.Tensor]:
+    return (one for one in tree_leaves(part) if isinstance(one, torch.Tensor) and one.layout == torch.strided)
