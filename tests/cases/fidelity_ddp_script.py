@@ -11,10 +11,11 @@ import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from fidelity import lightning
-from fidelity.harness import MICRO, REPORT, Case, Outcome
+from fidelity.harness import MICRO, REPORT, SLICES, Case, Outcome
 from fidelity.lightning import Base, Pairs, Rows, Training, loader
 from fidelity.lightning_losses import CAUSE, WEIGHTS
 from lightning.pytorch.strategies import DDPStrategy
@@ -100,13 +101,24 @@ CASES = [
 ]
 
 
+#: A loss that cannot be cut into micro-batches, within a budget that the model meets in slices.
+IN_SLICES = of("a root in slices", Rooted)
+
+
+def trained(case: Case, mode: str | None, **heavy: Any) -> Outcome:
+    lightning.MORE["strategy"] = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=90))
+    return lightning.train(case, mode, **heavy)
+
+
 def main(folder: Path) -> None:
     lightning.MORE.update(devices=2)
     found: dict[tuple[str, str | None], Outcome] = {}
     for case in CASES:
         for mode in (None, *(mode for _case, mode in case.pairs)):
-            lightning.MORE["strategy"] = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=90))
-            found[case.name, mode] = lightning.train(case, mode)
+            found[case.name, mode] = trained(case, mode)
+    found[IN_SLICES.name, None] = trained(IN_SLICES, None, heavy=True)
+    peak = trained(IN_SLICES, REPORT, heavy=True).peak
+    found[IN_SLICES.name, SLICES] = trained(IN_SLICES, SLICES, heavy=True, peak=peak)
     rank = os.environ.get("LOCAL_RANK", "0")
     (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(found))
 

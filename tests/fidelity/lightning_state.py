@@ -457,7 +457,7 @@ class Yielding(Base):
 class SecondLoader(Base):
     def __init__(self):
         super().__init__()
-        self.targets = iter(loader(Pairs(200), shuffle=True))
+        self.targets = iter(loader(Pairs(800), shuffle=True))
 
     def loss(self, batch):
         other, _ = next(self.targets)

@@ -19,7 +19,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 
 import fidelity_ddp_script as ddp  # noqa: E402 - what is tested has to be there
 
-from fidelity.harness import fault, judge  # noqa: E402
+from fidelity.harness import SLICES, Verdict, fault, judge  # noqa: E402
 
 PAIRS = [pair for case in ddp.CASES for pair in case.pairs]
 LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -47,3 +47,9 @@ def test_no_silent_difference(outcomes, case, mode):
         control = outcomes[0][ddp.CASES[0].name, mode].words if case is not ddp.CASES[0] else []
         wrong = fault(case, mode, judge(case, mode, found[case.name, None], guarded, control))
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def test_slices_on_both_ranks(outcomes):
+    for found in outcomes:
+        judged = judge(ddp.IN_SLICES, SLICES, found[ddp.IN_SLICES.name, None], found[ddp.IN_SLICES.name, SLICES], [])
+        assert (judged.verdict, judged.applied) == (Verdict.EQUAL, True), judged

@@ -23,7 +23,7 @@ from vram_guard.patching import replaced
 from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun
-from vram_guard.proof.samples_apart import SamplesApart, sizes_of_looks
+from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.proof.step_state import storage_of
 from vram_guard.state.containers import alike, contents_of, leaves
 from vram_guard.state.forwards import NORMALISATION
@@ -224,6 +224,10 @@ class _Look:
         _run(step, size, self._around, self._installed)
         if self._refusal is not None:
             raise self._refusal
+        if self.leaving.waits:
+            raise UnsupportedTechniqueError(
+                _("each slice would call {operator}, for which processes wait", operator=self.leaving.waits)
+            )
         if self.leaving.used:
             raise UnsupportedTechniqueError(
                 _("what is computed inside it is used outside as well ({operator})", operator=self.leaving.used)
@@ -362,11 +366,12 @@ class _Leaving(TorchDispatchMode):
 
     Attributes:
         used: the first operator that does; "" where none does.
+        waits: the first operator inside the module for which processes wait for each other; "" where there is none.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.used = ""
+        self.used = self.waits = ""
         self._made: dict[int, StorageWeakRef] = {}
         self._inside = False
 
@@ -387,6 +392,8 @@ class _Leaving(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._inside and func.namespace in COLLECTIVE:
+            self.waits = self.waits or str(func)
         with without_modes():
             if self._inside:
                 given = {storage_of(one) for one in _strided((args, kwargs))}

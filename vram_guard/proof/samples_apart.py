@@ -39,7 +39,7 @@ _READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "item", "allcl
 _READ_BY = frozenset(("torchmetrics",))
 #: Namespaces of operators that hand over what other ranks hold, and draw no numbers. A rank that gives what depends on
 #: no sample takes such from the others, but where not all ranks do the same.
-_COLLECTIVE = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"))
+COLLECTIVE = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"))
 _ONE_SIDED = ("batch_p2p", "broadcast", "gather", "irecv", "recv", "scatter")
 #: Those that meet the same element of every rank, whose batches are all cut alike.
 _ELEMENTWISE = frozenset(("all_reduce", "all_reduce_", "wait_tensor", "_wrap_tensor_autograd"))
@@ -227,9 +227,9 @@ class SamplesApart(TorchDispatchMode):
             found = call.unknown()
         elif library not in ("aten", "prims"):
             found = call.unknown() if not all(label.const for label in labels) else None
-            if library in _COLLECTIVE and name in _ELEMENTWISE and labels[0].apart and not labels[0].const:
+            if library in COLLECTIVE and name in _ELEMENTWISE and labels[0].apart and not labels[0].const:
                 found = Label(labels[0].ids, key)
-            drawn = library not in _COLLECTIVE or name.startswith(_ONE_SIDED)  # as far as is known
+            drawn = library not in COLLECTIVE or name.startswith(_ONE_SIDED)  # as far as is known
             found = found or constant(key, made[0].shape if made else (), uniform=False, drawn=drawn)
         else:
             tags = func.tags
