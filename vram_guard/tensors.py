@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vram_guard.state.containers import leaves
+
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
@@ -34,6 +36,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """The number of times that the tensor was written in place; -1 where nothing counts (inference mode)."""
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - named in autograd's documentation
+
+
+def tensors_of(part: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in order."""
+    return [leaf for leaf in leaves(part) if isinstance(leaf, torch.Tensor)]
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.apply.outputs import detached, tensors_of
+from vram_guard.apply.outputs import detached
 from vram_guard.patching import replace_attributes
+from vram_guard.tensors import tensors_of
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vram_guard.techniques._patched_forward import PatchedForward
 from vram_guard.techniques.compatibility import incompatible
+from vram_guard.techniques.patched_forward import PatchedForward
 from vram_guard.techniques.recipe import Recipe
 
 

@@ -15,13 +15,14 @@ from vram_guard.apply._slice_gradients import SummedGradients, memory_of
 from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.normalisers import Normaliser
-from vram_guard.apply.outputs import Merging, check_rows, detached, tensors_of
+from vram_guard.apply.outputs import Merging, check_rows, detached
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves, mapped
 from vram_guard.state.forwards import FirstForward, SecondForward
 from vram_guard.state.modules import statistics_kept
 from vram_guard.state.random_generators import RandomState
+from vram_guard.tensors import tensors_of
 
 #: A keyword of Transformers' models: their loss is then a sum over tokens, divided by this number.
 ITEMS_IN_BATCH = "num_items_in_batch"

@@ -14,7 +14,8 @@ from vram_guard.apply.loss_weight import weighted_sum
 from vram_guard.apply.microbatch import MicroBatch, is_array
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
-from vram_guard.state.containers import children, leaves, mapped, rebuilt
+from vram_guard.state.containers import children, mapped, rebuilt
+from vram_guard.tensors import tensors_of
 
 
 class Merging:
@@ -260,11 +261,6 @@ def _share_of(value: torch.Tensor, weight: Any) -> torch.Tensor:
 # --- structures of outputs ----------------------------------------------------------------------------------
 
 _TENSOR = object()
-
-
-def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of an output, in order."""
-    return [leaf for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
 
 
 def detached(out: Any) -> Any:

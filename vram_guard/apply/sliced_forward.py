@@ -28,12 +28,13 @@ from vram_guard.apply._slice_run import ITEMS_IN_BATCH, SlicedModel, SlicedRun, 
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import Layout, Splitter
 from vram_guard.apply.normalisers import Normaliser
-from vram_guard.apply.outputs import rows_of, tensors_of
+from vram_guard.apply.outputs import rows_of
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves
 from vram_guard.state.modules import statistics_kept
 from vram_guard.state.random_generators import RandomState
+from vram_guard.tensors import tensors_of
 
 __all__ = ["ITEMS_IN_BATCH", "SlicedForward", "slice_forward"]
 

@@ -25,13 +25,11 @@ from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.proof.step_state import storage_of
-from vram_guard.state.containers import alike, contents_of, leaves
+from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import NORMALISATION
-from vram_guard.techniques._checkpointing import is_cache
-from vram_guard.techniques._patched_forward import PatchedForward, has_forward, patch_forwards
-from vram_guard.techniques._sliced import tensors_in_order
+from vram_guard.techniques.patched_forward import PatchedForward, has_forward, patch_forwards
 from vram_guard.techniques.recipe import Body
-from vram_guard.tensors import without_modes
+from vram_guard.tensors import tensors_of, without_modes
 
 if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
@@ -151,8 +149,8 @@ class _Watched(PatchedForward):
         finally:
             self._calls.end()
         trains = self.module.training and torch.is_grad_enabled()
-        given = [one for one in leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()]
-        made = [one for one in leaves(out) if isinstance(one, torch.Tensor)]
+        given = [one for one in tensors_of((args, kwargs)) if one.dim()]
+        made = tensors_of(out)
         rows = len(given[0]) if given else 0
         call.returns_rows = trains and rows > 1 and bool(made) and all(one.dim() and len(one) == rows for one in made)
         return out
@@ -261,7 +259,7 @@ class _Followed(PatchedForward):
             return self.as_written(*args, **kwargs)
         called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
         state, functions, ran = _State(self.module), list[type](), CodeRun()
-        rows = next((len(one) for one in leaves(called) if isinstance(one, torch.Tensor) and one.dim()), 0)
+        rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)
         apart = SamplesApart(called, rows, None, self.module)
         applied = replaced(torch.autograd.Function, {"apply": told(functions)})
         with self._look.leaving.inside(), Listening() as heard, applied, apart, apart.reading(), ran:
@@ -292,7 +290,7 @@ class _Followed(PatchedForward):
 
     def _body(self, called: dict[str, Any], rows: int) -> Body:
         """The arguments that are cut, and those that are given whole."""
-        tensors = {name: tensors_in_order(part) for name, part in called.items()}
+        tensors = {name: tensors_of(part) for name, part in called.items()}
         cut = {
             name: {bool(one.dim()) and len(one) == rows for one in found} for name, found in tensors.items() if found
         }
@@ -386,8 +384,8 @@ class _Leaving(TorchDispatchMode):
     def returned(self, out: Any) -> None:
         """These are the module's results, which are used outside."""
         with without_modes():
-            for one in leaves(out):
-                if isinstance(one, torch.Tensor) and one.layout == torch.strided:
+            for one in tensors_of(out):
+                if one.layout == torch.strided:
                     self._made.pop(storage_of(one), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

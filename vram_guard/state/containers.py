@@ -56,6 +56,11 @@ def leaves(part: Any) -> Iterator[Any]:
             yield from leaves(child)
 
 
+def is_cache(part: Any) -> bool:
+    """True if this is a cache of keys and values that attention appends to (transformers' ``Cache`` and its kin)."""
+    return callable(getattr(part, "get_seq_length", None)) and callable(getattr(part, "update", None))
+
+
 def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     """The same nested containers with ``function`` applied to what is not a container."""
     parts = children(part)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
 from vram_guard.tensors import is_dense, version_of
 
 #: The type of device whose tensors are left where they are, see :mod:`vram_guard.techniques.cpu_as_gpu`.

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vram_guard.state.containers import is_cache
 from vram_guard.state.forwards import FirstForward, SecondForward
-from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
 from vram_guard.techniques._recomputed import BlockCall, Recomputations
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
 from vram_guard.techniques.selective import AVAILABLE, keeping_contexts
 
 if TYPE_CHECKING:
@@ -117,11 +118,6 @@ def _to_its_end(call: BlockCall, run: Callable[..., Any], *values: Any) -> Any:
 
 
 # --- caches of keys and values ---------------------------------------------------------------------------------------
-
-
-def is_cache(value: Any) -> bool:
-    """True if this is a cache that attention appends to (transformers' ``Cache`` and its kin)."""
-    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
 def _filled(caches: list[Any], module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
-from vram_guard.techniques._patched_forward import PatchedForward, patch_forwards
+from vram_guard.techniques.patched_forward import PatchedForward, patch_forwards
 from vram_guard.tensors import version_of
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -17,10 +17,11 @@ import torch
 
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
-from vram_guard.state.containers import children, leaves, mapped, rebuilt
-from vram_guard.techniques._checkpointing import Checkpointed, is_cache
-from vram_guard.techniques._patched_forward import patch_forwards
+from vram_guard.state.containers import children, is_cache, mapped, rebuilt
+from vram_guard.techniques._checkpointing import Checkpointed
 from vram_guard.techniques._recomputed import Recomputations
+from vram_guard.techniques.patched_forward import patch_forwards
+from vram_guard.tensors import tensors_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,7 +82,7 @@ class _Sliced(Checkpointed):
     def _calls(self, called: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each slice's call; none where these are other arguments than those that are known."""
         body = self._slices.body
-        tensors = {name: tensors_in_order(value) for name, value in called.items()}
+        tensors = {name: tensors_of(value) for name, value in called.items()}
         rows = {len(one) if one.dim() else 0 for name in body.cut for one in tensors.get(name, ())}
         if len(rows) != 1 or any(tensors[name] and name not in (*body.cut, *body.whole) for name in tensors):
             return []
@@ -99,11 +100,6 @@ class _Sliced(Checkpointed):
             }
             for first in range(0, most, size)
         ]
-
-
-def tensors_in_order(part: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers."""
-    return [one for one in leaves(part) if isinstance(one, torch.Tensor)]
 
 
 def _joined(results: list[Any]) -> Any:

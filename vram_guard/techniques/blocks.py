@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.module_names import ModuleName
-from vram_guard.techniques._patched_forward import callable_module, inside
+from vram_guard.techniques.patched_forward import callable_module, inside
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,7 +22,7 @@ from torch import nn
 
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import parts_of
-from vram_guard.techniques._patched_forward import PatchedForward, has_forward, inside
+from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import tensors_in, version_of
 from vram_guard.timeline import Change, ChangeKind
 

@@ -30,6 +30,7 @@ class PatchedForward:
         self.active = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's results."""
         return self.run(*args, **kwargs) if self.active else self.as_written(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
