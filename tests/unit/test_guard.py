@@ -73,7 +73,7 @@ def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
 
 
 def test_a_refusal_is_told_of_what_was_asked_for() -> None:
-    by_default = {"precision", "accumulate", "checkpoint", "foreach", "reshard", "evaluation", *OFFLOADS}
+    by_default = {"precision", "accumulate", "checkpoint", "slices", "foreach", "reshard", "evaluation", *OFFLOADS}
     assert PlanSettings().techniques == by_default
     assert PlanSettings().asked_for == PlanSettings(allow=DEFAULT_ALLOW).asked_for
     assert PlanSettings().asked_for == {"precision", "accumulate", "checkpoint", "foreach", "reshard"}

@@ -261,6 +261,35 @@ def test_what_leaves_a_body_is_named() -> None:
         find_body(step_of(net, lambda net, batch: flooding(net(batch[0]), batch[1]) + caught.pop().mean()), ROWS)
 
 
+def _tokens(size: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 90, (size, 16))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def _pictures(size: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(size, 3, 32, 32), "labels": torch.randint(0, 4, (size,))}
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+STAGES = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_stages": 2}
+WINDOWS = {"embed_dim": 8, "depths": [1], "num_heads": [2], "image_size": 32}
+ARCHITECTURES: list[tuple[str, dict[str, Any], Callable[[int], Any], str]] = [
+    ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 99}, _tokens, "transformer"),
+    ("LlamaForCausalLM", {**SMALL, "vocab_size": 99}, _tokens, "model"),
+    ("BertForMaskedLM", {**SMALL, "vocab_size": 99}, _tokens, "bert"),
+    ("ViTForImageClassification", {**SMALL, "image_size": 32, "patch_size": 8}, _pictures, "vit"),
+    ("SwinForImageClassification", WINDOWS, _pictures, "swin"),
+    ("ConvNextForImageClassification", STAGES, _pictures, "convnext"),
+]
+
+
+@each(("name", "config", "batch", "body"), ARCHITECTURES)
+def test_bodies_of_architectures(name: str, config: dict[str, Any], batch: Callable[[int], Any], body: str) -> None:
+    kind = getattr(pytest.importorskip("transformers"), name)
+    step = TrainingStep(kind(kind.config_class(**config)), batch, lambda net, one: net(**one).loss, torch.optim.SGD)
+    assert find_body(step, 8).name == body
+
+
 def test_a_plan_computes_as_many_slices_again_as_are_needed() -> None:
     net = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4))
 

@@ -127,10 +127,10 @@ class PlanSettings:
     def asked_for(self) -> frozenset[str]:
         """Techniques whose refusal is reported: all but the kinds of offload that only the default stands for.
 
-        That of smaller batches of an evaluation is among the plan's reasons, where they would help.
+        Those of smaller batches of an evaluation, and of slices, are among the plan's reasons, where they would help.
         """
         by_default = OFFLOADS if self.allow == frozenset(DEFAULT_ALLOW) else ()
-        return self.techniques - {*by_default, "evaluation"}
+        return self.techniques - {*by_default, "evaluation", "slices"}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -127,11 +127,12 @@ def nothing(shape: Sequence[int]) -> torch.Tensor:
 
 
 def compressed(ids: torch.Tensor) -> torch.Tensor:
-    """Without the dimensions along which all elements are alike."""
+    """Without the dimensions along which all elements are alike; those of no sample count to the sample beside them."""
     for dim in range(ids.dim()):
-        first = ids.narrow(dim, 0, 1)
-        if ids.shape[dim] > 1 and bool((ids == first).all()):
-            ids = first
+        if ids.shape[dim] > 1:
+            found = ids.amax(dim, keepdim=True)
+            if bool(((ids == found) | (ids == NONE)).all()):
+                ids = found
     return ids
 
 

@@ -189,6 +189,7 @@ def label_of(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Labe
     wrong = next((label for label in call.labels if label.why), None)
     if wrong is not None:
         return joined(wrong.why, call.outs[0].dim() if call.outs else 0)
+    found: Label | list[Label]
     try:
         if any(label.terms is not None for label in call.labels):
             return _of_sums(call)
@@ -196,7 +197,7 @@ def label_of(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Labe
     except MismatchError as error:
         return _mismatch(call, str(error))
     except (IndexError, RuntimeError, ValueError, KeyError, StopIteration):  # a form of it that no rule thought of
-        return call.unknown()
+        found = call.unknown()
     if all(label.const for label in call.labels) and isinstance(found, Label) and found.why:
         return constant(call.key, call.outs[0].shape, uniform=False, drawn=any(one.drawn for one in call.labels))
     return found

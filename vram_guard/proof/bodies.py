@@ -40,6 +40,9 @@ MOST_CANDIDATES = 3
 #: The share of what the modules compute that a body computes at least: less would save little.
 LEAST_SHARE = 0.5
 
+#: Modules with hooks that hand on what they see as results alone (``output_hidden_states``).
+_HARMLESS_HOOKS = frozenset(("transformers.utils.output_capturing",))
+
 #: Values that are compared by what they are, and may be put together from those of slices.
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -336,6 +339,8 @@ def _hooks(module: nn.Module) -> Iterator[str]:
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for name, one in module.named_modules():
         for hook in (hook for kind in kinds for hook in vars(one)[kind].values()):
+            if getattr(hook, "__module__", "") in _HARMLESS_HOOKS:
+                continue
             said = getattr(hook, "__qualname__", type(hook).__qualname__)
             yield _("a hook of '{module}' ({hook}) would see slices of the batch", module=name, hook=said)
 

@@ -119,12 +119,19 @@ class SamplesApart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator itself, followed."""
+        viewed = torch.Tag.inplace_view in func.tags
+        if viewed:
+            with without_modes():
+                shape, label = args[0].shape, self.label(args[0])
         within, self._within = self._within, True
         try:
             out = func(*args, **(kwargs or {}))
         finally:
             self._within = within
         with without_modes():
+            if viewed and args[0].shape == shape:  # the same elements, in another order of memory
+                self._put(args[0], label)
+                return out
             try:
                 self._follow(func, args, kwargs or {}, out)
             except Exception:  # noqa: BLE001 - what an operator is given that no rule expected must not end the step
