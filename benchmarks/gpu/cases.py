@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from benchmarks.harness.command import is_chosen
 from benchmarks.harness.networks import NETWORKS
 from benchmarks.harness.workloads import optimizer_of
 from vram_guard import TrainingStep
+from vram_guard.codec import from_plain
 from vram_guard.errors import InvalidInputError
 from vram_guard.step import Precision, ZeroGrad
 
@@ -169,131 +172,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 #: In order of importance: where the minutes do not suffice, the last ones are left out, and the results list them.
-CASES: tuple[Case, ...] = (
-    # One of each network, its history kept.
-    Case("gpt2", 8, history=True),
-    Case("resnet50", 32, optimizer="sgd", history=True),
-    Case("small_cnn", 128, optimizer="adam", history=True),
-    Case("bert", 16, history=True),
-    Case("llama", 8, precision="bf16-mixed", history=True),
-    Case("vit", 32, precision="16-mixed", history=True),
-    Case("lstm", 64, optimizer="adam", history=True),
-    Case("gru", 64, optimizer="adam", history=True),
-    Case("unet", 32, optimizer="adam", history=True),
-    Case("fno", 16, optimizer="adam", history=True),
-    Case("video", 16, optimizer="sgd", history=True),
-    Case("twins", 32, history=True),
-    # Precisions.
-    Case("resnet50", 64, precision="16-mixed", optimizer="sgd", history=True),
-    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", channels_last=True, history=True),
-    Case("resnet50", 64, optimizer="sgd", tf32=True, profiled=True),
-    Case("resnet50", 64, optimizer="sgd", channels_last=True, tf32=True),
-    Case("gpt2", 16, precision="bf16-mixed", history=True),
-    Case("gpt2", 16, precision="16-mixed"),
-    Case("gpt2", 8, tf32=True, profiled=True),
-    Case("gpt2", 16, precision="bf16-true", profiled=True),
-    Case("bert", 32, precision="bf16-mixed", history=True),
-    Case("bert", 32, precision="16-mixed", profiled=True),
-    Case("llama", 8, profiled=True),
-    Case("llama", 16, precision="16-mixed", profiled=True),
-    Case("vit", 64, precision="bf16-mixed", profiled=True),
-    Case("vit", 32),
-    Case("lstm", 128, precision="bf16-mixed", optimizer="adam"),
-    Case("lstm", 128, precision="16-mixed", optimizer="adam", profiled=True),
-    Case("gru", 128, precision="bf16-mixed", optimizer="adam"),
-    Case("unet", 64, precision="16-mixed", optimizer="adam", profiled=True),
-    Case("unet", 64, precision="bf16-mixed", optimizer="adam", channels_last=True),
-    Case("fno", 32, precision="bf16-mixed", optimizer="adam"),
-    Case("video", 32, precision="16-mixed", optimizer="sgd"),
-    Case("twins", 64, precision="bf16-mixed"),
-    Case("small_cnn", 256, precision="16-mixed", optimizer="sgd"),
-    Case("small_cnn", 256, optimizer="sgd", channels_last=True),
-    # Optimizers, and when gradients are freed.
-    Case("gpt2", 8, optimizer="adamw_fused"),
-    Case("gpt2", 8, optimizer="sgd"),
-    Case("gpt2", 8, clip=1.0, history=True),
-    Case("gpt2", 8, precision="16-mixed", clip=1.0),
-    Case("gpt2", 8, zero_grad="before_forward"),
-    Case("gpt2", 8, zero_grad="before_backward"),
-    Case("vit", 32, optimizer="adamw_fused", precision="16-mixed"),
-    Case("bert", 16, optimizer="adam", zero_grad="before_backward"),
-    # Techniques.
-    Case("gpt2", 8, accumulate=2, history=True),
-    Case("gpt2", 2, accumulate=8, precision="bf16-mixed", history=True),
-    Case("gpt2", 4, accumulate=4, precision="bf16-mixed"),
-    Case("resnet50", 32, optimizer="sgd", accumulate=2, precision="16-mixed"),
-    Case("gpt2", 16, checkpointing=True, precision="bf16-mixed", history=True),
-    Case("bert", 32, checkpointing=True),
-    Case("llama", 16, checkpointing=True, precision="bf16-mixed"),
-    Case("unet", 64, checkpointing=True, optimizer="adam"),
-    Case("twins", 64, checkpointing=True),
-    Case("vit", 32, save_on_cpu=True, history=True, seconds=8),
-    Case("unet", 32, save_on_cpu=True, optimizer="adam", seconds=8),
-    # The allocator's settings.
-    Case("gpt2", 8, allocator="expandable_segments:True", history=True, seconds=10),
-    Case("resnet50", 64, optimizer="sgd", allocator="max_split_size_mb:128", history=True, seconds=10),
-    # Techniques of the planner, as it applies them.
-    *(
-        Case("gpt2", 16, precision="bf16-mixed", technique=technique, history=history)
-        for technique, history in {
-            "checkpoint": True,
-            "checkpoint half": False,
-            "keep attention": True,
-            "keep products": False,
-            "activations on host": True,
-            "half of activations on host": False,
-            "states on host": False,
-            "8-bit states": True,
-            "for-loop optimizer": True,
-            "optimizer in backward": True,
-            "chunked loss": True,
-        }.items()
-    ),
-    Case("gpt2", 8, technique="parameters on host"),
-    Case("llama", 16, precision="bf16-mixed", technique="chunked loss"),
-    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", technique="checkpoint"),
-    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", technique="keep convolutions"),
-    Case("vit", 64, precision="bf16-mixed", technique="activations on host"),
-    Case("unet", 32, optimizer="adam", technique="activations on host"),
-    Case("vit", 64, precision="bf16-mixed", technique="keep products"),
-    # Compiled code.
-    Case("gpt2", 16, precision="bf16-mixed", compiled="model", history=True, seconds=40),
-    Case("gpt2", 16, precision="bf16-mixed", compiled="blocks", seconds=20),
-    Case("vit", 64, precision="bf16-mixed", compiled="model", history=True, seconds=40),
-    Case("bert", 32, precision="bf16-mixed", compiled="model", seconds=40),
-    Case("llama", 16, precision="bf16-mixed", compiled="model", history=True, seconds=40),
-    Case("resnet50", 64, precision="bf16-mixed", optimizer="sgd", compiled="model", seconds=60),
-    Case("unet", 64, precision="bf16-mixed", optimizer="adam", compiled="model", history=True, seconds=40),
-    Case("gpt2", 8, compiled="model", seconds=40),
-    Case("gpt2", 16, precision="bf16-mixed", compiled="model", technique="budget 0.5", seconds=50),
-    # One rank of several.
-    *(Case("gpt2", 8, layout=layout, history=True) for layout in ("ddp x8", "fsdp1 x8", "fsdp2 x8")),
-    *(Case("llama", 16, layout=layout) for layout in ("ddp x8", "zero1 x8")),
-    Case("llama", 16, layout="fsdp1 x8", history=True),
-    *(
-        Case("llama", 16, layout=layout)
-        for layout in LAYOUTS
-        if layout.endswith("bf16") or layout.startswith("fsdp2 x8")
-    ),
-    Case("resnet50", 32, optimizer="sgd", layout="ddp x8", history=True),
-    Case("vit", 32, precision="bf16-mixed", layout="ddp x8", technique="checkpoint", history=True),
-    # Batch sizes. The last three of a network are chosen by the card: near the limit, and over it.
-    Case("resnet50", 1, optimizer="sgd"),
-    Case("resnet50", 7, optimizer="sgd"),
-    Case("resnet50", 128, optimizer="sgd"),
-    Case("gpt2", 1),
-    Case("gpt2", 24),
-    Case("lstm", 1, optimizer="adam"),
-    Case("fno", 1, optimizer="adam"),
-    Case("gpt2", fill=0.95, seconds=9, history=True),
-    Case("gpt2", fill=1.2, seconds=9),
-    Case("resnet50", fill=0.95, optimizer="sgd", precision="bf16-mixed", seconds=9),
-    Case("resnet50", fill=1.2, optimizer="sgd", precision="bf16-mixed", seconds=9),
-    Case("unet", fill=0.9, optimizer="adam", seconds=9),
-    Case("unet", fill=1.1, optimizer="adam", seconds=9),
-    Case("llama", fill=0.97, precision="bf16-mixed", seconds=9),
-    Case("llama", fill=1.05, precision="bf16-mixed", seconds=9),
-    Case("lstm", fill=0.9, optimizer="adam", seconds=9),
+#: First one of each network, with its history; precisions; optimizers; techniques, as their libraries and as the
+#: planner apply them; the allocator's settings; compiled code; one rank of several; batch sizes, the last of them
+#: chosen by the card: near the limit, and over it.
+CASES: tuple[Case, ...] = tuple(
+    from_plain(Case, each, "cases.json")
+    for each in json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
 )
 
 

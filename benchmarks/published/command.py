@@ -10,8 +10,7 @@ and runs this. What is not installed is said, row by row:
 - peft_methods: peft and diffusers; lora_t4: peft, and bitsandbytes for QLoRA;
 - litgpt's configurations: litgpt (a folder, as transformers 4.51.3). The rest needs nothing but torch.
 
---with takes rows that an earlier run wrote with --json: their sources do not run again. A source that is kept aside
-runs where --source names it.
+--with takes rows that an earlier run wrote with --json: their sources do not run again.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ from benchmarks.published.source import Source, run
 from vram_guard.errors import InvalidInputError
 
 ROOT = Path(__file__).parents[2]
-MODULES = (
-    *("xmem", "liger", "timm_brackets", "peft_methods", "segformer", "gpumemnet", "readmes", "lora_t4", "torchtune"),
-)
+MODULES = ("xmem", "liger", "timm_brackets", "peft_methods", "segformer", "gpumemnet", "readmes", "lora_t4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (module, one)
         for module in MODULES
         for one in import_module(f"benchmarks.published.{module}").SOURCES
-        if one.title not in results.made_with
-        and is_chosen(one.title, options.source)
-        and not (one.aside and not options.source)
+        if one.title not in results.made_with and is_chosen(one.title, options.source)
     ]
     if options.here:
         for _module, one in chosen:

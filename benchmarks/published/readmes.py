@@ -9,8 +9,6 @@ litgpt (Lightning-AI/litgpt, config_hub/finetune): the allocated peak of fine-tu
 litgpt's own model, which has to be installed (``--libraries``: a folder ``litgpt``); its release and torch's at the
 time are not stated. Sequences are cut at 512 tokens, and the longest batch is taken to be full of them. The names of
 the loop keep logits and loss into the next forward.
-
-Every other row is named with the reason why it is not predicted.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Budget, Timeline, TrainingStep
 
 GIGABYTE = 10**9
-FILES = ("published_runs.csv", "published_runs_multi_gpu.csv", "published_runs_sharded.csv")
 
 
 def measured(row: Record) -> int | None:
@@ -296,7 +293,7 @@ def predict_litgpt(row: Record) -> list[Row]:
     return [predicted(step, size, "A10G", answer, source=LITGPT.title, name=name, measured=peak, ran=peak is not None)]
 
 
-# --- the rest -------------------------------------------------------------------------------------------------
+# --- the sources --------------------------------------------------------------------------------------------------
 
 
 def _is_vit(row: Record) -> bool:
@@ -305,20 +302,6 @@ def _is_vit(row: Record) -> bool:
 
 def _is_litgpt(row: Record) -> bool:
     return "config_hub" in row["source"]
-
-
-def refuse(row: Record) -> list[Row]:
-    """Say why a row is not predicted."""
-    source = row["source"]
-    if "gpus" not in row or row["gpus"] != "1":
-        if row["model"].startswith("HF "):
-            raise NotReproducible("four GPUs, with DeepSpeed or FSDP and offload (the script's name says neither)")
-        raise NotReproducible("several GPUs: benchmarks/sharded predicts them, or says why not")
-    if "finetune_lora.md" in source:
-        raise NotReproducible("how long its sequences are is not stated")
-    if source == "meta-pytorch/torchtune README.md":
-        raise NotReproducible("neither batch size nor length is stated")
-    raise NotReproducible("torchtune's own model and loss, compiled from the third row on, are not rebuilt here")
 
 
 def _name(row: Record) -> str:
@@ -331,16 +314,10 @@ def _name(row: Record) -> str:
 
 
 def _single(chosen: Callable[[Record], bool]) -> list[Record]:
-    return [row for row in records_of(FILES[0]) if chosen(row)]
-
-
-def _others() -> list[Record]:
-    rest = _single(lambda row: not (_is_vit(row) or _is_litgpt(row)))
-    return rest + [row for file in FILES[1:] for row in records_of(file)]
+    return [row for row in records_of("published_runs.csv") if chosen(row)]
 
 
 VIT = Source("rasbt's ViT-L/16", lambda: _single(_is_vit), _name, predict_vit)
 LITGPT = Source("litgpt's configurations", lambda: _single(_is_litgpt), _name, predict_litgpt, "litgpt")
-OTHERS = Source("other READMEs", _others, _name, refuse)
 
-SOURCES = (VIT, LITGPT, OTHERS)
+SOURCES = (VIT, LITGPT)

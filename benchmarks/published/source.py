@@ -17,8 +17,6 @@ from benchmarks.harness.records import NotReproducible, Results, Row
 from vram_guard import Timeline, TrainingStep
 from vram_guard.budget.catalogue import find_gpu
 from vram_guard.simulate import trace_at
-from vram_guard.simulate.compiled import Compiler, allowed_seconds
-from vram_guard.simulate.tracing.run import run_step
 
 DATA = Path(__file__).parent / "data"
 
@@ -43,8 +41,6 @@ class Source:
     """Folder under --libraries that goes before the installed packages."""
     environment: str = ""
     """Environment under --libraries whose Python runs it, where it is there."""
-    aside: bool = False
-    """Whether it is predicted only where it is asked for."""
 
 
 def records_of(file: str | Path) -> list[Record]:
@@ -58,8 +54,6 @@ def predicted(
     size: int,
     card: str,
     answer: Callable[[Timeline], dict[str, Any]],
-    *,
-    compiled: bool = False,
     **published: Any,
 ) -> Row:
     """Trace the step at one batch size and take the row's answer from it.
@@ -69,19 +63,12 @@ def predicted(
         size: the batch size.
         card: the published run's GPU, by its name in the catalogue.
         answer: timeline -> the row's fields that are predicted.
-        compiled: whether what ``torch.compile`` compiles runs compiled, as it did in the published run.
         published: its other fields.
     """
     start = time.perf_counter()
     gpu = find_gpu(card)
-    capability = gpu.compute_capability
-    if compiled:
-        follow = Compiler(lambda count: run_step(step, count, capability, compiled=True), allowed_seconds())
-        timeline = follow(size).on(gpu.multiprocessors, gpu.placement)
-    else:
-        timeline = trace_at(
-            step, size, compute_capability=capability, multiprocessors=gpu.multiprocessors, placement=gpu.placement
-        )
+    known: dict[str, Any] = {"compute_capability": gpu.compute_capability, "multiprocessors": gpu.multiprocessors}
+    timeline = trace_at(step, size, **known, placement=gpu.placement)
     fields = answer(timeline)
     seconds = time.perf_counter() - start
     upper = timeline.at(size).peak_upper or None

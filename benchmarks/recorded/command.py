@@ -17,7 +17,7 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.pages import DOCS, Say, fill, machine
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.recorded import recordings
-from benchmarks.recorded.predictions import RUNS, predicted, with_programs
+from benchmarks.recorded.predictions import RUNS, predicted
 from vram_guard.errors import InvalidInputError
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     for name in names:
         results.rows += recordings.replayed(recordings.path_of(name), name, recordings.source_of(name))
-    results.rows += with_programs([predicted(name) for name in RUNS if name in names])
+    results.rows += [predicted(name) for name in RUNS if name in names]
     if options.json:
         write(results, options.json)
     for row in results.rows:
@@ -55,17 +55,10 @@ def is_prediction(row: Row) -> bool:
 def write_page(results: Results, docs: Path = DOCS) -> None:
     """Fill in the page."""
     predictions = [row for row in results.rows if is_prediction(row)]
-    programs = [row for row in predictions if row.details["program"] is not None]
 
     def found(say: Say) -> str:
-        return say(
-            "{equal} of {count} peaks are equal to the byte with the trace, {equal_programs} of {programs} with the "
-            "whole program.",
-            equal=sum(row.predicted == row.measured for row in predictions),
-            count=len(predictions),
-            programs=len(programs),
-            equal_programs=sum(row.details["program"] == row.measured for row in programs),
-        )
+        equal = sum(row.predicted == row.measured for row in predictions)
+        return say("{equal} of {count} peaks are equal to the byte.", equal=equal, count=len(predictions))
 
     fill(
         "recorded.md",
@@ -85,15 +78,13 @@ def _prediction(row: Row, say: Say = str) -> tuple[str, ...]:
         row.name,
         f"{recorded:,}",
         _compared(row.predicted, recorded, say),
-        _compared(facts["program"], recorded, say),
         _compared(facts["predicted_allocated"], facts["allocated"], say),
         f"{facts['in_order']:.2%}",
     )
 
 
 def _compared(size: int | None, recorded: int, say: Say) -> str:
-    if size is None:
-        return "-"
+    size = size or 0
     return say("equal") if size == recorded else f"{size:,} ({size / recorded - 1:+.3%})"
 
 

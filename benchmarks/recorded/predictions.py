@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.harness.records import Row
-from benchmarks.harness.workers import ask
 from benchmarks.recorded import lm_2_7b, lm_medium
-from benchmarks.recorded.loops import PROGRAMS
 from benchmarks.recorded.recordings import path_of, recordings, source_of
 from vram_guard.allocator import Placement, compare, replay
 from vram_guard.job import Job, JobRun
@@ -139,8 +137,7 @@ def predicted(name: str) -> Row:
     """The reserved peak of a recorded run, recorded and predicted, in bytes.
 
     ``details``: ``allocated`` and ``predicted_allocated``: peaks in bytes; ``allocations`` of the recorded step;
-    ``in_order``: their share that the prediction finds (:func:`share_in_order`); ``program`` and
-    ``program_allocated``: peaks of the source's whole program, where :func:`with_programs` was asked.
+    ``in_order``: their share that the prediction finds (:func:`share_in_order`).
     """
     started = time.perf_counter()
     run = RUNS[name]()
@@ -166,22 +163,8 @@ def predicted(name: str) -> Row:
             "predicted_allocated": answer.allocated,
             "allocations": len(recorded),
             "in_order": share_in_order(recorded, asked_for),
-            "program": None,
-            "program_allocated": None,
         },
     )
-
-
-def with_programs(rows: list[Row]) -> list[Row]:
-    """The same rows; those whose source's whole program is described say under "program" what it comes to."""
-    wanted = {row.name: PROGRAMS[row.name] for row in rows if row.name in PROGRAMS}
-    answers = {
-        program: ask(program[0], *program[1], limit=None).checked() for program in dict.fromkeys(wanted.values())
-    }
-    for row in rows:
-        if row.name in wanted:
-            row.details["program"], row.details["program_allocated"] = answers[wanted[row.name]][row.name]
-    return rows
 
 
 def _bounds(timeline: Timeline, step: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness.command import arguments_of
-from benchmarks.harness.pages import DOCS, GIB, Say, fill, listed, machine
+from benchmarks.harness.pages import DOCS, GIB, Say, fill, machine
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.sharded import rows
 
@@ -66,10 +66,6 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
     def others(say: Say) -> Iterator[tuple[str, ...]]:
         return ((*_line(row, say), say(REASONS[row.details["why"]])) for row in results.rows if not row.judged)
 
-    def left_out(say: Say) -> str:
-        named = {name.replace("**", "").replace("|", "/"): why for name, why in results.not_reproduced.items()}
-        return listed(f"{name}: {say(why)}" for name, why in named.items())
-
     fill(
         "sharded.md",
         {
@@ -77,7 +73,6 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
             "found": found,
             "rows": lambda say: (_line(row, say) for row in results.rows if row.judged),
             "others": others,
-            "not followed": left_out,
         },
         docs,
     )

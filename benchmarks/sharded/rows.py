@@ -118,7 +118,6 @@ def predict(only: Sequence[str] = (), tell: Callable[[str], None] = lambda _: No
             found.failed[recipe] = traceback.format_exc()
             tell(f"{recipe} FAILED\n{traceback.format_exc()}")
     found.rows = [made[_key(row)] for row in chosen if _key(row) in made]
-    found.not_reproduced = not_followed()
     return found
 
 
@@ -183,46 +182,6 @@ def told(row: Row) -> str:
     kept = "" if row.judged else f"  ({facts['why']})"
     what = f"{facts['measure']} {facts['moment']}"
     return f"{row.name[:52]:52} {what:20} {facts['gib']:>9} {both}  {facts['allocator']:11} {row.error:+8.3%}{kept}"
-
-
-#: Words in a row -> why it is not followed; the first that stands in it counts.
-REASONS = (
-    ("AsyncTP", "symmetric memory, which the caching allocator does not hand out"),
-    ("PP", "pipeline parallelism: its ranks do different work"),
-    ("CP ", "context parallelism"),
-    ("float8", "torch.compile and float8 kernels"),
-    ("compile", "torch.compile"),
-    ("yes", "torch.compile"),
-    ("(reduce-scatter input on RS stream)", "FSDP2 as it was before June 2024"),
-    ("issues 191", "neither length nor the release of torch is stated for sure"),
-    ("Llama-13B", "neither length nor the release of torch is stated for sure"),
-    ("torchtune", "neither batch size nor length is stated"),
-    ("rasbt", "the script of this log is no longer published: those in the repository train another model"),
-    ("litgpt", "the releases of torch and litgpt are not stated, and ranks load batches of different lengths"),
-    ("graph_trainer", "no recipe"),
-)
-
-
-def not_followed() -> dict[str, str]:
-    """Published rows of several GPUs that are in no line of ours -> the reason."""
-    found = {}
-    for file in ("published_runs_multi_gpu.csv", "published_runs_sharded.csv"):
-        for record in records_of(file):
-            text = " ".join(record.values())
-            why = next((reason for word, reason in REASONS if word in text), None)
-            again = record["source"].startswith("pytorch/torchtitan benchmarks/llama3")  # the other file has these too
-            if why is not None and not again and not _is_ours(record):
-                parts = (record.get("model"), record.get("gpus"), record.get("parallel") or record.get("recipe"))
-                figure = record.get("measured_gib") or record.get("figure")
-                found[f"{record['source']}: {', '.join(str(part) for part in parts)}: {figure}"] = why
-    return found
-
-
-def _is_ours(record: Record) -> bool:
-    """True for a row that is predicted although it was measured with a compiler."""
-    figure = record.get("measured_gib") or record.get("figure") or ""
-    compiled = [row["gib"] for row in all_rows() if row["why"] == "compiled"]
-    return figure in compiled
 
 
 TITLE = "sharded trainings"

@@ -33,19 +33,3 @@ def test_a_measured_peak_is_predicted_within_five_percent(model: str, optimizer:
         r for r in xmem.rows() if (r["model"], r["optimizer"], r["batch_size"]) == (model, optimizer, batch_size)
     )
     assert abs(xmem.predict(row).error) <= 0.05
-
-
-@pytest.mark.parametrize(
-    ("marked", "most"),
-    [
-        ("[+ Packed Dataset]", 0.02),
-        pytest.param("[+ Compile]", 0.03, marks=pytest.mark.torch_since(2, 6)),  # older compilers are not followed
-    ],
-)
-def test_rows_of_torchtunes_flags_are_met(marked: str, most: float) -> None:
-    from benchmarks.published.torchtune import TORCHTUNE, WAYS
-
-    rows = {row["recipe"][row["recipe"].find("[") :]: row for row in TORCHTUNE.rows()}
-    assert WAYS.keys() <= rows.keys()
-    (found,) = TORCHTUNE.predict(rows[marked])
-    assert abs(found.predicted / found.measured - 1) < most

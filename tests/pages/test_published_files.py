@@ -215,13 +215,3 @@ def test_the_earlier_norm_of_litgpt_keeps_what_it_scales_in_half_precision(offse
     assert whole[-1] == torch.bfloat16  # before it, in float32, what the length of the rows is made of
     exact = torch.nn.functional.rms_norm(rows.float(), (8,), eps=1e-6) * (2 if offset else 1)
     assert torch.allclose(out.float(), exact, rtol=0.02)
-
-
-def test_every_row_of_a_readme_is_predicted_or_has_a_reason():
-    for row in readmes.OTHERS.rows():
-        with pytest.raises(records.NotReproducible, match=r"\w"):
-            readmes.refuse(row)
-    rows = [row for file in readmes.FILES for row in source.records_of(file)]
-    sources = (readmes.VIT, readmes.LITGPT, readmes.OTHERS)
-    assert sum(len(each.rows()) for each in sources) == len(rows)
-    assert {row["model"] for row in readmes.VIT.rows()} == {"torchvision vit_l_16, 10 classes, 224"}

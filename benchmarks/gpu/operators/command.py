@@ -20,8 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.gpu.operators.measured import Requests, large, requests_of, until_the_end
-from benchmarks.gpu.operators.steps import Operator
-from benchmarks.gpu.operators.table import OPERATORS
+from benchmarks.gpu.operators.table import OPERATORS, Operator
 from benchmarks.gpu.replays import common_length
 from benchmarks.gpu.worker import machine_of
 from benchmarks.harness.checked import built, content, parsed, without_head, write_json

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.loop import RealLoop
-from benchmarks.gpu.operators.steps import Operator
-from benchmarks.gpu.operators.table import OPERATORS
+from benchmarks.gpu.operators.table import OPERATORS, Operator
 from benchmarks.gpu.replays import LEAST_REQUEST
 from vram_guard.allocator import read_recording
 
