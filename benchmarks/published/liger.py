@@ -8,18 +8,11 @@ inputs count, and so does the twin module of the other provider where the benchm
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
-
-import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
 from benchmarks.harness.pages import MIB
 from benchmarks.harness.records import NotReproducible, Row
-from benchmarks.published import liger_layers as layers
-from benchmarks.published import liger_losses as losses
-from benchmarks.published.liger_base import Operator
+from benchmarks.published.liger_operators import OPERATORS, Operator
 from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Timeline, TrainingStep
 
@@ -80,76 +73,6 @@ def _row(record: Record) -> Published:
     )
 
 
-# --- operators by the benchmarks' names ------------------------------------------------------------------------------
-
-_Settings = dict[str, Any]
-
-
-def _gated_mlp(s: _Settings, n: int) -> Operator:
-    activation = F.silu if s["hidden_act"] == "silu" else partial(F.gelu, approximate="tanh")
-    return layers.GatedMLP((s.get("bsz", s.get("B")), n, s["hidden_size"]), s["intermediate_size"], activation)
-
-
-def _rope(s: _Settings, n: int) -> Operator:
-    return layers.Rope(s.get("seq_len", n), s.get("hidden_size", n), s["num_q_heads"], s["num_kv_heads"])
-
-
-def _preference(s: _Settings, n: int) -> Operator:
-    return losses.Preference((n, s["T"], s["H"]), s["V"])
-
-
-def _odds_ratio(s: _Settings, n: int) -> Operator:
-    """Its first benchmark, with 4,096 tokens, was of another form than the later ones."""
-    return losses.OddsRatio((n, s["T"], s["H"]), s["V"]) if s["T"] == 4096 else _preference(s, n)
-
-
-def _policy_gradient(s: _Settings, n: int) -> Operator:
-    return losses.PolicyGradient((n, s["T"], s["H"]), s["V"], s["importance_sampling_level"])
-
-
-def _jensen_shannon(s: _Settings, n: int) -> Operator:
-    """Its first benchmark swept the vocabulary, the later ones the tokens."""
-    if "vocab_size" in s:
-        return losses.JensenShannon(n, s["vocab_size"])
-    return losses.EarlierJensenShannon(s["B"] * s["T"], n)
-
-
-def _neighborhood(s: _Settings, n: int) -> Operator:
-    return layers.NeighborhoodAttention(s["batch_size"], n, s["hidden_size"], s["num_heads"])
-
-
-#: (settings, swept value) -> the operator.
-OPERATORS: dict[str, Callable[[_Settings, int], Operator]] = {
-    "cross_entropy": lambda s, n: losses.CrossEntropy(s["B"] * s["T"], n),
-    "geglu": _gated_mlp,
-    "swiglu": _gated_mlp,
-    "tiled_geglu": _gated_mlp,
-    "tiled_swiglu": _gated_mlp,
-    "layer_norm": lambda s, n: layers.LayerNorm(s["M"], n),
-    "rms_norm": lambda s, n: layers.RMSNorm(s["M"], n),
-    "megatron_rms_norm": lambda s, n: layers.FusedRMSNorm(s["S"], s["B"], n),
-    "fused_add_rms_norm": lambda s, n: layers.AddRMSNorm(s["M"], n),
-    "rope": _rope,
-    "fused_linear_cross_entropy": lambda s, n: losses.LinearCrossEntropy((n, s["H"]), s["V"]),
-    "fused_linear_orpo_loss": _odds_ratio,
-    "fused_linear_cpo_loss": _preference,
-    "fused_linear_simpo_loss": _preference,
-    "fused_linear_grpo_loss_sequence": _policy_gradient,
-    "fused_linear_grpo_loss_token": _policy_gradient,
-    "distill_cosine_loss": lambda s, n: losses.Cosine(n, s["H"], s["V"]),
-    "sparsemax": lambda s, n: layers.Sparsemax(s["B"] * s["T"], n),
-    "multi_token_attention": lambda s, n: layers.MultiTokenAttention(s["B"], s["C_in"], n),
-    "sparse_multi_token_attention": lambda s, n: layers.SparseMultiTokenAttention(s["B"], s["C_in"], n),
-    "softmax": lambda s, n: layers.Softmax(n, getattr(torch, s["dtype"].removeprefix("torch."))),
-    "fused_neighborhood_attention": _neighborhood,
-    "group_norm": lambda s, n: layers.GroupNorm(s["M"], n, s["H"]),
-    "jsd": _jensen_shannon,
-    "kl_div": lambda s, n: losses.KullbackLeibler(s["B"] * s["T"], n),
-    "tvd": lambda s, n: losses.TotalVariation(s["B"] * s["T"], n),
-    "megatron_swiglu": lambda s, n: layers.SwiGLU(s["S"], s["B"], n),
-}
-
-
 # --- running one --------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +99,7 @@ class _Runs:
         self.gradient: Any = None
         self.calls = 0
 
-    def __call__(self, operator: Operator, _batch: Any) -> torch.Tensor:
+    def __call__(self, operator: Operator, _batch: Any) -> Any:
         self.calls += 1
         if self.calls == 2 and self.mode == "forward":
             self.output = self.gradient = None
