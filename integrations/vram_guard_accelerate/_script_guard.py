@@ -173,7 +173,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             begin(accelerator.num_processes)
         if accelerator.is_main_process:
             try:
-                answers = [self._looked_at()]
+                answers = [self._answer_of_copy()]
             except VramGuardError as error:
                 answers = [DryRunFailure.of(error)]
         if accelerator.num_processes > 1:
@@ -185,7 +185,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         failure: DryRunFailure = answers[0]
         raise failure.as_error()
 
-    def _looked_at(self) -> Any:
+    def _answer_of_copy(self) -> Any:
         """The answer of a copy of this process."""
         forks.check_forks()
         stack = FatalStack()
@@ -196,7 +196,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
 
         try:  # the copies, which leave through here, write to the stack
             what = _("the copy of the process that looked at the training")
-            answer = forks.asked_twice(ask, what, self.settings.start_seconds, watched=True)
+            answer = forks.answer_of(ask, what, self.settings.start_seconds, watched=True)
         except LostCopyError as error:
             answer = DryRunFailure.of(error)
         with contextlib.closing(stack):

@@ -26,7 +26,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate._script_guard import guard  # noqa: E402
 from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
-from vram_guard_accelerate.dry_run._subprocess_policy import only_tells  # noqa: E402
+from vram_guard_accelerate.dry_run._subprocess_policy import only_reads  # noqa: E402
 
 HABITS = cases.HERE / "accelerate_scripts" / "habits.py"
 LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes", "tracked", "counted", "one_by_one")
@@ -155,12 +155,12 @@ def test_a_program_that_tells_something_runs(answers: Any) -> None:
     ],
 )
 def test_which_programs_only_tell_something(command: Any, tells: bool) -> None:
-    assert only_tells(command) is tells
+    assert only_reads(command) is tells
 
 
 @pytest.mark.parametrize("line", ["cat a > b", "git rev-parse HEAD; rm x", "ls | tee x", "echo $(rm x)", "echo `rm x`"])
 def test_a_shell_can_do_more_than_its_first_word_says(line: str) -> None:
-    assert not only_tells(line, in_shell=True)
+    assert not only_reads(line, in_shell=True)
 
 
 def test_what_a_script_leaves_behind_ends_with_its_dry_run(

@@ -30,8 +30,7 @@ from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
 from vram_guard_accelerate.planning._best_relaunch import MOST, best_of  # noqa: E402
 from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402
-from vram_guard_accelerate.relaunch.equivalence import disagreement  # noqa: E402
-from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch  # noqa: E402
+from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch, disagreement  # noqa: E402
 
 TRAINER_ARGUMENTS = {
     "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 1, "samples": 64,

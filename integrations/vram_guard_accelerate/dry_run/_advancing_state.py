@@ -50,7 +50,7 @@ class ChangesInCalls:
 
     def __init__(self) -> None:
         self._before: dict[int, StepState] = {}
-        self._looked: set[tuple[int, bool]] = set()
+        self._compared: set[tuple[int, bool]] = set()
         self._names: dict[str, None] = {}
         self.numbers: set[tuple[str, str]] = set()
         """Numbers that the first call of each is given and finds, but for the count that its loss is divided by."""
@@ -64,8 +64,8 @@ class ChangesInCalls:
             samples: of the training's batch.
             stepped: whether an optimizer has stepped.
         """
-        if model.training and (id(model), stepped) not in self._looked:
-            self._looked.add((id(model), stepped))
+        if model.training and (id(model), stepped) not in self._compared:
+            self._compared.add((id(model), stepped))
             state = self._before[id(model)] = StepState(model, None)
             if not stepped:
                 parts = single_samples(called, samples) or ()
@@ -83,7 +83,7 @@ class ChangesInCalls:
         state = self._before.pop(id(model), None)
         if state is not None:
             self._names.update(dict.fromkeys(state.written(written)))
-            if (id(model), True) in self._looked:
+            if (id(model), True) in self._compared:
                 self._names.update(dict.fromkeys(name for name, _shape in state.changed()))
 
     @property

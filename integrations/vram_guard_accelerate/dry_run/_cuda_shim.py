@@ -65,7 +65,7 @@ class CudaShim(TorchFunctionMode):
         """Storages that are as large there as they are here; of others, each tensor is moved by itself."""
         self.loads = Loads(self._arrived)
         self._used = self._begun = False
-        self.tells = True
+        self.shows_devices = True
         """Tensors on the GPU say that they are there; off where a step is run for real, on the CPU."""
 
     @property
@@ -129,8 +129,8 @@ class CudaShim(TorchFunctionMode):
             return args[0] if name == "pin_memory" else False
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if self.tells and name in ("__get__", "get_device"):
-            return self._told(func, args, kwargs)
+        if self.shows_devices and name in ("__get__", "get_device"):
+            return self._device_shown(func, args, kwargs)
         to_gpu = [is_gpu(value) for value in args]
         # After torch.set_default_device("cuda") torch itself would name it, further down.
         named = is_gpu(kwargs.get("device")) or is_gpu(device_by_default(func, kwargs.get("device")))
@@ -144,13 +144,13 @@ class CudaShim(TorchFunctionMode):
     def _of_type(self, func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``Tensor.type``: the name of its type, or the tensor as another one, on the device of that type."""
         if dtype is None:
-            return type_on_gpu(tensor.dtype) if self.tells and self.holds(tensor) else func(tensor, **kwargs)
+            return type_on_gpu(tensor.dtype) if self.shows_devices and self.holds(tensor) else func(tensor, **kwargs)
         meant = meaning_of(dtype)
         if meant is None:
             return self._derived(func, (tensor, dtype, *args), kwargs)
         return tensor.to(torch.device(meant.device), meant.dtype, *args, **kwargs)
 
-    def _told(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _device_shown(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where a tensor is; a loss that is made before the loop keeps the device of the weights."""
         answer = next((answer for asked, answer in _WHERE if asked == func), None)
         held = answer is not None and self.holds(args[0])

@@ -79,7 +79,7 @@ class EvaluationRounds:
             self.close(base)
 
     @contextlib.contextmanager
-    def asked(self, batches: BatchIterator) -> Iterator[None]:
+    def next_batch(self, batches: BatchIterator) -> Iterator[None]:
         """The next batch of a loader is asked for, which ends the round of the one before."""
         if self.asks_ahead(batches.loader):
             yield

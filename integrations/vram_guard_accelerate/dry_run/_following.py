@@ -59,9 +59,9 @@ class FollowingPhase(LoopPhase):
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""
-        batches.began = self._probe.asked(batches.began)
+        batches.began = self._probe.count_request(batches.began)
         if not self._trains():
-            with self.loop.rounds.asked(batches):
+            with self.loop.rounds.next_batch(batches):
                 return batches.next_beside_training()
         self.run.phase = self._forked(batches.loader)
         return self.run.phase.next_batch(batches)

@@ -22,7 +22,7 @@ from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 
 #: Programs that only report something, whatever their arguments are.
-TELLING = frozenset(
+READING_PROGRAMS = frozenset(
     {
         *("nvidia-smi", "rocm-smi", "xpu-smi", "hostname", "uname", "whoami", "id", "pwd", "which", "whereis"),
         *("nproc", "lscpu", "lspci", "free", "df", "du", "ls", "cat", "head", "tail", "wc", "ps", "uptime", "getconf"),
@@ -31,7 +31,7 @@ TELLING = frozenset(
 )
 
 #: Programs some of whose commands only report something.
-TELLING_COMMANDS = {
+READING_COMMANDS = {
     "git": ("rev-parse", "rev-list", "describe", "status", "log", "diff", "show", "ls-files", "ls-remote", "version"),
     "pip": ("freeze", "list", "show", "--version"),
     "conda": ("list", "info", "--version"),
@@ -44,7 +44,7 @@ TELLING_COMMANDS = {
 _SHELLS_OWN = frozenset("<>|;&$`\n")
 
 
-def only_tells(command: Any, *, in_shell: bool = False) -> bool:
+def only_reads(command: Any, *, in_shell: bool = False) -> bool:
     """True if a program changes nothing, as far as its command says.
 
     Args:
@@ -55,7 +55,7 @@ def only_tells(command: Any, *, in_shell: bool = False) -> bool:
     if not words or (in_shell and isinstance(command, (str, bytes)) and _SHELLS_OWN & set(os.fsdecode(command))):
         return False
     name, rest = PurePath(words[0]).name.removesuffix(".exe"), list(words[1:])
-    if name in TELLING:
+    if name in READING_PROGRAMS:
         return True
     while name == "git" and rest[:1] == ["-C"]:
         rest = rest[2:]
@@ -64,7 +64,7 @@ def only_tells(command: Any, *, in_shell: bool = False) -> bool:
     if name.startswith("python") and rest[:2] == ["-m", "pip"]:
         name, rest = "pip", rest[2:]
     written = any(word.startswith("--output") for word in rest)
-    return bool(rest) and rest[0] in TELLING_COMMANDS.get(name, ()) and not written
+    return bool(rest) and rest[0] in READING_COMMANDS.get(name, ()) and not written
 
 
 def words_of(command: Any) -> list[str]:
@@ -85,7 +85,7 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
     """
 
     def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
-        if not only_tells(command, in_shell=in_shell):
+        if not only_reads(command, in_shell=in_shell):
             stopped(
                 _(
                     "it starts a process of its own after Accelerator.prepare ({command}), which a dry run would start "

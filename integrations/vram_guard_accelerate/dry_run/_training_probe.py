@@ -21,26 +21,26 @@ class TrainingProbe:
     """One process's knowledge of its loops."""
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._count = 0
         self._latest = 0
         self._training: int | None = None
         self._parent: ParentPipe | None = None
         self._tried = False
 
-    def asked(self, began: int | None) -> int:
+    def count_request(self, began: int | None) -> int:
         """A batch is asked for; the number of the first one of this iteration.
 
         Args:
             began: that number; None where this is the first one.
         """
-        self._asked += 1
-        self._latest = self._asked if began is None else began
+        self._count += 1
+        self._latest = self._count if began is None else began
         return self._latest
 
     @property
     def requests(self) -> int:
         """Number of batches that were asked for so far."""
-        return self._asked
+        return self._count
 
     def trains_from_here(self, patience: float) -> bool:
         """True if the requested batch is the training's first; called where the mode does not show it.
@@ -54,7 +54,7 @@ class TrainingProbe:
         if not self._tried:
             self._tried = True
             try:
-                self._training = forks.asked_twice(
+                self._training = forks.answer_of(
                     _copy, _("the copy that looked for a loop that trains"), patience, may_be_silent=True
                 )
             except ForkEntered as entered:
@@ -62,7 +62,7 @@ class TrainingProbe:
                 return False
             if self._training is None:
                 os._exit(0)  # it has answered for this process
-        return self._asked == self._training
+        return self._count == self._training
 
     def differentiated(self) -> None:
         """A backward pass, before anything was planned; a copy has seen enough then."""

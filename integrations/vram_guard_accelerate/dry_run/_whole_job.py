@@ -95,7 +95,7 @@ class WholeJobPhase(ForkedPhase):
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
             self._cut(batches.loader)
-            with self.loop.rounds.asked(batches):
+            with self.loop.rounds.next_batch(batches):
                 return batches.next_beside_training()
         self._evaluates, self._by_next = False, calls_next()
         if not self._by_next and self._ends(batches):

@@ -11,7 +11,7 @@ from vram_guard.forks.side_effects import way
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate._script_files import asked_by_script
-from vram_guard_accelerate.dry_run._subprocess_policy import around_starts, only_tells, shown
+from vram_guard_accelerate.dry_run._subprocess_policy import around_starts, only_reads, shown
 from vram_guard_accelerate.dry_run.results import stopped
 
 
@@ -32,7 +32,7 @@ class EarlyPrograms:
         return self._start(partial(original, path, argv, passed), argv)
 
     def _start(self, start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
-        if only_tells(command, in_shell=in_shell):
+        if only_reads(command, in_shell=in_shell):
             return start()
         if way() == "python":
             stopped(

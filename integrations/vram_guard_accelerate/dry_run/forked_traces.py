@@ -25,7 +25,7 @@ from vram_guard_accelerate.dry_run.forks import Fork
 from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult
 
 #: What is asked of a copy, whether of the whole job, and samples of the largest batch of its evaluations.
-_Asked = tuple[TraceRequest, bool, int | None]
+_TraceKey = tuple[TraceRequest, bool, int | None]
 
 #: Seconds that one copy may take, which says itself where it stands when its time is over.
 PATIENCE = 310.0
@@ -41,8 +41,8 @@ class ForkedTraces:
     def __init__(self, first: FirstBatch) -> None:
         self._first = first
         self._compares_samples = False
-        self._answers: dict[_Asked, TraceResult] = {}
-        self._running: dict[_Asked, Fork] = {}
+        self._answers: dict[_TraceKey, TraceResult] = {}
+        self._running: dict[_TraceKey, Fork] = {}
         self._others: dict[int, TraceResult] = {}
         self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
         """How the models' arguments are cut in copies that work in slices."""
@@ -55,7 +55,7 @@ class ForkedTraces:
 
     def first_trace(self) -> TraceResult:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
-        asked: _Asked = (TraceRequest(self._first.sample.batch_size, self._first.precision), False, None)
+        asked: _TraceKey = (TraceRequest(self._first.sample.batch_size, self._first.precision), False, None)
         if asked not in self._answers:
             what = _("the copy that would have followed the script as it is written")
             self._answers[asked] = _answer_of(partial(self._fork, *asked), what)
@@ -204,7 +204,7 @@ def _answer_of(
     *,
     watched: bool = False,
 ) -> TraceResult:
-    answer = forks.asked_twice(ask, what, seconds, begun=begun, watched=watched)
+    answer = forks.answer_of(ask, what, seconds, begun=begun, watched=watched)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, TraceResult):

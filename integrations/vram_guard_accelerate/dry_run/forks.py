@@ -135,7 +135,7 @@ class Fork:
         raise LostCopyError(_death(code or 0))
 
 
-def asked_twice(ask: Callable[[], Fork], what: str, seconds: float, *, begun: Fork | None = None, **how: bool) -> Any:
+def answer_of(ask: Callable[[], Fork], what: str, seconds: float, *, begun: Fork | None = None, **how: bool) -> Any:
     """The answer of a copy; where it is ended from outside, that of a second one.
 
     Args:

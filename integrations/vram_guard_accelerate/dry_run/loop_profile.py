@@ -1,7 +1,7 @@
 """The profile of a script's loop: what it differentiates and clips in an optimizer step, at which learning rates.
 
 A launch in another way may be another training: two dry runs are compared by this
-(:mod:`vram_guard_accelerate.relaunch.equivalence`).
+(:func:`vram_guard_accelerate.relaunch.relaunch.disagreement`).
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class LoopObserver:
             self._around(owner, "zero_grad", self._zeroed)
         register_optimizer_step_pre_hook(self._before_step)
 
-    def _around(self, owner: Any, name: str, told: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    def _around(self, owner: Any, name: str, callback: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call back after every call that is not inside another call of the same function.
 
         Args:
             owner: whose function it is.
             name: of the function.
-            told: called with the result and the arguments; before, where it is ``backward``.
+            callback: called with the result and the arguments; before, where it is ``backward``.
         """
         key, before = f"{owner.__name__}.{name}", name == "backward"
 
@@ -85,10 +85,10 @@ class LoopObserver:
             self._inside[key] += 1
             try:
                 if before and self._inside[key] == 1:
-                    told(None, args, kwargs)
+                    callback(None, args, kwargs)
                 result = original(*args, **kwargs)
                 if not before and self._inside[key] == 1:
-                    told(result, args, kwargs)
+                    callback(result, args, kwargs)
                 return result
             finally:
                 self._inside[key] -= 1

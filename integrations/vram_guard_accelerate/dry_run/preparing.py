@@ -143,7 +143,7 @@ class PreparingPhase(Phase):
             return FollowingPhase(self.run, accelerator, moved, shared, self._shim.loads)
         except ForkEntered as entered:
             self.run.sharding.take_off()
-            self._shim.tells = False
+            self._shim.shows_devices = False
             return ProvingPhase(self.run, entered.task, entered.parent, known)
 
     def _may_be_proven(self, prepared: tuple[Any, ...]) -> bool:

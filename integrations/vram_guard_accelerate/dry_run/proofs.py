@@ -141,7 +141,7 @@ class Proofs:
         what = _("the copy that would have run a few samples")
         with without_modes():
             left = max(0.0, deadline - time.monotonic())
-            found: ProofStep | DryRunFailure = forks.asked_twice(partial(server.fork, task), what, left)
+            found: ProofStep | DryRunFailure = forks.answer_of(partial(server.fork, task), what, left)
         return found
 
 

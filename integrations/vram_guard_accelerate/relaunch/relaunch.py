@@ -1,10 +1,9 @@
 """A relaunch: the same script in another precision or sharding from its beginning.
 
 What a script does with the precision that it asks for is the script's own business: it casts models before it trains;
-so is what it does with a sharded model. Therefore nothing is
-assumed: the changed launch is run dry in a process of its own, which must turn out to be the same training
-(:mod:`.equivalence`), and which is then planned for as it is. The plan of the launch as written stands until a relaunch
-is cheaper.
+so is what it does with a sharded model. Therefore nothing is assumed: the changed launch is run dry in a process of its
+own, which must turn out to be the same training (:func:`disagreement`), and is then planned for as it is. The plan
+of the launch as written stands until a relaunch is cheaper.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.language import _
+from vram_guard.language import _, marked
+from vram_guard.parallel.links import topology
+from vram_guard.parallel.spec import Kind, Parallel
+from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, StepTime, Why
+from vram_guard.plan.step_time import card_of, seconds_as_written
 from vram_guard.timeline import Estimate
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
-from vram_guard_accelerate.relaunch.equivalence import disagreement
-from vram_guard_accelerate.relaunch.step_time import launch_seconds
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -180,3 +181,56 @@ def _launched_so(reason: Reason) -> Reason:
     """The same reason where "as written" means: launched with these options."""
     kinds = {Why.FITS: Why.FITS_LAUNCHED, Why.SHORTAGE: Why.SHORTAGE_LAUNCHED}
     return Reason(kinds[reason.kind], **dict(reason.values)) if reason.kind in kinds else reason
+
+
+_MORE_OFTEN = {
+    "clip": marked("it clips gradients {factor} times as often in an optimizer step"),
+    "zero": marked("it sets gradients to zero {factor} times as often in an optimizer step"),
+}
+
+
+def disagreement(written: LoopProfile, changed: LoopProfile, *, losses: bool = True) -> str:
+    """The difference between a changed launch and the launch as written; "" where it is the same training.
+
+    Args:
+        written: what the script does as written.
+        changed: what it does when it is launched otherwise.
+        losses: whether losses are compared too (another precision makes them of other operators).
+    """
+    if changed.batch_size != written.batch_size:
+        return _("its batches hold {count} samples, not {meant}", count=changed.batch_size, meant=written.batch_size)
+    if changed.batches_per_step != written.batches_per_step:
+        return _(
+            "it takes an optimizer step every {count} batches, not every {meant}",
+            count=changed.batches_per_step,
+            meant=written.batches_per_step,
+        )
+    if changed.batches != written.batches:
+        return _("an epoch has {count} batches, not {meant}", count=changed.batches, meant=written.batches)
+    if changed.rates != written.rates:
+        return _("learning rates differ")
+    for (kind, count), (_kind_too, other) in zip(written.counts, changed.counts, strict=True):
+        if count != other:
+            return _(_MORE_OFTEN[kind], factor=f"{other / max(1, count):g}")
+    return _("its losses are made by other operators") if losses and changed.losses != written.losses else ""
+
+
+def launch_seconds(made: Plan, first: FirstBatch) -> float:
+    """The modelled seconds of an optimizer step; the links of the machine are those that its card usually has.
+
+    Args:
+        made: a plan for the launch.
+        first: the script that is launched so.
+    """
+    timeline, shape, card = made.timeline_before, first.shape, made.budget.gpu
+    computing = seconds_as_written(made)
+    if timeline is None or shape.ranks == 1:
+        return computing
+    kind: Kind = "ddp" if first.fsdp_plugin is None else "fsdp2" if first.fsdp_plugin.fsdp_version == 2 else "fsdp1"
+    node = shape.ranks if shape.ranks % shape.local_ranks else shape.local_ranks
+    layout = first.engine or Parallel(gpus=shape.ranks, node=node, kind=kind)
+    links = topology(None, gpus=shape.ranks, node=node, gpu=card)
+    card = card_of(card, timeline.compute_capability)
+    size, rounds = made.batch_size_before, made.accumulate_before
+    waiting = communication(replace(timeline, parallel=layout), size, card, links, micro_batches=rounds)
+    return computing + waiting.exposed
