@@ -46,11 +46,9 @@ from benchmarks.harness import records
 from benchmarks.harness.checked import content, parsed, without_head, write_json
 from benchmarks.harness.command import arguments_of
 from benchmarks.harness.records import Row
-from benchmarks.harness.statistics import quantile, shortfall, shortfalls
+from benchmarks.harness.statistics import quantile, shortfall
 from vram_guard.budget.margins import ALL_NETWORKS, ALL_ROWS, NETWORKS
 from vram_guard.errors import InvalidInputError
-
-QUANTILE = 0.99
 
 #: What the default margin is, and how sure a group's rows must be about it.
 DEFAULT_QUANTILE = 0.9
@@ -152,18 +150,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not rows:
         print("the files hold no rows with both a prediction and a measurement", file=sys.stderr)
         return 2
-    head = ("tier", "rows", "too low", "median", f"p{100 * QUANTILE:g}", "largest", "confidence")
-    print(f"{head[0]:20}{head[1]:>6}{head[2]:>9}{head[3]:>9}{head[4]:>9}{head[5]:>9}{head[6]:>12}")
-    for row in shortfalls(rows, QUANTILE):
-        print(
-            f"{row.tier:20}{row.rows:>6}{row.too_low:>9}{row.median:>9.2%}{row.margin:>9.2%}{row.largest:>9.2%}"
-            f"{row.confidence:>12.0%}"
-        )
-    for tier in PROMISING:
-        for network in NETWORKS:
-            own = distinct([row for row in rows if (row.tier, row.network) == (tier, network)])
+    for tier in dict.fromkeys(row.tier for row in rows):
+        for network in (None, *NETWORKS):
+            own = distinct([row for row in rows if row.tier == tier and network in (None, row.network)])
             if own:
                 values = [shortfall(row) for row in own]
-                shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95))
-                print(f"{tier}, {network}: {len(own)} rows, {shares}, largest {max(values):.2%}")
+                shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95, 0.99))
+                low, sure = sum(each > 0 for each in values), 1 - 0.99 ** len(values)
+                told = f"{tier}, {network or 'all networks'}: {len(own)} rows, {low} too low, {shares}"
+                print(f"{told}, largest {max(values):.2%}; confidence of the last {sure:.0%}")
     return 0

@@ -8,18 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.gpu.guarded import FOLDER as GUARDED
-from benchmarks.gpu.table import allocated_error
+from benchmarks.gpu.table import GROUPS, allocated_error, card_of, sums
 from benchmarks.harness.pages import DOCS, MIB, Say, fill
 from benchmarks.harness.records import Results, Row
-from benchmarks.harness.statistics import Errors
-
-#: Groups of cases, and what the summary calls them.
-GROUPS = {
-    "steps": "steps as written",
-    "techniques": "techniques",
-    "compiled": "compiled",
-    "ranks": "one rank of several",
-}
 
 T = TypeVar("T")
 
@@ -32,7 +23,7 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
     same = sum(one["same_segments"] for one in histories)
 
     def runs(say: Say) -> str:
-        gpus = say(" and an ").join(dict.fromkeys(_gpu_of(row) for row in results.rows))
+        gpus = say(" and an ").join(dict.fromkeys(card_of(row) for row in results.rows))
         return say(
             "{count} trainings of three and more optimizer steps ran on an {gpu} (torch {torch}, driver {driver}, "
             "Python {python}), each in a process of its own (`make gpu-measure`).",
@@ -52,7 +43,7 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
         {
             "runs": runs,
             "histories": replayed,
-            "summary": lambda say: _summary(rows, say),
+            "summary": lambda say: ((say(title), *cells) for title, *cells in sums(rows)),
             "guarded": lambda say: _guarded(guarded, say),
             **{group: _of_group(rows, group) for group in GROUPS},
         },
@@ -70,29 +61,12 @@ def _one_below_the_other(items: list[T], key: Callable[[T], Hashable]) -> list[T
     return sorted(items, key=lambda one: order[key(one)])
 
 
-def _gpu_of(row: Row) -> str:
-    return row.source.partition(",")[0]
-
-
-def _summary(rows: list[Row], say: Say) -> Iterator[tuple[str, ...]]:
-    cards = {gpu: [row for row in rows if _gpu_of(row) == gpu] for gpu in dict.fromkeys(map(_gpu_of, rows))}
-    chosen = {"all": rows, **(cards if len(cards) > 1 else {})}
-    chosen |= {title: [row for row in rows if row.details["group"] == group] for group, title in GROUPS.items()}
-    kinds = sorted({row.network for row in rows if row.network})
-    chosen |= {kind: [row for row in rows if row.network == kind] for kind in kinds}
-    for title, found in chosen.items():
-        sizes = Errors.of([allocated_error(row) for row in found]), Errors.of([row.error for row in found])
-        told = [f"{one.median:.2%}, {one.p90:.1%}" for one in sizes if one is not None]
-        if told:
-            yield say(title), str(len(found)), *told, f"{min(row.error for row in found):+.1%}"
-
-
 def _told(row: Row) -> tuple[str, ...]:
     details = row.details
     return (
         f"`{row.name}`",
         str(details["batch_size"]),
-        _card(_gpu_of(row)),
+        _card(card_of(row)),
         f"{details['allocated'] / MIB:,.0f}",
         f"{allocated_error(row):+.2%}",
         f"{(row.measured or 0) / MIB:,.0f}",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.harness.pages import MIB
 from benchmarks.harness.records import Results, Row
-from benchmarks.harness.statistics import Errors, shortfalls
-
-MIB = 2**20
+from benchmarks.harness.statistics import Errors
 
 #: Rows that are listed as the worst.
 MOST_LISTED = 8
 
-#: The margin that is printed holds for this share of the rows.
-SURE = 0.99
+#: Groups of cases, and what the summary calls them.
+GROUPS = {
+    "steps": "steps as written",
+    "techniques": "techniques",
+    "compiled": "compiled",
+    "ranks": "one rank of several",
+}
 
 HEAD = (
     f"{'case':58} {'batch':>6} {'alloc MiB':>9} {'predicted':>9} {'error':>8} {'reserved':>9} {'predicted':>9} "
@@ -45,18 +49,15 @@ def summary(compared: Results) -> Iterator[str]:
     """The lines below the table."""
     rows = [row for row in compared.rows if row.predicted is not None]
     whole = [row for row in rows if row.has_peak]
-    yield from _errors(whole)
+    if whole:
+        yield f"\n{'median and 90th percentile of errors':50}{'rows':>5}{'allocated':>16}{'reserved':>16}{'lowest':>9}"
+        yield from (f"{title:50}{count:>5}{a:>16}{r:>16}{low:>9}" for title, count, a, r, low in sums(whole))
     if rows:
         wrong = [row for row in rows if not row.right_verdict]
         yield f"\nverdicts: {len(rows) - len(wrong)} of {len(rows)} right"
         yield from (f"  wrong: {told(row)}" for row in wrong)
-    if whole:
-        yield "\nworst reserved:"
         worst = sorted(whole, key=lambda row: -abs(row.error))[:MOST_LISTED]
-        yield from (f"  {row.error:+8.2%}  {row.name}" for row in worst)
-        yield "\nmargin that 99 rows in 100 need:"
-        for found in shortfalls(whole, SURE):
-            yield f"  {found.tier}: {found.margin:.2%} ({found.rows} rows, {found.too_low} of them too low)"
+        yield from ("\nworst reserved:", *(f"  {row.error:+8.2%}  {row.name}" for row in worst))
     histories = [row.details["history"] for row in compared.rows if "history" in row.details]
     if histories:
         exact = sum(facts["same_segments"] for facts in histories)
@@ -65,21 +66,21 @@ def summary(compared: Results) -> Iterator[str]:
     yield from (f"\nFAILED: {name}\n{why}" for name, why in compared.failed.items())
 
 
-def _errors(rows: list[Row]) -> Iterator[str]:
-    """Errors of all rows, and by tier, precision and network where there are several."""
-    if not rows:
-        return
-    head = f"{'median':>9}{'p90':>9}{'bias':>9}"
-    yield f"\n{'':24}{'':>5}{'allocated':>27}{'reserved':>29}\n{'':24}{'rows':>5}{head}  {head}"
-    yield _summed("all", rows)
-    for kind in ("tier", "precision", "network"):
-        kinds = [row.tier if kind == "tier" else row.details[kind] for row in rows]
-        names = list(dict.fromkeys(kinds))
-        for name in names if len(names) > 1 else ():
-            group = [row for row, of_row in zip(rows, kinds, strict=True) if of_row == name]
-            yield _summed(f"{kind} {name}", group)
+def sums(rows: list[Row]) -> Iterator[tuple[str, ...]]:
+    """Of all rows, of each card, group of cases and kind of network: number, errors' median and p90, lowest error."""
+    chosen = {"all": rows}
+    cards = dict.fromkeys(map(card_of, rows))
+    chosen |= {card: [row for row in rows if card_of(row) == card] for card in cards if len(cards) > 1}
+    chosen |= {title: [row for row in rows if row.details["group"] == group] for group, title in GROUPS.items()}
+    kinds = sorted({row.network for row in rows if row.network})
+    chosen |= {kind: [row for row in rows if row.network == kind] for kind in kinds}
+    for title, found in chosen.items():
+        errors = Errors.of([allocated_error(row) for row in found]), Errors.of([row.error for row in found])
+        told_errors = [f"{one.median:.2%}, {one.p90:.1%}" for one in errors if one is not None]
+        if found:
+            yield title, str(len(found)), *told_errors, f"{min(row.error for row in found):+.1%}"
 
 
-def _summed(title: str, rows: list[Row]) -> str:
-    allocated, reserved = Errors.of([allocated_error(row) for row in rows]), Errors.of([row.error for row in rows])
-    return f"{title[:24]:24}{len(rows):>5}{allocated}  {reserved}"
+def card_of(row: Row) -> str:
+    """The GPU that it was measured on."""
+    return row.source.partition(",")[0]

@@ -78,45 +78,9 @@ def _line(tool: str, errors: list[float], right: list[bool], seconds: float | No
     return Line(tool, len(errors), Errors.of(errors), len(right) - sum(right), len(right), seconds)
 
 
-class Shortfall(NamedTuple):
-    """The shortfall of one tier's predictions below the measurements."""
-
-    tier: str
-    rows: int
-    too_low: int
-    """Rows whose prediction was below the measurement."""
-    median: float
-    margin: float
-    """The wanted percentile of the shortfall: a fraction."""
-    largest: float
-    confidence: float
-    """Probability that as many rows, drawn alike, would show one beyond the true percentile."""
-
-
 def shortfall(row: Row) -> float:
     """The least margin under which this row's verdict could not have been a wrong "fits"."""
     return max(0.0, -row.error)
-
-
-def shortfalls(rows: Sequence[Row], share: float) -> list[Shortfall]:
-    """One for each tier, and one for all of them where there are several."""
-    tiers = list(dict.fromkeys(row.tier for row in rows))
-    groups = [(tier, [shortfall(row) for row in rows if row.tier == tier]) for tier in tiers]
-    if len(groups) > 1:
-        groups.append(("all", [shortfall(row) for row in rows]))
-    return [_shortfall(tier, values, share) for tier, values in groups]
-
-
-def _shortfall(tier: str, values: list[float], share: float) -> Shortfall:
-    return Shortfall(
-        tier=tier,
-        rows=len(values),
-        too_low=sum(each > 0 for each in values),
-        median=quantile(values, 0.5),
-        margin=quantile(values, share),
-        largest=max(values),
-        confidence=1 - share ** len(values),
-    )
 
 
 def print_table(results: Results) -> None:
