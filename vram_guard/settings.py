@@ -43,7 +43,6 @@ KINDS: Final[Mapping[str, str]] = {
     "gpu_memory": "amount",
     "grow": "switch",
     "host_budget": "amount",
-    "ignore_releases": "switch",
     "lang": "text",
     "longest": "share",
     "longest_seconds": "number",

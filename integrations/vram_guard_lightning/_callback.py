@@ -99,7 +99,6 @@ class VramGuard(CallbackBase):
         blocks: str | Iterable[str] | None = None,
         host_budget: str | int | None = None,
         releases: str | None = None,
-        ignore_releases: bool = False,
         cudnn: str | None = None,
         recover: bool = True,
         max_recoveries: int = 8,

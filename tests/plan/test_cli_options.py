@@ -75,7 +75,6 @@ VALUES = {
     "--height": "16",
     "--hidden-dim": "24",
     "--html": "{}.html",
-    "--ignore-releases": "",
     "--input": "3x24x24",
     "--interval": "0.01",
     "--json": "",

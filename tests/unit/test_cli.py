@@ -162,8 +162,7 @@ def build():
 def test_the_collector_of_cycles_rests_while_a_command_predicts(monkeypatch, tmp_path, capsys):
     """It would look at everything that torch and transformers import: a sixth of the time of a ResNet-50."""
     import vram_guard.config_file
-    import vram_guard.optimize.document
-    import vram_guard.releases._lock_files  # these two keep the function that they find when they are first imported
+    import vram_guard.optimize.document  # keeps the function that it finds when it is first imported
 
     seen = []
     load = vram_guard.config_file.load_config

@@ -1,4 +1,4 @@
-"""Commands that predict say for which releases, and where the training's own files ask for others."""
+"""Commands that predict say for which releases, and where a named file asks for others."""
 
 from __future__ import annotations
 
@@ -47,21 +47,17 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_says_for_which_releases(name, folder, capsys):
-    (folder / "requirements.txt").write_text(f"torch=={version('torch')}\nnumpy==0.1\n")
+    (folder / "requirements.txt").write_text("torch==2.1\n")  # which nobody names
     assert cli.main([*COMMANDS[name], *(["--verbose"] if name in ("plan", "estimate") else [])]) == 0
     captured = capsys.readouterr()
     assert captured.out.count(TORCH) == 1
     assert "releases" in captured.out.lower()
     assert "asks for" not in captured.err
-    (folder / "requirements.txt").write_text("torch==2.1\n")
-    assert cli.main([*COMMANDS[name], "--json"]) == 0
+    assert cli.main([*COMMANDS[name], "--json", "--releases", "requirements.txt"]) == 0
     captured = capsys.readouterr()
     assert f'"torch": "{version("torch")}"' in captured.out
     json.loads(captured.out)
-    assert f"{TORCH} is installed, requirements.txt asks for 2.1. Predict in" in captured.err
-    assert "the trace follows the installed torch" in captured.err
-    assert cli.main([*COMMANDS[name], "--ignore-releases"]) == 0
-    assert "asks for" not in capsys.readouterr().err
+    assert f"{TORCH} is installed, requirements.txt asks for 2.1" in captured.err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -70,7 +66,6 @@ def test_a_named_file_is_read_before_any_work(name, folder, capsys):
     assert cli.main([*COMMANDS[name], "--releases", "bad.lock"]) == 2
     captured = capsys.readouterr()
     assert "bad.lock is not valid TOML" in captured.err
-    assert "--releases" in captured.err
     assert TORCH not in captured.out
 
 
@@ -79,7 +74,7 @@ def test_the_page_says_it_too(folder, capsys):
     assert TORCH in Path("page.html").read_text("utf-8")
 
 
-def test_settings_name_the_file_or_turn_it_off(folder, monkeypatch, capsys):
+def test_settings_name_the_file_and_an_option_another(folder, capsys):
     (folder / "train.txt").write_text("torch==2.2\n")
     (folder / "requirements.txt").write_text("torch==2.1\n")
     (folder / "vram_guard.toml").write_text('releases = "train.txt"\n')
@@ -87,14 +82,3 @@ def test_settings_name_the_file_or_turn_it_off(folder, monkeypatch, capsys):
     assert "train.txt asks for 2.2" in capsys.readouterr().err
     assert cli.main([*COMMANDS["plan"], "--releases", "requirements.txt"]) == 0
     assert "requirements.txt asks for 2.1" in capsys.readouterr().err
-    monkeypatch.setenv("VRAM_GUARD_IGNORE_RELEASES", "yes")
-    assert cli.main(COMMANDS["plan"]) == 0
-    assert "asks for" not in capsys.readouterr().err
-
-
-def test_the_rule_of_thumb_is_for_any_release(folder, capsys):
-    (folder / "requirements.txt").write_text("torch==2.x\n")
-    numbers = ["--batch", "8", "--height", "8", "--width", "8", "--hidden-dim", "8", "--num-layers", "1"]
-    assert cli.main(["estimate", *numbers, "--gpu", "T4"]) == 0
-    captured = capsys.readouterr()
-    assert "torch" not in captured.out + captured.err

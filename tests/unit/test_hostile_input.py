@@ -153,8 +153,6 @@ OTHERS = (
     "estmate",
     "--lang",
     "--lang xx gpus",
-    "--python",
-    "--python /nowhere doctor",
     "gpus nothing-like-it",
     "gpus --jsn",
     "gpus --gpu 4090 A100",
@@ -376,7 +374,7 @@ def test_options_are_there_wherever_they_make_sense():
         if command != "launch":  # which of the machine's GPUs it is, Accelerate's --gpu_ids says
             wanted |= {"--device"}
         if command != "optimize":
-            wanted |= {"--releases", "--ignore-releases"}
+            wanted |= {"--releases"}
         assert wanted <= found[command].keys(), command
     for command in ("estimate", "plan", "compare", "optimize", "gpus"):
         assert {"--config", "--model", "--step"} <= found[command].keys(), command

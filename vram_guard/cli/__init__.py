@@ -66,8 +66,6 @@ _LAUNCH = "launch"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. argparse itself exits with 0 for help and 2 for bad usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    python, given = _python_of(given)
-    as_given = given
     wanted, given = _language_of(given)
     try:
         found, problem = settings(), None
@@ -87,18 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch needs no numpy, and nor do we: an environment with the package alone has none.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     with speaking(spoken):
-        return _run(given, found, problem) if python is None else _run_elsewhere(python, as_given)
-
-
-def _run_elsewhere(python: str, given: list[str]) -> int:
-    """The command in another environment; where that runs it in this process's place, this does not return."""
-    from vram_guard.cli._python import run_in
-
-    try:
-        return run_in(python, given)
-    except VramGuardError as error:
-        tell(str(error))
-        return exit_code(error)
+        return _run(given, found, problem)
 
 
 def _spoken(wanted: str | None, found: Mapping[str, Setting]) -> str:
@@ -139,18 +126,6 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
     except Exception as error:  # noqa: BLE001 - the user's code runs in a trace, and may raise anything
         return _code_of_failure(error, verbose=bool(getattr(options, "verbose", False)))
     return code
-
-
-def _python_of(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """``--python``, which stands before the command; and the arguments without it."""
-    for index, word in enumerate(arguments):
-        if word == "--python" and index + 1 < len(arguments):
-            return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
-        if word.startswith("--python="):
-            return word.removeprefix("--python="), arguments[:index] + arguments[index + 1 :]
-        if not word.startswith("-") and arguments[max(0, index - 1)] not in ("--lang", "--language"):
-            break
-    return None, arguments
 
 
 def _language_of(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -214,11 +189,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "--language",
         metavar="LANGUAGE",
         help=_("en or zh (default: the language of the environment, LANG=zh_CN)"),
-    )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help=_("run the command in another environment: its interpreter, or its folder; vram_guard need not be there"),
     )
     commands = parser.add_subparsers(
         title=_("commands"), metavar="COMMAND", required=True, dest="command", parser_class=Parser

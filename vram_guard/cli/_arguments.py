@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Settings that are options of some commands.
 _FROM_SETTINGS = frozenset(
     {
-        *("allow", "budget", "cudnn", "gpu", "gpu_memory", "host_budget", "ignore_releases", "lr_rule", "margin"),
+        *("allow", "budget", "cudnn", "gpu", "gpu_memory", "host_budget", "lr_rule", "margin"),
         *("releases", "target_utilization", "threshold", "verbose"),
     }
 )

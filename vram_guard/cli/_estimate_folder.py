@@ -38,7 +38,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
 
     check_read(options, FOLDER)
     if options.quick:
-        check_needed(options, ("cudnn", "releases", "ignore_releases"), needs=_("the symbolic answer (no --quick)"))
+        check_needed(options, ("cudnn", "releases"), needs=_("the symbolic answer (no --quick)"))
     batch = count("batch_size", options.batch) or 1
     folder = read_folder(Path(options.model_path).expanduser())
     sizes = sizes_for(folder, options, InputSizes(**counts(options, "height", "width", "num_frames", "seq_length")))

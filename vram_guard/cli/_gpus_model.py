@@ -137,7 +137,7 @@ def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[s
     from vram_guard.plan.every_gpu import OnGpu
 
     check_read(options, FOLDER)
-    check_needed(options, ("releases", "ignore_releases"), needs=_("the symbolic answer (--model)"))
+    check_needed(options, ("releases",), needs=_("the symbolic answer (--model)"))
     given = counts(options, "height", "width", "num_frames", "seq_length")
     margin = checked_margin(options.margin)
     folder = read_folder(Path(options.model_path).expanduser())

@@ -88,7 +88,6 @@ _OPTIONS: Final[dict[str, _Option]] = {
         "SHAPE", marked("a plain model's input without the batch: 3x224x224; 512:int64 for tokens; several with commas")
     ),
     "json": _Option("", marked("answer as JSON")),
-    "ignore-releases": _Option("", marked("do not compare with the releases that files in this folder ask for")),
     "lora": _Option(
         "A=1,B=2", marked("train LoRA alone, built by peft: r=16,alpha=32,target=q_proj+v_proj"), bare=True
     ),

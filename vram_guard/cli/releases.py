@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.options import add_options
 from vram_guard.cli.printing import tell
@@ -12,24 +12,21 @@ if TYPE_CHECKING:
     from vram_guard.releases.installed import Releases
     from vram_guard.releases.required import RequiredReleases
 
-#: The options that every command has which traces a step.
-RELEASES: Final = ("releases", "ignore-releases")
-
 
 def add_release_options(parser: Any) -> None:
     """Add them to a parser or a group of one."""
-    add_options(parser, *RELEASES, default=None)
+    add_options(parser, "releases", default=None)
 
 
 def required_releases(options: argparse.Namespace) -> RequiredReleases:
-    """The releases that the options, or the files in the current folder, ask for; read before any work.
+    """The releases that the named file asks for; read before any work.
 
     Raises:
-        InvalidInputError: the file that was named cannot be read, or names a release that there cannot be.
+        InvalidInputError: it cannot be read, is of another kind, or names a release that there cannot be.
     """
     from vram_guard.releases.required import RequiredReleases
 
-    return RequiredReleases.find(options.releases, ignore=bool(options.ignore_releases))
+    return RequiredReleases.read(options.releases)
 
 
 def tell_differences(required: RequiredReleases, predicted: Releases | None) -> None:

@@ -138,7 +138,7 @@ def decide_alone(
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
     """
     # On the device that trains, the releases that train are those that predict.
-    required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases or gpu is not None)
+    required = RequiredReleases.read(settings.releases if gpu is None else None)
     captured, learned = longest_batch_of(captured, settings, budget, progress)
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
     graph = LossGraph(step, captured.loaded, captured.effects, read=captured.read_afterwards)

@@ -1,143 +1,173 @@
-"""The releases that the training's own files ask for, compared with those that a prediction is for."""
+"""The releases that a file of the training asks for, compared with those that a prediction is for."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from vram_guard.config_file import load_toml, read_text
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _, marked
-from vram_guard.releases._lock_files import files_in, releases_of
-from vram_guard.releases.installed import Releases
+from vram_guard.language import _
+from vram_guard.releases.installed import PACKAGES, Releases
 
-#: Releases of torch -> what was different in them, and is traced as the installed release has it. Sources, in PyTorch's
-#: repository: torch/optim/adam.py and adamw.py, whose ``denom = _foreach_add(...)`` became ``_foreach_add_``;
-#: tools/autograd/derivatives.yaml, where ``_softmax_backward_data`` took ``self`` and now takes its type;
-#: aten/src/ATen/TensorIndexing.h, where ``length == stop`` became ``length <= stop`` (seen: 2.4.1 and 2.6 make a
-#: SliceBackward of ``x[:, 0]``, 2.13 does not).
-TORCH_RULES: Final[Mapping[str, str]] = {
-    "<2.2": marked("foreach Adam and AdamW make a second list of temporaries as large as the parameters"),
-    "<1.11": marked("softmax keeps its input for the backward pass"),
-    "<2.7": marked("a full slice before another index, as in x[:, 0], has a backward of its own"),
+#: Canonical names of the packages that matter.
+RELEVANT: Final = frozenset(canonicalize_name(name) for name in PACKAGES.values())
+
+#: Locks name every package with its hashes: those of large projects have some MB.
+LARGEST_LOCK: Final = 2**25
+
+#: Files of other tools that could be meant, and are not read.
+_OTHER_FILES: Final = frozenset(
+    {"pyproject.toml", "Pipfile.lock", "pixi.lock", "environment.yml", "environment.yaml", "conda-lock.yml"}
+)
+
+#: The trainings that are predicted run on CUDA, which macOS has not: markers are read as on Linux there.
+_MARKERS: Final[Mapping[str, str]] = {
+    "extra": "",
+    **(
+        {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
+        if sys.platform == "darwin"
+        else {}
+    ),
 }
 
-
-class Asked(NamedTuple):
-    """The releases of a package that a file allows."""
-
-    allowed: tuple[SpecifierSet, ...]
-    """One of them suffices."""
-    file: str
-
-    def allows(self, release: str) -> bool:
-        """True if a release is one of them, whatever it was built for; or if it cannot be compared."""
-        try:
-            version = Version(Version(release).public)
-        except InvalidVersion:
-            return True
-        return any(one.contains(version, prereleases=True) for one in self.allowed)
-
-    @property
-    def exact(self) -> Version | None:
-        """The one release that is allowed; None where there are others."""
-        found = re.fullmatch(r"==([^*,]+)", str(self.allowed[0])) if len(self.allowed) == 1 else None
-        return None if found is None else Version(found[1])
-
-    def __str__(self) -> str:
-        return " | ".join(str(one).removeprefix("==") for one in self.allowed)
+_INCLUDE: Final = re.compile(r"(?:-r|-c|--requirement|--constraint)(?:\s+|=|(?=[^-\s]))(\S.*)")
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
 class RequiredReleases:
     """The releases that a training asks for."""
 
-    asked: Mapping[str, Asked] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-    """Files that were found and cannot be read, each in a sentence."""
+    file: str = ""
+    allowed: Mapping[str, tuple[SpecifierSet, ...]] = field(default_factory=dict)
+    """Package -> the sets of releases that the file allows; one of them suffices."""
 
     @classmethod
-    def find(cls, file: str | None = None, *, ignore: bool = False, folder: str | Path = ".") -> RequiredReleases:
-        """Read the file that the user names, or those that lie in a folder.
+    def read(cls, file: str | None) -> RequiredReleases:
+        """Read the file that the user names.
 
         Args:
-            file: see :func:`vram_guard.releases._lock_files.releases_of`; None: those in the folder.
-            ignore: read nothing, whatever the rest says.
-            folder: the training's.
+            file: requirements as pip reads them, or a lock of uv, Poetry or PDM or of the standard (``pylock.toml``);
+                None: none, and nothing is compared.
 
         Raises:
-            InvalidInputError: the named file cannot be read, or names a release that there cannot be.
+            InvalidInputError: it cannot be read, is of another kind, or names a release that there cannot be.
         """
-        asked: dict[str, Asked] = {}
-        problems = []
-        for path in () if ignore else files_in(Path(folder)) if file is None else (Path(file).expanduser(),):
-            try:
-                found = releases_of(path)
-            except InvalidInputError as error:
-                if file is not None:
-                    raise InvalidInputError(
-                        _("{problem} (correct it, or name another file with --releases)", problem=error)
-                    ) from None
-                problems.append(
-                    _(
-                        "the releases of this prediction are not compared with those of {file}: {problem}. Correct it, "
-                        "name another file (--releases FILE), or ignore it (--ignore-releases)",
-                        file=path,
-                        problem=error,
-                    )
+        if file is None:
+            return cls()
+        path = Path(file).expanduser()
+        if path.name in _OTHER_FILES:
+            raise InvalidInputError(
+                _(
+                    "--releases: {path} is neither requirements nor a lock of uv, Poetry or PDM: write what it asks "
+                    "for to a file as pip reads it (pip freeze > requirements.txt, in the training's environment)",
+                    path=file,
                 )
-                continue
-            for name, allowed in found.items():
-                asked.setdefault(name, Asked(allowed, str(path)))
-        return cls(asked, tuple(problems))
+            )
+        is_lock = path.suffix in (".lock", ".toml")
+        return cls(str(path), _locked(path) if is_lock else dict(_merged(_requirements(path, frozenset()))))
 
     def remarks(self, predicted: Releases) -> list[str]:
-        """Sentences for the reader of a prediction; none where its releases are those that are asked for."""
-        return [*self.problems, *self._differences(predicted), *self._torch(predicted)]
-
-    def _differing(self, predicted: Releases) -> Iterator[tuple[str, str, Asked]]:
-        for name, release in predicted.packages:
-            asked = self.asked.get(canonicalize_name(name))
-            if asked is not None and not asked.allows(release):
-                yield name, release, asked
-
-    def _differences(self, predicted: Releases) -> Iterator[str]:
+        """A sentence for the reader of a prediction; none where its releases are those that are asked for."""
         found = [
             _(
                 "{package} {release} is installed, {file} asks for {wanted}",
                 package=name,
                 release=release,
-                file=asked.file,
-                wanted=asked,
+                file=self.file,
+                wanted=" | ".join(str(one).removeprefix("==") for one in wanted),
             )
-            for name, release, asked in self._differing(predicted)
+            for name, release in predicted.packages
+            if (wanted := self.allowed.get(canonicalize_name(name))) is not None and not _allows(wanted, release)
         ]
-        if found:
-            yield _(
+        if not found:
+            return []
+        return [
+            _(
                 "this prediction is for other releases than the training's: {differences}. Predict in the training's "
-                "environment (vram-guard --python PATH), name another file (--releases FILE), or ignore it "
-                "(--ignore-releases)",
+                "environment",
                 differences="; ".join(found),
             )
-
-    def _torch(self, predicted: Releases) -> Iterator[str]:
-        for name, release, asked in self._differing(predicted):
-            if name != "torch":
-                continue
-            said = _("the trace follows the installed torch {release}, not {wanted}", release=release, wanted=asked)
-            known = [_(what) for older, what in TORCH_RULES.items() if _parts(older, release, asked.exact)]
-            if known:
-                said += _("; known of the older of the two: {known}", known="; ".join(known))
-            yield said
+        ]
 
 
-def _parts(older: str, release: str, wanted: Version | None) -> bool:
-    """True if one of two releases is in the set and the other is not."""
-    releases = SpecifierSet(older, prereleases=True)
-    return wanted is not None and releases.contains(wanted) != releases.contains(release)
+def _allows(wanted: tuple[SpecifierSet, ...], release: str) -> bool:
+    """True if a release is in one of the sets, whatever it was built for; or if it cannot be compared."""
+    try:
+        version = Version(Version(release).public)
+    except InvalidVersion:
+        return True
+    return any(one.contains(version, prereleases=True) for one in wanted)
+
+
+def _locked(path: Path) -> dict[str, tuple[SpecifierSet, ...]]:
+    """The releases of a lock, in which a package may stand once for each platform."""
+    table = load_toml(path, LARGEST_LOCK)
+    entries: Any = table.get("packages", table.get("package"))
+    if not isinstance(entries, list) or not all(isinstance(one, Mapping) for one in entries):
+        raise InvalidInputError(_("{path} holds no list of packages", path=path))
+    found: dict[str, tuple[SpecifierSet, ...]] = {}
+    for entry in entries:
+        name = canonicalize_name(str(entry.get("name")))
+        if name not in RELEVANT or "version" not in entry:  # a package of the project's own has no release
+            continue
+        try:
+            release = SpecifierSet(f"=={Version(str(entry['version'])).public}")
+        except InvalidVersion:
+            raise InvalidInputError(
+                _("{path}: {package} has no release {version}", path=path, package=name, version=repr(entry["version"]))
+            ) from None
+        found[name] = tuple(dict.fromkeys((*found.get(name, ()), release)))
+    return found
+
+
+def _merged(asked: Iterator[tuple[str, SpecifierSet]]) -> dict[str, tuple[SpecifierSet, ...]]:
+    """All requirements of a package have to be met."""
+    found: dict[str, SpecifierSet] = {}
+    for name, allowed in asked:
+        # How it was built, the local part of a version (2.4.1+cu121), is no part of the release.
+        public = SpecifierSet(re.sub(r"\+[\w.]+", "", str(allowed)))
+        found[name] = found.get(name, SpecifierSet()) & public
+    return {name: (allowed,) for name, allowed in found.items()}
+
+
+def _requirements(path: Path, seen: frozenset[Path]) -> Iterator[tuple[str, SpecifierSet]]:
+    """The requirements of a file in pip's format, with the files that it includes by ``-r`` and ``-c``."""
+    seen |= {path.resolve()}
+    lines = re.sub(r"\\\r?\n", " ", read_text(path, LARGEST_LOCK)).splitlines()
+    for text in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines):
+        include = _INCLUDE.match(text)
+        if include is not None:
+            other = path.parent / include[1].strip("\"'")
+            if "://" not in include[1] and other.resolve() not in seen:
+                yield from _requirements(other, seen)
+        elif (found := _requirement(text, path)) is not None:
+            yield found
+
+
+def _requirement(text: str, path: Path) -> tuple[str, SpecifierSet] | None:
+    """The package of a requirement and the releases that it allows; None where it does not matter, or not here."""
+    named = _NAME.match(text)
+    name = "" if named is None else canonicalize_name(named[0])
+    if name not in RELEVANT:
+        return None
+    try:
+        found = Requirement(re.sub(r"\s--.*", "", text))
+    except InvalidRequirement as error:
+        reason = str(error).partition("\n")[0]  # below it, packaging draws where the error is
+        raise InvalidInputError(
+            _("{where}: {text} is no requirement: {problem}", where=path, text=repr(text)[:60], problem=reason)
+        ) from None
+    if found.url is not None or (found.marker is not None and not found.marker.evaluate(dict(_MARKERS))):
+        return None
+    return name, found.specifier

@@ -68,7 +68,7 @@ def launch(arguments: Sequence[str]) -> int:
     local = max(1, target.ranks // target.machines)
     with misplaced_said(given.arguments):
         budget = budget_for(given.settings, local, target.gpu_ids)
-    required = RequiredReleases.find(given.settings.releases, ignore=given.settings.ignore_releases)
+    required = RequiredReleases.read(given.settings.releases)
     environment = {**target.environment, BEFORE_START: "1"}
     request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)
     _launchers.say_what_is_ignored()

@@ -66,7 +66,7 @@ def _planned(given: LaunchArguments, ranks: int) -> LaunchPlan | DryRunFailure |
         check_forks()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         budget = budget_for(settings, local, "all")
-        required = RequiredReleases.find(settings.releases, ignore=settings.ignore_releases)
+        required = RequiredReleases.read(settings.releases)
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         request = DryRunRequest(given.command, given.module, settings, budget, ranks, added, local)
         prediction = predict(request, fresh=given.options.fresh)
