@@ -347,8 +347,6 @@ def answers() -> dict[str, Any]:
                             "memory_peak_bytes": "int?",
                             "utilization_mean": "float?",
                             "predicted_bytes": "int?",
-                            "epoch_bytes": ["int"],
-                            "growth": "str?",
                         }
                     ],
                 }

@@ -219,11 +219,6 @@ class VramGuard(CallbackBase):
         size = plan.batch_size if guard.changes else plan.batch_size_before
         yield from _growth.schedule_notes(trainer, restored, size, plan.batch_size_before)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look whether memory grows from epoch to epoch."""
-        if self._guard is not None:
-            self._guard.epoch_ends()
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the GPU did, where it was watched."""
         watched, self._utilization = self._utilization, None

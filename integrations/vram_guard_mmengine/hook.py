@@ -159,11 +159,6 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             for name, value in found.metrics().items():
                 runner.message_hub.update_info(f"vram_guard/{name}", value)
 
-    def after_train_epoch(self, runner: Any) -> None:
-        """Look whether memory grows from epoch to epoch."""
-        if self._guard is not None:
-            self._guard.epoch_ends()
-
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the plan, and save learning rates as they were written."""
         guard = self._guard

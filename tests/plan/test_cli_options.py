@@ -62,7 +62,6 @@ VALUES = {
     "--cards": "T4",
     "--compare-gpus": "2",
     "--config": "other.yaml",
-    "--csv": "{}.csv",
     "--cudnn": "nowhere.so",
     "--device": "0",
     "--dry-run": "",

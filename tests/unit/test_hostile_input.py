@@ -184,8 +184,6 @@ OTHERS = (
     "mmengine compare",
     "mmengine init --configs missing",
     "mmengine init --configs ok.yaml",
-    "monitor 1 --csv folder",
-    "monitor 1 --csv - --json",
     "plan ok.yaml --gpu 4090 --html folder",
     "plan ok.yaml --gpu 4090 --plot folder.png",
     "plan ok.yaml --gpu 4090 --plot x.docx",

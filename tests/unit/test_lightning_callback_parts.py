@@ -211,20 +211,16 @@ def test_rank_0s_gpu_is_watched_where_that_is_wanted(
 
 def test_hooks_of_a_callback_that_does_not_guard_do_nothing() -> None:
     callback: Any = VramGuard(budget="1GiB")
-    callback.on_train_epoch_end(None, None)
     callback.on_train_batch_end(None, None, None, None, 0)
     callback.on_validation_start(None, None)
     callback.teardown(None, None, "fit")
     ended: list[str] = []
-    callback._guard = SimpleNamespace(
-        epoch_ends=lambda: ended.append("epoch"), applied=SimpleNamespace(close=lambda: ended.append("closed"))
-    )
+    callback._guard = SimpleNamespace(applied=SimpleNamespace(close=lambda: ended.append("closed")))
     shared = SimpleNamespace(ranks=SimpleNamespace(share_buffers=lambda: ended.append("buffers")))
     callback._recovery = SimpleNamespace(recovery=shared)
-    callback.on_train_epoch_end(None, None)
     callback.on_validation_start(None, None)
     callback.on_exception(None, None, RuntimeError())
-    assert ended == ["epoch", "buffers", "closed"]
+    assert ended == ["buffers", "closed"]
     assert (callback._guard, callback._recovery) == (None, None)
 
 

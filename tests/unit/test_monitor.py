@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import os
@@ -23,18 +21,16 @@ import pynvml
 import pytest
 import torch
 from pretended_nvml import GIB, NOT_SUPPORTED, Card, Library, Torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vram_guard import cli
 from vram_guard.budget import Budget, nvml, torch_cuda
 from vram_guard.budget.sampling import GpuSample, ProcessSample, nvml_sampler
-from vram_guard.cli._monitor import COLUMNS, _shower
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.settings import GuardSettings
 from vram_guard.watch.monitor import BackgroundMonitor, Monitor, any_sampler, checked_interval, device_sampler, watch
-from vram_guard.watch.running import EPOCHS, EpochGrowth, live_tensors, running_here
 from vram_guard.watch.running import running as trainings
+from vram_guard.watch.running import running_here
 
 WATCHDOG = 200  # seconds; only a test in which nothing happens at all takes so long
 
@@ -134,7 +130,6 @@ def test_a_gpu_without_memory_of_its_own_shares_the_hosts(machine):
 
 
 def test_the_device_of_a_training_is_found_by_cudas_number(machine, monkeypatch):
-    import torch
 
     machine(card(uuid="GPU-a"), card(uuid="GPU-b", free=GIB, bus="00000000:02:00.0"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -301,21 +296,6 @@ def test_summary_for_programs_leaves_stdout_to_the_answer(machine, capsys):
     assert "GPU 1" in captured.err
 
 
-def test_rows_for_a_spreadsheet(machine, capsys, tmp_path):
-    machine(card(processes=[trainer_process(), trainer_process(None)]), names={4242: "a, b"})
-    assert cli.main(["monitor", "0.1", "--interval", "0.05", "--quiet", "--csv", str(tmp_path / "gpu.csv")]) == 0
-    assert "utilisation  10%" not in capsys.readouterr().out
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "gpu.csv").read_text("utf-8"))))
-    assert tuple(rows[0]) == COLUMNS
-    assert rows[0]["pid"] == ""
-    assert float(rows[0]["utilization"]) == 0.1
-    assert rows[1]["pid"] == "4242"
-    assert cli.main(["monitor", "0.06", "--interval", "0.05", "--csv", "-"]) == 0
-    captured = capsys.readouterr()
-    assert next(csv.reader(io.StringIO(captured.out))) == list(COLUMNS)
-    assert "Summary" in captured.err
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -323,8 +303,6 @@ def test_rows_for_a_spreadsheet(machine, capsys, tmp_path):
         ["nan"],
         ["1", "--interval", "0"],
         ["1", "--device", "7"],
-        ["1", "--csv", "-", "--json"],
-        ["1", "--csv", "/no/such/folder/gpu.csv"],
     ],
 )
 def test_nonsense_is_refused_before_anything_is_watched(machine, capsys, arguments):
@@ -403,100 +381,40 @@ def told(tmp_path, monkeypatch):
     own.forget()
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_that_replaces_nothing_gets_a_line_for_each_moment(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    screen = Terminal()
-    with _shower(screen) as show:
-        show(0.0, (sample(0.5, 10),))
-        show(1.0, (sample(0.5, 20),))
-    assert [line.split()[0] for line in screen.getvalue().splitlines()] == ["0.0", "1.0"]
-
-
-def test_on_a_terminal_the_moment_stands_in_one_place(told, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Terminal()
-    with _shower(screen) as show:
-        for used in (10, 20):
-            show(0.0, (sample(0.5, used, ProcessSample(os.getpid(), "train\x1b[31m", 7 * GIB, 0.5)),))
-            told.growth = "memory grows"
-            told.write()
-    text = screen.getvalue()
-    assert "\x1b[1A" in text or "\x1b[2K" in text  # the lines before are replaced
-    assert "train\\x1b[31m" in text
-    assert "200% / 3.50 GiB" in text
-    assert "memory grows" in text
-
-
 def test_predicted_stands_beside_measured_in_the_summary(machine, capsys, told):
     machine(card(processes=[SimpleNamespace(pid=os.getpid(), usedGpuMemory=4 * GIB)]))
     assert cli.main(["monitor", "0.05", "--interval", "0.05", "--json"]) == 0
     (process,) = json.loads(capsys.readouterr().out)["gpus"][0]["processes"]
     assert (process["memory_peak_bytes"], process["predicted_bytes"]) == (4 * GIB, 3 * GIB + GIB // 2)
-    assert cli.main(["monitor", "0.05", "--interval", "0.05", "--quiet"]) == 0
-    assert "peak 4.00 GiB, 3.50 GiB predicted" in capsys.readouterr().out
+    assert cli.main(["monitor", "0.05", "--interval", "0.05"]) == 0
+    said = capsys.readouterr().out
+    assert "4.00 GiB measured, 3.50 GiB predicted" in said
+    assert "peak 4.00 GiB, 3.50 GiB predicted" in said
 
 
 def test_a_process_that_is_gone_or_another_of_its_number_is_left_out(told, tmp_path):
     assert set(trainings()) == {os.getpid()}
     path = tmp_path / "running" / f"{os.getpid()}.json"
     facts = json.loads(path.read_text())
-    for changed in ({"started": "1"}, {"predicted": -1}, {"epochs": ["x"]}, {"more": 1}):
+    for changed in ({"started": "1"}, {"predicted": -1}, {"more": 1}):
         path.write_text(json.dumps({**facts, **changed}))
         assert trainings() == {}
     path.write_text("[")
     assert trainings() == {}
 
 
-def test_tensors_without_memory_are_not_counted():
-    with FakeTensorMode():
-        kept = torch.empty(3, 1_234_567)
-    assert not [name for name in live_tensors("cpu") if "1234567" in name], kept
-
-
-def test_memory_that_grows_from_epoch_to_epoch():
-    kept = []
-    growth = EpochGrowth(lambda: live_tensors("cpu"))
-
-    def epoch(size):
-        kept.append(torch.zeros(size, 17, 1024))
-        return growth.epoch_ends(sum(one.nbytes for one in kept))
-
-    said = [epoch(5) for _ in range(EPOCHS + 3)]
-    assert [bool(line) for line in said] == [False] * EPOCHS + [True, False, False]  # once
-    assert "tensor (5, 17, 1024) float32 (+340.00 KiB)" in said[EPOCHS]
-    assert "by 1.66 MiB over the last 5 epochs" in said[EPOCHS]
-
-
 def test_a_guarded_training_tells_who_watches(tmp_path, monkeypatch):
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path))
-    warned, held = [], itertools.count(GIB, 2**20)
-    guard = Guard(SimpleNamespace(why_left_alone=lambda: "", warn=warned.append), GuardSettings())
+    guard = Guard(SimpleNamespace(why_left_alone=lambda: ""), GuardSettings())
     estimate, budget = SimpleNamespace(peak_reserved=3 * GIB), Budget.of("RTX 4090")
     plan = SimpleNamespace(before=estimate, estimate=estimate, budget=budget, fits=True, changed=False)
     guard.decision = SimpleNamespace(plan=plan)
-    guard.first_steps = SimpleNamespace(start=lambda: 0, watcher=SimpleNamespace(allocated=lambda: next(held)))
-    guard.epoch_ends()  # before the training: nothing to tell of
+    guard.first_steps = SimpleNamespace(start=lambda: 0)
     guard.training_starts()
     (told,) = trainings().values()
     assert told.expected == 3 * GIB + budget.context > 3 * GIB
-    for _ in range(EPOCHS + 1):
-        guard.epoch_ends()
-    assert warned == [trainings()[os.getpid()].growth]
-    assert "by 5.00 MiB over the last 5 epochs" in warned[0]
-    assert len(trainings()[os.getpid()].epochs) == EPOCHS + 1
     guard.applied.close()
     assert trainings() == {}
-
-
-@pytest.mark.parametrize("ends", [[1, 2, 3, 4, 5, 5, 6], [9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4, 5, 6, 7]])
-def test_what_does_not_grow_is_not_warned_of(ends):
-    growth = EpochGrowth(lambda: pytest.fail("looked") if ends[0] == 9 else {})
-    assert [growth.epoch_ends(end) for end in ends] == [""] * len(ends)  # a few bytes: below what is said
 
 
 # --- in a Trainer ---
@@ -540,8 +458,6 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
         yield look
 
     monkeypatch.setattr(_utilization, "sampler_of", lambda trainer: source)
-    epochs: list[Guard] = []
-    monkeypatch.setattr(Guard, "epoch_ends", lambda guard: epochs.append(guard))
     guard = VramGuard(budget="64GiB", monitor=0.05)
     trainer = cases.make_trainer(
         namespace, tmp_path, [guard, Slow()], max_epochs=1, logger=Writes(), log_every_n_steps=2
@@ -551,7 +467,6 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
     assert any(line.get("vram_guard/gpu_utilization") == 0.5 for line in logged)
     assert any(line.get("vram_guard/gpu_memory_peak_bytes") == 40 for line in logged)
     assert guard._utilization is None
-    assert len(epochs) == 1
 
     monkeypatch.undo()
     trainer = cases.make_trainer(namespace, tmp_path, [VramGuard(budget="64GiB", monitor=1)], max_epochs=1)

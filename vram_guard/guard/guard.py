@@ -18,7 +18,7 @@ from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
 from vram_guard.watch.memory import reader_for
-from vram_guard.watch.running import EpochGrowth, Running, live_tensors, running_here
+from vram_guard.watch.running import Running, running_here
 
 if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
@@ -38,7 +38,6 @@ class Guard:
         decision: None before :meth:`begin`, and where there is no prediction.
         first_steps: the measurement; None where nothing can be measured.
         running: what `vram-guard monitor` is told; None before the training starts.
-        growth: memory at the ends of epochs.
         no_recovery: why the training is not taken through out-of-memory errors; "" where it is.
         rates_contain: the factor for a larger batch that the learning rates already contain: a checkpoint's, or the
             framework's own; see :meth:`restored`.
@@ -51,7 +50,6 @@ class Guard:
         self.decision: Decision | None = None
         self.first_steps: FirstSteps | None = None
         self.running: Running | None = None
-        self.growth = EpochGrowth(partial(live_tensors, "cuda"))
         self.no_recovery = _("it has not begun")
         self.rates_contain = 1.0
         self._left_alone = training.why_left_alone() if settings.mode == "fit" else ""
@@ -172,16 +170,6 @@ class Guard:
                     missing=format_bytes(missing),
                 )
             )
-
-    def epoch_ends(self) -> None:
-        """An epoch is over: say, once, where memory only ever grows, and what grew."""
-        if self.first_steps is None or self.running is None:
-            return
-        if grown := self.growth.epoch_ends(self.first_steps.watcher.allocated()):
-            self.training.warn(grown)
-            self.running.growth = grown
-        self.running.epochs = self.growth.ends
-        self.running.write()
 
     def out_of_memory(self, _failure: object = None) -> None:
         """Memory ran out on this rank."""
