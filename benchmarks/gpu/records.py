@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.cases import Case
-from benchmarks.harness.checked import built, content, parsed, replace_file, without_head, write_json
+from benchmarks.harness import checked
+from benchmarks.harness.checked import content, replace_file, write_json
 from benchmarks.harness.environment import Machine
 from vram_guard.errors import InvalidInputError
 
@@ -129,7 +130,7 @@ def read_results(path: Path) -> Results:
         InvalidInputError: it is missing, truncated, of another version, or has a field that is missing, unknown or of
             the wrong kind; the message names the file and the field.
     """
-    results = built(Results, without_head(parsed(content(path), path), path, VERSION, FORMAT), f"{path}")
+    results = checked.read(Results, path, VERSION, FORMAT)
     for number, each in enumerate(results.measured):
         if any(len(peak) != 3 for peak in each.peaks):
             raise InvalidInputError(f"{path}: measured[{number}]: peaks: expected three numbers after every iteration")
@@ -153,4 +154,4 @@ def read_histories(path: Path) -> dict[str, Any]:
         raise InvalidInputError(f"{path} unpacks to more than {LARGEST_UNPACKED} bytes: it is not one of ours")
     if not unpacker.eof:
         raise InvalidInputError(f"{path} is truncated: measure again, or copy it again")
-    return built(Histories, without_head(parsed(text, path), path, VERSION, FORMAT), f"{path}").histories
+    return checked.read(Histories, path, VERSION, FORMAT, text).histories

@@ -76,3 +76,14 @@ def built(kind: type[T], data: Any, where: str) -> T:
         return from_plain(kind, data, where)
     except ValueError as error:
         raise InvalidInputError(str(error)) from None
+
+
+def read(kind: type[T], path: Path, version: int, file_format: str, text: bytes | None = None) -> T:
+    """The dataclass that a file holds behind its format and version; ``text``: the file's contents, where unpacked.
+
+    Raises:
+        InvalidInputError: it is missing, truncated, of another format or version, or has a field that is missing,
+            unknown or of the wrong kind; the message names the file and the field.
+    """
+    found = parsed(content(path) if text is None else text, path)
+    return built(kind, without_head(found, path, version, file_format), str(path))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.checked import built, content, parsed, without_head, write_json
+from benchmarks.harness import checked
 from vram_guard.errors import InvalidInputError
 
 #: The name that files have had since only published measurements were kept in them.
@@ -103,7 +103,7 @@ class Results:
 
 def write(results: Results, path: Path) -> None:
     """Write everything as JSON."""
-    write_json(path, {"format": FORMAT, "version": VERSION, **asdict(results)})
+    checked.write_json(path, {"format": FORMAT, "version": VERSION, **asdict(results)})
 
 
 def read(path: Path) -> Results:
@@ -113,8 +113,7 @@ def read(path: Path) -> Results:
         InvalidInputError: truncated, of another version, or with a field that is unknown, missing or of the wrong
             type; the message names the file and the field.
     """
-    data = without_head(parsed(content(path), path), path, VERSION, FORMAT)
-    results = built(Results, data, str(path))
+    results = checked.read(Results, path, VERSION, FORMAT)
     for number, row in enumerate(results.rows):
         for name in ("measured", "predicted"):
             size = getattr(row, name)

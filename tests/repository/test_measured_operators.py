@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.operators.command import FOLDER, difference_of, main, read
+from benchmarks.gpu.operators.command import FOLDER, FORMAT, VERSION, Found, difference_of, main
 from benchmarks.gpu.operators.table import OPERATORS
+from benchmarks.harness.checked import read
 from vram_guard.errors import InvalidInputError
 
 MEASURED = FOLDER / "operators.json"
-FOUND = read(MEASURED)
+FOUND = read(Found, MEASURED, VERSION, FORMAT)
 BY_NAME = {operator.name: operator for operator in OPERATORS}
 
 #: One of each rule that these measurements led to, and of the rules that they confirmed.
@@ -63,4 +64,4 @@ def test_a_file_that_is_none_is_refused(tmp_path, capsys: pytest.CaptureFixture[
     assert main(["--against", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
     with pytest.raises(InvalidInputError):
-        read(path)
+        read(Found, path, VERSION, FORMAT)

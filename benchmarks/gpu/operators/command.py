@@ -23,7 +23,7 @@ from benchmarks.gpu.operators.measured import Requests, large, requests_of, unti
 from benchmarks.gpu.operators.table import OPERATORS, Operator
 from benchmarks.gpu.replays import common_length
 from benchmarks.gpu.worker import machine_of
-from benchmarks.harness.checked import built, content, parsed, without_head, write_json
+from benchmarks.harness.checked import read, write_json
 from benchmarks.harness.command import arguments_of, is_chosen
 from benchmarks.harness.environment import Machine, device_used
 from benchmarks.harness.workers import ask
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [one for one in OPERATORS if is_chosen(one.name, options.only)]
     if options.against is not None:
         try:
-            return _compared(read(options.against), {one.name: one for one in chosen})
+            return _compared(read(Found, options.against, VERSION, FORMAT), {one.name: one for one in chosen})
         except InvalidInputError as error:
             print(error, file=sys.stderr)
             return 2
@@ -90,15 +90,6 @@ def _measured(operators: list[Operator], jobs: int) -> Found:
         parts = answer.result or [{"name": name, "error": answer.error.splitlines()[-1]} for name in names]
         found += [Requests(**part) for part in parts]
     return Found(Machine(**machine), found)
-
-
-def read(path: Path) -> Found:
-    """What a run wrote.
-
-    Raises:
-        InvalidInputError: it is no such file, or a field is wrong.
-    """
-    return built(Found, without_head(parsed(content(path), path), path, VERSION, FORMAT), str(path))
 
 
 def _compared(found: Found, operators: dict[str, Operator]) -> int:
