@@ -3,7 +3,8 @@
 The model, described from the paper (Enze Xie et al., "SegFormer: Simple and Efficient Design for Semantic Segmentation
 with Transformers", 2021) and MMSegmentation's configuration: attention through ``nn.MultiheadAttention`` with its
 weights (so no fused attention), linear layers of the feed-forward part as 1 x 1 convolutions, stochastic depth of up to
-0.1. The runs had torch 1.8, whose softmax and log-softmax kept input and result for the backward pass (``_softmax_backward_data(grad, result, dim, self)`` in its ``derivatives.yaml``; torch 1.11 asks for the type only).
+0.1. The runs had torch 1.8, whose softmax and log-softmax kept their input as well as their result for the backward
+pass (``_softmax_backward_data(grad, result, dim, self)`` in its ``derivatives.yaml``; torch 1.11 asks for the type).
 
 The recipe, from its configurations: float32, AdamW, DistributedDataParallel over 8 (ADE20K) cards, random crops of the
 stated side, 2 or 1 a card; torch 1.8, which zeroes gradients where later releases free them.
