@@ -165,7 +165,7 @@ def test_another_stage_and_states_on_the_host_are_taken_where_they_are_named(by_
     assert after["parameters"] == pytest.approx(before["parameters"] / 2, rel=0.01)
     assert answer["plan"]["slowdown"] > 1
     for words in (
-        "the same samples and learning rates",
+        "the same batches, and the same learning rates",
         "to resume it, set zero_optimization.stage=3, zero_optimization.offload_optimizer.device=cpu",
         "weights are empty outside",
     ):

@@ -172,7 +172,8 @@ class Relaunch:
     def note(self) -> str:
         """A note for a reader of its plan."""
         return _(
-            "{options}: seen in a dry run of its own, with the same samples and learning rates at every optimizer step",
+            "{options}: seen in a dry run of its own, with the same batches, and the same learning rates at the first "
+            "two optimizer steps",
             options=self.change.words,
         )
 
