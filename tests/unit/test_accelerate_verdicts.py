@@ -27,8 +27,8 @@ from vram_guard_accelerate.cli import _launchers, agreed_plan  # noqa: E402
 from vram_guard_accelerate.dry_run import _cpu_time, own_ranks  # noqa: E402
 from vram_guard_accelerate.dry_run._proving import ProofTask  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
-from vram_guard_accelerate.dry_run.proofs import Proof  # noqa: E402
 from vram_guard_accelerate.dry_run.proofs import Proofs as ProofsOfScript  # noqa: E402
+from vram_guard_accelerate.dry_run.proofs import ScriptProof as Proof  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
 from vram_guard_accelerate.planning._proven import Judge  # noqa: E402
 from vram_guard_accelerate.relaunch import relaunch as relaunches  # noqa: E402

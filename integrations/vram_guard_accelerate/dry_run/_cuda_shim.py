@@ -93,7 +93,7 @@ class CudaShim(TorchFunctionMode):
         recorded = while_active(self, lambda *_: None, torch.Tensor.record_stream)  # what lies on the CPU has no stream
         self._stack.enter_context(replaced(torch.Tensor, {"record_stream": recorded}))
         self._stack.enter_context(self.loads.followed())
-        torch.Generator = _Generator  # type: ignore[misc] # permanently: scripts seed on their device
+        torch.Generator = _CpuGenerator  # type: ignore[misc] # permanently: scripts seed on their device
         self._stack.enter_context(imports_run_for_real(self, excepted=is_users_file))
         self.active = True
         self._stack.enter_context(self)
@@ -206,7 +206,7 @@ class _AsReal(type):
         return isinstance(thing, _RealGenerator)
 
 
-class _Generator(metaclass=_AsReal):
+class _CpuGenerator(metaclass=_AsReal):
     """``torch.Generator``, which lies on the CPU whatever the device: its numbers are not used."""
 
     def __new__(cls, device: Any = "cpu") -> Any:

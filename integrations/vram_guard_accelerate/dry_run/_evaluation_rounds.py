@@ -24,7 +24,7 @@ class EvaluationRounds:
 
     Args:
         recorder: of the copy.
-        stands: whether the second round over a loader stands for all others, see ``Phase.stands_for_others``.
+        stands: whether the second round over a loader stands for all others, see ``DryRunPhase.stands_for_others``.
     """
 
     def __init__(self, recorder: Recorder, stands: Callable[[Any], bool]) -> None:

@@ -22,7 +22,7 @@ from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
-from vram_guard_accelerate.dry_run.phases import DryRun, Phase
+from vram_guard_accelerate.dry_run.phases import DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
 
 # ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
@@ -193,7 +193,7 @@ class FollowedLoop:
         )
 
 
-class LoopPhase(Phase):
+class LoopPhase(DryRunPhase):
     """A phase with a loop that is followed."""
 
     def __init__(self, run: DryRun, loop: FollowedLoop) -> None:

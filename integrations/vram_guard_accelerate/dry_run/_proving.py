@@ -37,7 +37,7 @@ from vram_guard_accelerate.dry_run._rows_of_calls import evaluate_once, first_ro
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
-from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 
 _LESS_PRECISE = (torch.float32, torch.float16, torch.bfloat16)
@@ -75,7 +75,7 @@ class ProofStep:
     """True if the models have drawn random numbers."""
 
 
-class ProvingPhase(Phase):
+class ProvingPhase(DryRunPhase):
     """The script from ``prepare`` on, for real.
 
     Args:

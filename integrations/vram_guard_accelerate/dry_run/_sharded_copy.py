@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 
 
-class Sharding:
+class RunSharding:
     """The server from which sharded copies begin; in a process that is sharded, what is different there.
 
     Args:

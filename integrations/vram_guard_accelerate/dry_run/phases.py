@@ -21,7 +21,7 @@ from vram_guard.longest.wish import Wish
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._sharded_copy import Sharding
+from vram_guard_accelerate.dry_run._sharded_copy import RunSharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -77,11 +77,11 @@ class DryRun:
         self.decide = decide
         self.script = ScriptObservations()
         self.observer = LoopObserver()
-        self.sharding = Sharding(may_shard=may_shard, change=sharding)
+        self.sharding = RunSharding(may_shard=may_shard, change=sharding)
         self.may_prove = may_prove
         self.wish = wish
         self.proof_server: ForkServer | None = None
-        self.phase = Phase(self)
+        self.phase = DryRunPhase(self)
         self.loads = False
         """A loader makes a batch: loaders that it asks give it their own."""
         self.watched_loaders: set[type] = set()
@@ -127,7 +127,7 @@ class BatchIterator:
         return self.next_real()
 
 
-class Phase:
+class DryRunPhase:
     """Behaviour at the places of a script that the patches watch; here: the script runs as it would without them."""
 
     def __init__(self, run: DryRun) -> None:

@@ -24,7 +24,7 @@ from vram_guard_accelerate.dry_run._following import FollowingPhase
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._proving import ProvingPhase
 from vram_guard_accelerate.dry_run.forks import ForkEntered
-from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, Phase
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
 
 #: What makes a script one that can be followed.
@@ -48,7 +48,7 @@ _FRAMEWORKS = dict.fromkeys(
 LARGEST_PROVEN = 4 * 2**30
 
 
-class PreparingPhase(Phase):
+class PreparingPhase(DryRunPhase):
     """The script builds its models, data and optimizers."""
 
     def __init__(self, run: DryRun) -> None:
@@ -130,7 +130,7 @@ class PreparingPhase(Phase):
         self.run.phase = self._next(accelerator, args)
         return self.run.phase.prepare(original, accelerator, args, kwargs)
 
-    def _next(self, accelerator: Any, prepared: tuple[Any, ...]) -> Phase:
+    def _next(self, accelerator: Any, prepared: tuple[Any, ...]) -> DryRunPhase:
         """What comes after this phase, in the original and in copies."""
         tensors = alive(torch.Tensor)
         moved, shared = self._shim.moved(tensors), self._shim.shared()

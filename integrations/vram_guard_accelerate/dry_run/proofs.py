@@ -31,7 +31,7 @@ NAMED = 3
 
 
 @dataclass(frozen=True)
-class Proof:
+class ScriptProof:
     """The outcome of one comparison."""
 
     samples: int = 0
@@ -87,19 +87,19 @@ class Proofs:
         else:
             self._task = ProofTask(possible[0], first.request, _backwards(trace), True, called_with=first.called_with)
 
-    def of(self, plan: LaunchPlan) -> Proof:
+    def of(self, plan: LaunchPlan) -> ScriptProof:
         """Compare a plan's step with the script's own."""
         if self._task is None:
-            return Proof(why_not=self._why_not)
+            return ScriptProof(why_not=self._why_not)
         deadline = time.monotonic() + self._seconds
         try:
             found = self._differences(self._task, plan, deadline)
         except UnsupportedStepError as error:  # it took too long, or died, or does not run on the CPU as written
             late = time.monotonic() >= deadline
             why = _("it took more than {seconds} s", seconds=self._seconds) if late else str(error)
-            return Proof(why_not=why)
+            return ScriptProof(why_not=why)
         more = [_("and {count} more", count=len(found) - NAMED)] if len(found) > NAMED else []
-        return Proof(self._task.samples, "; ".join([*found[:NAMED], *more]), random=self._random)
+        return ScriptProof(self._task.samples, "; ".join([*found[:NAMED], *more]), random=self._random)
 
     def _differences(self, task: ProofTask, plan: LaunchPlan, deadline: float) -> list[str]:
         """The differences between the step as written and under a plan, worst first."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vram_guard.proof.small_steps import SmallSteps
     from vram_guard_accelerate._launch_plan import LaunchPlan
     from vram_guard_accelerate._settings import Settings
-    from vram_guard_accelerate.dry_run.proofs import Proof, Proofs
+    from vram_guard_accelerate.dry_run.proofs import Proofs, ScriptProof
 
 
 #: Fields of a recipe that are proven by running, and the techniques that they belong to.
@@ -28,7 +28,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PlanVerdict:
     """What is known about a plan."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Judge:
         self._small_steps = small_steps
         self._only_by_running = only_by_running
 
-    def of(self, plan: LaunchPlan, *, batch_norm: bool = False) -> Verdict:
+    def of(self, plan: LaunchPlan, *, batch_norm: bool = False) -> PlanVerdict:
         """Whether this plan may be used. Techniques that leave every number as it is are not looked at.
 
         Args:
@@ -75,43 +75,43 @@ class Judge:
         """
         steps = self._small_steps(plan.recipe)
         if steps is not None and steps.refutation:
-            return Verdict({FORMS[plan.recipe.optimizer]: steps.refutation})
+            return PlanVerdict({FORMS[plan.recipe.optimizer]: steps.refutation})
         verdict = self._of_model(plan, batch_norm=batch_norm)
         compared = (compared_while_training(),) if plan.recipe.checkpoint else ()
         return replace(verdict, notes=(*verdict.notes, *compared, *(() if steps is None else (steps.words(),))))
 
-    def _of_model(self, plan: LaunchPlan, *, batch_norm: bool) -> Verdict:
+    def _of_model(self, plan: LaunchPlan, *, batch_norm: bool) -> PlanVerdict:
         said = plan.slices and self._settings.loss_weight is not None and not self._only_by_running
         notes = (_("slices of a batch: as you said (--loss-weight {kind})", kind=plan.loss_weight),) if said else ()
         ways = list(_parts(plan, with_slices=not said))
         if not ways:
-            return Verdict(notes=notes)
+            return PlanVerdict(notes=notes)
         whole = _whole(plan, with_slices=not said)
         if whole.slices:
             why = self._why_not_by_graph()
             if why:
-                return Verdict({"accumulate": unless_said(why, LOSS_WEIGHT)})
+                return PlanVerdict({"accumulate": unless_said(why, LOSS_WEIGHT)})
             notes = (*notes, _("slices of a batch: proven by the loss graph"))
         proof = self._proofs.of(whole)
         if proof.why_not:
             if plan.recipe.chunked_head:  # nothing but a run shows what else the script does with its logits
-                return Verdict({"chunked_loss": proof.why_not})
+                return PlanVerdict({"chunked_loss": proof.why_not})
             return self._not_run(proof, slices=whole.slices, notes=notes)
         if not proof.difference:
             drawn = (other_draws(),) if proof.random and whole.slices else ()
-            return Verdict(notes=(*notes, _was_run(proof, statistics=batch_norm), *drawn))
+            return PlanVerdict(notes=(*notes, _was_run(proof, statistics=batch_norm), *drawn))
         found = {name: why for name, part in ways if (why := self._proofs.of(part).refutation)}
         found = found or {ways[-1][0]: proof.refutation}
         if "accumulate" in found and not self._only_by_running:
             found["accumulate"] = unless_said(found["accumulate"], LOSS_WEIGHT)
-        return Verdict(found)
+        return PlanVerdict(found)
 
-    def _not_run(self, proof: Proof, *, slices: bool, notes: tuple[str, ...]) -> Verdict:
+    def _not_run(self, proof: ScriptProof, *, slices: bool, notes: tuple[str, ...]) -> PlanVerdict:
         if not slices:
-            return Verdict(notes=notes)
+            return PlanVerdict(notes=notes)
         if self._only_by_running:
-            return Verdict({"accumulate": only_running_shows(proof.why_not)})
-        return Verdict(
+            return PlanVerdict({"accumulate": only_running_shows(proof.why_not)})
+        return PlanVerdict(
             notes=(*notes, _("a few samples were not run ({why})", why=proof.why_not), *self._remarks_by_graph())
         )
 
@@ -146,7 +146,7 @@ def only_running_shows(why_not: str) -> str:
     )
 
 
-def _was_run(proof: Proof, *, statistics: bool) -> str:
+def _was_run(proof: ScriptProof, *, statistics: bool) -> str:
     """The words for a run that refuted nothing; ``statistics``: but for those of batch normalisation in slices."""
     said = _(
         "the plan: {count} samples were run as written and under it, with equal losses, gradients, weights, buffers "

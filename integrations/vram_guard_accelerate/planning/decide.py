@@ -35,7 +35,7 @@ from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.proofs import Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._by_graph import GraphProof
-from vram_guard_accelerate.planning._proven import Judge, Verdict
+from vram_guard_accelerate.planning._proven import Judge, PlanVerdict
 from vram_guard_accelerate.planning._sharding_notes import (
     SHARDINGS,
     divided_notes,
@@ -159,7 +159,7 @@ def _decided(
             layouts = tuple(one and one.to_json() for one in traces.layouts)
             launch_plan = replace(launch_plan, loss_weight=weight, layouts=layouts)
         if launch_plan.slices and unclear:
-            verdict = Verdict({"accumulate": unclear})
+            verdict = PlanVerdict({"accumulate": unclear})
         else:
             verdict = judge.of(launch_plan, batch_norm=made.cuts_batch_norm)
         if not verdict.refused:

@@ -25,8 +25,7 @@ from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import Settings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
-from vram_guard_accelerate.dry_run.early_connections import EarlyConnections
-from vram_guard_accelerate.dry_run.early_programs import EarlyPrograms
+from vram_guard_accelerate.dry_run.early_effects import EarlyConnections, EarlyPrograms
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase

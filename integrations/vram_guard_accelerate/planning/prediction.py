@@ -205,15 +205,15 @@ def _run(request: DryRunRequest, log: Path) -> DryRunAnswer | DryRunFailure:
 
 def _run_once(request: DryRunRequest, log: Path) -> tuple[DryRunAnswer | DryRunFailure | None, int]:
     """Start the process of a dry run; its answer, and its exit code."""
-    with _Watched() as watched, log.open("ab") as out:
-        (watched.folder / REQUEST).write_text(to_json(request), encoding="utf-8")
-        command = [sys.executable, "-m", "vram_guard_accelerate.planning.worker", str(watched.folder)]
+    with _DryRunProcess() as process, log.open("ab") as out:
+        (process.folder / REQUEST).write_text(to_json(request), encoding="utf-8")
+        command = [sys.executable, "-m", "vram_guard_accelerate.planning.worker", str(process.folder)]
         with _signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
-            code = watched.run(command, _environment(request.environment), out)
-        return read_answer(watched.folder), code
+            code = process.run(command, _environment(request.environment), out)
+        return read_answer(process.folder), code
 
 
-class _Watched:
+class _DryRunProcess:
     """A folder and a process that works in it; both are gone after the block, and where this process is killed in it.
 
     What is left then is removed by a process that does nothing but wait for that.
