@@ -272,7 +272,6 @@ def answers() -> dict[str, Any]:
         "variants": {
             "kind": "=variants",
             "chosen": "str?",
-            "prefer": "=parameters|last|first",
             "batch_size": "int",
             "usable": "int",
             "budget": "str",
@@ -303,7 +302,7 @@ def answers() -> dict[str, Any]:
         },
         "gpus --model": {
             "kind": "=gpus",
-            "method": "=rule of thumb|symbolic|closed form",
+            "method": "=rule of thumb|symbolic",
             "releases?": {"*": "str?"},
             "tables": [
                 {

@@ -95,7 +95,6 @@ VALUES = {
     "--plot-batch": "{}.svg",
     "--plot-budgets": "{}.svg",
     "--precision": "bf16-mixed",
-    "--prefer": "first",
     "--processes": "2",
     "--qlora": "r=2",
     "--quick": "",
@@ -136,7 +135,6 @@ ASKED = {
     "gpus": {
         "cards": "T4",
         "rule": "T4 --height 64 --width 64 --hidden-dim 16 --num-layers 4",
-        "folder": "T4 --model-path folder",
         "step": "4090 --model steps.py:build",
         "plain": "4090 --model steps.py:net --input 3x16x16",
     },
@@ -150,7 +148,7 @@ ASKED = {
 }
 #: What says what is done anyway, or only how it is shown.
 SAME = {
-    *(("--quick", f"{command} {way}") for command in ("estimate", "gpus") for way in ("rule", "folder")),
+    *(("--quick", asked) for asked in ("estimate rule", "estimate folder", "gpus rule")),
     ("--verbose", "estimate rule"),
     ("--verbose", "estimate folder"),
     # The step fits as it is; that no learning rate is there for a rule to scale.

@@ -251,7 +251,7 @@ def rewritten(tmp_path: Path, text: str, changes: dict[tuple[str, ...], object],
     return Document(path).rewritten(changes, added)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "place", "value", "wanted"),
     [
         ("lr: 1e-4 # x\n", ("lr",), 2e-4, "lr: 2e-4 # x\n"),
@@ -335,7 +335,7 @@ def test_any_config_any_value(tmp_path, tree, flow, new, at):
     assert yaml.safe_load(text) == wanted
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "settings", "wanted"),
     [
         ("precision: 32\nbatch_size: 4\n", {}, {"precision": "bf16-mixed"}),
@@ -422,18 +422,17 @@ optimizer:
 """
 
 
-@pytest.mark.parametrize("precision", ["null", "32-true"])
-def test_a_lightning_cli_config_gets_arguments_of_the_trainer_and_no_others(folder, capsys, precision):
-    (folder / "lightweight_config.yaml").write_text(CLI.format(precision=precision))
-    before = yaml.safe_load(CLI.format(precision=precision))
+def test_only_entries_that_are_there_change_in_a_lightning_cli_config(folder, capsys):
+    (folder / "lightweight_config.yaml").write_text(CLI.format(precision="32-true"))
+    before = yaml.safe_load(CLI.format(precision="32-true"))
     after = yaml.safe_load(optimized(folder, "--step", "sr.py:step"))
-    parts = after["trainer"].pop("accumulate_grad_batches")
-    assert parts > 1
-    assert after["data"]["init_args"].pop("batch_size") * parts == before["data"]["init_args"].pop("batch_size")
-    before["trainer"] |= {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    batch = after["data"]["init_args"].pop("batch_size")
+    assert batch < before["data"]["init_args"].pop("batch_size")
+    assert after["optimizer"]["init_args"].pop("lr") < before["optimizer"]["init_args"].pop("lr")
+    before["trainer"]["precision"] = "bf16-mixed"
     before["data"]["init_args"]["num_workers"] = 7
-    assert after == before  # the learning rate too: the optimizer step has as many samples
-    assert "compile: data.init_args holds the arguments of a class or function" in capsys.readouterr().out
+    assert after == before
+    assert "clip: the config has no such entry" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -441,7 +440,7 @@ def test_of_existing_settings_only_an_accumulation_that_is_written_may_split_the
     text = CLI.format(precision="32-true")
     text = text.replace("max_epochs: 3", "accumulate_grad_batches: 1") if written else text
     (folder / "lightweight_config.yaml").write_text(text)
-    after = yaml.safe_load(optimized(folder, "--step", "sr.py:step", "--existing-only"))
+    after = yaml.safe_load(optimized(folder, "--step", "sr.py:step"))
     parts = after["trainer"].get("accumulate_grad_batches", 1)
     assert (parts > 1) is written
     assert (after["data"]["init_args"]["batch_size"] * parts == 524288) is written
@@ -459,10 +458,10 @@ def test_a_hydra_config(folder, capsys):
     factor = after["bs"] / 4
     assert factor > 1
     assert after["lr"] == pytest.approx(0.1 * factor)
-    assert after["trainer"] == {**before["trainer"], "precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    assert after["trainer"] == before["trainer"]
     assert after["datamodule"] == {**before["datamodule"], "num_workers": 7}
     assert after["model"] == before["model"]
-    assert "pin_memory: datamodule holds the arguments of a class or function" in capsys.readouterr().out
+    assert "pin_memory: the config has no such entry" in capsys.readouterr().out
 
 
 # --- bad input: refused before any work, nothing written ---
@@ -509,7 +508,7 @@ def test_bad_configs(folder, capsys, text, said):
     assert sorted(path.name for path in folder.iterdir() if path.suffix != ".py") == ["lightweight_config.yaml"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (["--config", "missing.yaml"], "missing.yaml"),

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from each import each
 from torch import nn
 
 from vram_guard import TrainingStep, trace, variants
@@ -67,12 +68,9 @@ def test_the_largest_that_fits_is_chosen(answer: Variants) -> None:
     assert variants(STEPS, 64, "4GiB").chosen.name == "full"
 
 
-def test_order_decides_where_that_is_asked_for() -> None:
-    backwards = dict(reversed(STEPS.items()))
-    assert variants(STEPS, 8, "4GiB", prefer="first").chosen.name == "micro"
-    assert variants(backwards, 8, "4GiB", prefer="first").chosen.name == "full"
-    assert variants(backwards, 8, "4GiB", prefer="last").chosen.name == "micro"
-    assert variants(backwards, 8, "4GiB").chosen.name == "full"
+def test_the_order_decides_between_equally_large_ones_alone() -> None:
+    assert variants(dict(reversed(STEPS.items())), 8, "4GiB").chosen.name == "full"
+    assert variants({"one": STEPS["lite"], "other": STEPS["lite"]}, 8, "4GiB").chosen.name == "one"
 
 
 def test_what_does_not_fit_is_planned_for_where_that_is_allowed(answer: Variants) -> None:
@@ -120,7 +118,7 @@ def never() -> nn.Module:
     raise AssertionError("the model was built")
 
 
-@pytest.mark.parametrize(
+@each(
     ("steps", "changes", "message"),
     [
         ({}, {}, "no variants"),
@@ -132,7 +130,6 @@ def never() -> nn.Module:
         (["lite"], {}, "pairs of a name and a step"),
         (3, {}, "mapping of names"),
         (None, {}, "mapping of names"),
-        ({"lite": STEP}, {"prefer": "largest"}, "prefer must be one of"),
         ({"lite": STEP}, {"batch_size": 0}, "batch_size"),
         ({"lite": STEP}, {"limit": 0}, "limit"),
         ({"lite": STEP}, {"budget": "-1GiB"}, "budget"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from each import each
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -140,19 +141,19 @@ def test_one_number_in_two_places():
     assert same.numbers["batch"] == 4
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", float("nan"), 2**63, None.__class__, [8]])
+@each("value", [0, -1, 1.5, True, "8", float("nan"), 2**63, None.__class__, [8]])
 def test_nonsense_numbers_in_a_config(value):
     with pytest.raises(InvalidInputError, match=r"train\.batch_size must be"):
         parse_request({"train": {"batch_size": value}}, {})
 
 
-@pytest.mark.parametrize("value", [[1, 2, 3], "128", True, 1.5, [], ["a", "b"]])
+@each("value", [[1, 2, 3], "128", True, 1.5, [], ["a", "b"]])
 def test_nonsense_resolutions(value):
     with pytest.raises(InvalidInputError, match=r"data\.resolution must be"):
         parse_request({"data": {"resolution": value}}, {})
 
 
-@pytest.mark.parametrize(
+@each(
     ("entry", "precision"),
     [
         ({"fp16": True}, "16-mixed"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from each import each
 
 from vram_guard.closed_form._weights import Weights
 from vram_guard.closed_form.folder import Component
@@ -56,7 +56,7 @@ def test_a_vision_model_puts_one_token_beside_its_patches() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "given", "tokens"),
     [
         ({"max_position_embeddings": 128}, None, 128),
@@ -72,7 +72,7 @@ def test_a_language_model_is_trained_with_its_context_up_to_a_usual_length(
     assert sample_of(config, InputSizes(seq_length=given)) == (0, 0, tokens)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+@each(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_activations_are_those_of_the_cited_equation(dtype: str, size: int) -> None:
     trained = (Component("x", {}, Weights({"F32": 10})),)
     tuning = Tuning(trained, (), 3, dtype, shape=Shape(layers=5, hidden=64, tokens=7))
@@ -85,7 +85,7 @@ def test_activations_are_those_of_the_cited_equation(dtype: str, size: int) -> N
     assert Tuning((), trained, 3, dtype, shape=tuning.shape).activations() == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("stored", "size"),
     [
         ({"F64": 3}, 24),

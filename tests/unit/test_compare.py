@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each import each
 
 from vram_guard import TrainingStep, cli, trace
 from vram_guard.cli._configuration import _with, parsed
@@ -190,7 +191,7 @@ def test_a_step_without_a_config(folder, capsys):
     assert "over budget" in out
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         ([], "name configs"),
@@ -228,8 +229,6 @@ def test_variants_by_name(folder, capsys):
     assert [row["name"] for row in answer["variants"]] == ["lite", "full", "mine", "odd"]
     assert answer["chosen"] == "full"
     assert "no such weights" in answer["variants"][3]["error"]
-    assert cli.main(["variants", "net.py:steps", "--batch", "4", "--gpu", "RTX 3060", "--prefer", "first"]) == 0
-    assert capsys.readouterr().out.startswith("lite: the first of those given that fits")
     assert cli.main(["variants", "net.py:steps", "--batch", "4", "--budget", "1MiB"]) == 1
     assert "None of 2 variants fits" in capsys.readouterr().out
 

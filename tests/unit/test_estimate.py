@@ -122,7 +122,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@each("name", NAMED)
 def test_a_network_that_cannot_be_built_from_the_config_is_answered_by_the_rule_alone(folder, capsys, name):
     text = FNO.replace("name: fno\n  hidden_dim: 16\n  num_layers: 4", NAMED[name])
     (folder / "named.yaml").write_text(text)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from each import each
 from folders import (
     SMALL,
     SMALL_TEXT,
@@ -166,7 +167,7 @@ def test_a_network_without_a_rule_is_never_promised_to_fit(tmp_path, capsys):
     assert "not known to fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@each(
     "entry",
     [
         {"sample_size": "big"},
@@ -187,7 +188,7 @@ def test_nonsense_numbers_in_a_models_config(tmp_path, entry, capsys):
     assert next(iter(entry)) in captured.err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "nul", '{"model_type": 3, "architectures": 7}', "\x00"])
+@each("text", ["", "[]", "{", "nul", '{"model_type": 3, "architectures": 7}', "\x00"])
 def test_damaged_configs_end_in_a_message(tmp_path, text, capsys):
     (tmp_path / "config.json").write_text(text)
     write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (10, 10))})
@@ -252,7 +253,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@each("kind", HOSTILE)
 def test_hostile_headers(tmp_path, capsys, kind):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(HOSTILE[kind])
@@ -279,7 +280,7 @@ def test_scalars_and_empty_tensors_are_sound(tmp_path):
     assert (weights.numbers, weights.parameters, weights.stored_bytes) == ({"F32": 1, "F16": 0, "I64": 3}, 1, 28)
 
 
-@pytest.mark.parametrize(
+@each(
     ("index", "said"),
     [
         ("{", "not an index"),
@@ -310,7 +311,7 @@ def test_an_index_names_every_tensor_once(tmp_path):
     assert read_folder(tmp_path / "x").components["transformer"].weights.parameters == plain
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         ("--model-path no-such-folder", "nothing is downloaded"),

@@ -7,7 +7,7 @@ import shlex
 from contextlib import nullcontext
 
 import pytest
-from folders import SMALL, SMALL_TEXT, write_cogvideox
+from each import each
 from test_estimate import STEP
 
 from vram_guard import Budget, cli, trace
@@ -37,7 +37,7 @@ def test_the_rule_of_thumb_on_every_card(capsys):
             assert row["bytes"] == max(row["largest_batch"], 1) * one
 
 
-@pytest.mark.parametrize(("side", "batch", "printed", "factor"), GUIDE_24GB)
+@each(("side", "batch", "printed", "factor"), GUIDE_24GB)
 def test_the_guides_own_table_is_a_multiple_of_its_own_formula(side, batch, printed, factor):
     assert factor * batch * side * side * 256 * 10 * 4 / 1e9 == pytest.approx(printed, abs=0.05)
 
@@ -113,7 +113,6 @@ def test_a_plain_model_with_the_shape_of_its_input(tmp_path, monkeypatch, capsys
         ["--input", "3x8x8"],
         [*fno, "--input", "3x8x8"],
         [*fno, "--quick", "--input", "3x8x8"],
-        ["--model-path", ".", "--input", "3x8x8"],
     ):
         assert cli.main(["gpus", *wrong]) == 2
         assert capsys.readouterr().out == ""
@@ -138,16 +137,7 @@ def test_a_card_alone_says_what_it_says_among_all(tmp_path, monkeypatch, capsys)
         assert largest(card).items() <= among_all.items()
 
 
-def test_a_model_folder_by_the_closed_form(tmp_path, capsys):
-    folder = write_cogvideox(tmp_path / "hub", SMALL, SMALL_TEXT)
-    found = answer(capsys, "A100 80GB", "--model-path", str(folder), "--resolutions", "8,16", "--num-frames", "3")
-    assert found["method"] == "closed form"
-    small, large = (table["gpus"][0] for table in found["tables"])
-    assert small["largest_batch"] > large["largest_batch"] > 0
-    assert not small["lower_bound"]
-
-
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         ("--model diffsr --hidden_dim 8", "diffsr is unknown"),
@@ -155,7 +145,6 @@ def test_a_model_folder_by_the_closed_form(tmp_path, capsys):
         ("--hidden_dim 8", "missing: --height"),
         ("--hidden_dim 8 --num_layers 2 --resolutions 64x", "--resolutions must be"),
         ("--hidden_dim 8 --num_layers 2 --resolutions ,", "--resolutions must be"),
-        ("--model-path nowhere", "there is no folder"),
         ("'RTX 4099' --model fno", "RTX 4090"),
     ],
 )

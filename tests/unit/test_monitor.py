@@ -20,6 +20,7 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from each import each
 from pretended_nvml import GIB, NOT_SUPPORTED, Card, Library, Torch
 
 from vram_guard import cli
@@ -214,7 +215,7 @@ def test_watching_waits_by_the_real_clock():
     assert 1 <= monitor.count <= 4
 
 
-@pytest.mark.parametrize("interval", [0, -1, 0.01, float("nan"), float("inf"), "1", True, None])
+@each("interval", [0, -1, 0.01, float("nan"), float("inf"), "1", True, None])
 def test_intervals_that_make_no_sense(interval):
     with pytest.raises(InvalidInputError, match="interval"):
         checked_interval(interval)
@@ -296,7 +297,7 @@ def test_summary_for_programs_leaves_stdout_to_the_answer(machine, capsys):
     assert "GPU 1" in captured.err
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         ["-1"],

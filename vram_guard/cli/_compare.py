@@ -65,8 +65,8 @@ def add_variants(commands: Any) -> None:
         "variants",
         help=_("variants of a model, and the largest that fits"),
         description=_(
-            "Compare variants of a model at one batch size and choose one that fits: the one with most parameters, or "
-            "the first or last of those given. Exit code 1 where none fits."
+            "Compare variants of a model at one batch size and choose the one with most parameters that "
+            "fits. Exit code 1 where none fits."
         ),
     )
     parser.add_argument(
@@ -76,9 +76,6 @@ def add_variants(commands: Any) -> None:
         help=_("module:function or file.py:function, giving a step or several"),
     )
     add_options(parser, "batch", type=int, required=True, dest="batch_size")
-    parser.add_argument(
-        "--prefer", choices=("parameters", "last", "first"), default="parameters", help=_("which variant to choose")
-    )
     _add_common(parser, allow="")
     parser.set_defaults(run=_variants)
 
@@ -122,7 +119,6 @@ def _variants(options: argparse.Namespace) -> int:
             options.batch_size,
             budget,
             allow=listed(options.allow),
-            prefer=options.prefer,
             cudnn=options.cudnn,
             progress=progress,
         )

@@ -11,7 +11,7 @@ from vram_guard.cli._arguments import checked_margin
 from vram_guard.cli._configuration import add_set
 from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.options import FOLDER, NETWORK, add_options
+from vram_guard.cli.options import NETWORK, add_options
 from vram_guard.cli.printing import print_columns, print_json, say
 from vram_guard.cli.releases import add_release_options
 from vram_guard.cli.ways import CARDS, check_read
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     add_options(parser, "gpu", dest="name", help=_("the same"))  # not the settings' gpu: all cards are listed
     add_options(parser, "margin", "json")
     group = parser.add_argument_group(_("a model: what fits on each GPU"))
-    add_options(group, "config", *NETWORK, *FOLDER)
+    add_options(group, "config", *NETWORK)
     add_set(group)
     add_release_options(group)
     group.add_argument(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import checked_margin, counts, number, unknown_model, whole_number
+from vram_guard.cli._arguments import checked_margin, number, unknown_model, whole_number
 from vram_guard.cli._configuration import changed, parsed, said, tell_assumed
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
 from vram_guard.cli.releases import required_releases, tell_differences
-from vram_guard.cli.ways import FOLDER, RULE, check_needed, check_read, of_model
+from vram_guard.cli.ways import RULE, check_read, of_model
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -30,8 +29,7 @@ Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
 def asks_about_a_model(options: argparse.Namespace) -> bool:
     """True where more is asked for than the list of cards."""
     return any(
-        value is not None
-        for value in (options.model, options.model_path, options.config, options.hidden_dim, options.set, options.input)
+        value is not None for value in (options.model, options.config, options.hidden_dim, options.set, options.input)
     )
 
 
@@ -40,7 +38,7 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     from vram_guard.releases.installed import Releases
 
     required = required_releases(options)
-    title, tables = _folder_tables(options, cards) if options.model_path else _network_tables(options, cards)
+    title, tables = _network_tables(options, cards)
     releases = Releases.here() if title == _SYMBOLIC else None
     if options.json:
         held_for = {} if releases is None else {"releases": releases.as_dict()}
@@ -96,7 +94,7 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     return _SYMBOLIC, rows
 
 
-_RULE, _SYMBOLIC, _CLOSED = "rule of thumb", "symbolic", "closed form"
+_RULE, _SYMBOLIC = "rule of thumb", "symbolic"
 
 
 def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
@@ -128,35 +126,6 @@ def _symbolic(step: TrainingStep, cards: Sequence[GPU], margin: float | None) ->
         return on_every_gpu(traced, cards, margin=margin)
 
 
-def _folder_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
-    """By the closed form: the symbolic answer for one card is ``estimate --model-path``'s."""
-    from vram_guard.budget import Budget
-    from vram_guard.cli._estimate_folder import sizes_for, tuning_of_folder
-    from vram_guard.closed_form.folder import read_folder
-    from vram_guard.closed_form.inputs import InputSizes
-    from vram_guard.plan.every_gpu import OnGpu
-
-    check_read(options, FOLDER)
-    check_needed(options, ("releases",), needs=_("the symbolic answer (--model)"))
-    given = counts(options, "height", "width", "num_frames", "seq_length")
-    margin = checked_margin(options.margin)
-    folder = read_folder(Path(options.model_path).expanduser())
-
-    def table(size: tuple[int, int] | None) -> tuple[OnGpu, ...]:
-        own = given if size is None else {**given, "height": size[0], "width": size[1]}
-        tuning = tuning_of_folder(folder, options, sizes_for(folder, options, InputSizes(**own)), 1)
-
-        def one(card: GPU) -> OnGpu:
-            usable = Budget.of(card, margin).usable
-            largest = tuning.largest_batch(usable)
-            return OnGpu(card, usable, largest, replace(tuning, batch=max(largest, 1)).total, tuning.complete)
-
-        return tuple(map(one, cards))
-
-    wanted: list[tuple[int, int] | None] = list(_resolutions(options.resolutions)) or [None]
-    return _CLOSED, {size: table(size) for size in wanted}
-
-
 def _resolutions(text: str | None) -> list[tuple[int, int]]:
     """Resolutions of "64,128x256": [(64, 64), (128, 256)].
 
@@ -185,13 +154,10 @@ def _own(found: EstimateRequest) -> tuple[int, int]:
 
 
 def _about(options: argparse.Namespace, title: str) -> str:
-    model = options.model_path or options.model or options.config or ""
-    words: dict[str, Callable[[], str]] = {
-        _RULE: lambda: _("The largest batch by the rule of thumb: activations alone, one tensor per layer."),
-        _SYMBOLIC: lambda: _("The largest batch of {model} as written, and its predicted peak.", model=model),
-        _CLOSED: lambda: _("The largest batch of {model} by the closed form, and its memory.", model=model),
-    }
-    return words[title]()
+    if title == _RULE:
+        return _("The largest batch by the rule of thumb: activations alone, one tensor per layer.")
+    model = options.model or options.config or ""
+    return _("The largest batch of {model} as written, and its predicted peak.", model=model)
 
 
 def _print_tables(tables: Tables) -> None:

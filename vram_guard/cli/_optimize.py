@@ -77,7 +77,7 @@ def add(commands: Any) -> None:
 def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.optimize.document import Document
     from vram_guard.optimize.host import usable_cores
-    from vram_guard.optimize.names import SETTINGS, argument_sections, check, find, trainer_section
+    from vram_guard.optimize.names import SETTINGS, check, find, holds_arguments
     from vram_guard.optimize.rules import Situation, advise
     from vram_guard.report.files import must_be_written, write_atomically
     from vram_guard.step import checked_count
@@ -107,11 +107,7 @@ def _optimize(options: argparse.Namespace) -> int:
             _("the config has no batch size ({names}): name it with --key batch_size=PATH", names=names)
         )
     budget = asked_budget(options)
-    section = trainer_section(document.values)
-    trainer = next((entry for entry in entries if entry.place[:-1] == section and entry.editable), None)
-    can_accumulate = "accumulate" not in keep and (
-        "accumulate" in found or (trainer is not None and not options.existing_only)
-    )
+    can_accumulate = "accumulate" in found and "accumulate" not in keep
     step, precision = _step(options, document)
     if step is None or options.benchmark:
         check_needed(options, ("target",), needs=_("a step (--step), whose memory is predicted, and no --benchmark"))
@@ -122,17 +118,8 @@ def _optimize(options: argparse.Namespace) -> int:
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
     capability = budget.compute_capability
     cores = max(1, usable_cores() // options.processes)
-    situation = Situation(
-        cores,
-        capability,
-        precision,
-        batch,
-        options.lr_rule,
-        options.existing_only,
-        keep,
-        trainer,
-        argument_sections(document.values),
-    )
+    existing_only = options.existing_only or holds_arguments(document.values)
+    situation = Situation(cores, capability, precision, batch, options.lr_rule, existing_only, keep)
     advice = advise(found, situation)
     text = document.rewritten(advice.replaced(), advice.added())
     if not options.dry_run:

@@ -32,7 +32,7 @@ RULE: Final = Kind(
 FOLDER: Final = Kind(
     marked("a model folder (--model-path)"),
     NUMBERS & {"height", "width", "num_frames", "seq_length"}
-    | {"model_path", "train", "frozen", "recommend", "dtype", "pixels", "batch", "quick", "resolutions"}
+    | {"model_path", "train", "frozen", "recommend", "dtype", "pixels", "batch", "quick"}
     | _TRACE,
 )
 CARDS: Final = Kind(marked("the list of GPUs"), frozenset({"margin"}))

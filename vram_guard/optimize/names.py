@@ -10,7 +10,7 @@ from vram_guard.closed_form.from_config import ELSEWHERE, NAMES
 from vram_guard.config_file import leaves
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.optimize.document import Entry, Place
+from vram_guard.optimize.document import Entry
 from vram_guard.step import checked_count
 
 #: Setting -> names of its key, those of the guides, Lightning, Hugging Face's Trainer and OpenMMLab among them.
@@ -34,13 +34,6 @@ SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "compile": ("compile_model", "torch_compile", "use_compile", "compile"),
     "clip": ("grad_clip", "gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip_norm", "gradient_clip"),
-}
-
-#: Setting -> the argument of Lightning's Trainer that it is; LightningCLI refuses keys that are no arguments.
-TRAINER_ARGUMENTS: Final[Mapping[str, str]] = {
-    "accumulate": "accumulate_grad_batches",
-    "precision": "precision",
-    "clip": "gradient_clip_val",
 }
 
 #: Keys of a LightningCLI's config, beside those that a program adds.
@@ -91,43 +84,12 @@ def _holders(matching: list[Entry], entries: list[Entry]) -> list[Entry]:
     return list({entry.place: entry for entry in held}.values())
 
 
-def trainer_section(config: Mapping[str, Any]) -> Place | None:
-    """The arguments of Lightning's Trainer in a config of LightningCLI or Hydra; None: it is another kind of config."""
-    place, section = (("fit",), config["fit"]) if isinstance(config.get("fit"), Mapping) else ((), config)
-    trainer = section.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return None
-    target = str(trainer.get("_target_", ""))
-    instantiated = "lightning" in target and target.endswith(".Trainer")
-    return (*place, "trainer") if instantiated or (not target and _is_lightning_cli(section)) else None
-
-
-def _is_lightning_cli(section: Mapping[str, Any]) -> bool:
-    named = any(path.rpartition(".")[2] == "class_path" for path, _value in leaves(section))
-    return named or "seed_everything" in section or section.keys() <= LIGHTNING_CLI
-
-
-def argument_sections(config: Mapping[str, Any]) -> frozenset[Place]:
-    """Sections whose keys are the arguments of a class or function: one more may be refused when it is called."""
-    of_trainer = trainer_section(config)
-    lightning_cli = of_trainer is not None and "_target_" not in _section(config, of_trainer)
-    found: set[Place] = set()
-
-    def walk(section: Mapping[Any, Any], place: Place) -> None:
-        if lightning_cli or "_target_" in section or place[-1:] == ("init_args",):
-            found.add(place)
-        for key, value in section.items():
-            if isinstance(value, Mapping):
-                walk(value, (*place, str(key)))
-
-    walk(config, ())
-    return frozenset(found)
-
-
-def _section(config: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
-    for key in place:
-        config = config[key]
-    return config
+def holds_arguments(config: Mapping[str, Any]) -> bool:
+    """True for a config of LightningCLI or Hydra, whose keys are the arguments of classes: others may be refused."""
+    if any(path.rpartition(".")[2] in ("class_path", "_target_", "seed_everything") for path, _value in leaves(config)):
+        return True
+    section = config["fit"] if isinstance(config.get("fit"), Mapping) else config
+    return isinstance(section.get("trainer"), Mapping) and section.keys() <= LIGHTNING_CLI
 
 
 def _matching(setting: str, names: tuple[str, ...], entries: list[Entry]) -> list[Entry]:

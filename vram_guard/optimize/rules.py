@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _, marked
-from vram_guard.optimize.names import TRAINER_ARGUMENTS, number
+from vram_guard.optimize.names import number
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.techniques import mixed_precision
 
@@ -49,10 +49,6 @@ class Situation:
     """Add no entries: change only those that are there."""
     keep: frozenset[str] = frozenset()
     """Settings that stay as they are."""
-    trainer: Entry | None = None
-    """An entry of the section with the arguments of Lightning's Trainer: new ones of these come behind it."""
-    arguments: frozenset[Place] = frozenset()
-    """Sections that no other entry may be added to: their keys are the arguments of a class or function."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +193,6 @@ class _Adviser:
                     "precision",
                     _("its present value is not recognised, so it stays (reason for the change: {why})", why=why),
                 )
-            elif self._at.trainer is not None:
-                self._set("precision", target, why)
             else:
                 self._set(
                     "precision",
@@ -268,19 +262,9 @@ class _Adviser:
                 return False
             self._changes.append(Change(setting, entry.place, entry.value, new, why))
             return True
-        to_trainer = self._at.trainer is not None and setting in TRAINER_ARGUMENTS
-        neighbour = self._at.trainer if to_trainer else self._neighbour(behind)
+        neighbour = self._neighbour(behind)
         if self._at.existing_only or neighbour is None:
             self._keep(setting, _("the config has no such entry; {why}", why=why))
-            return False
-        if to_trainer:
-            name = TRAINER_ARGUMENTS[setting]
-        elif neighbour.place[:-1] in self._at.arguments:
-            section = ".".join(neighbour.place[:-1])
-            said = _(
-                "{section} holds the arguments of a class or function: add it where yours takes it", section=section
-            )
-            self._keep(setting, _("{said}; {why}", said=said, why=why))
             return False
         prefix = "dataloader_" if neighbour.name.startswith("dataloader_") else ""  # Hugging Face's Trainer
         place = (*neighbour.place[:-1], prefix + name)

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import GPU, Budget
-from vram_guard.checks import checked_count, one_of
+from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _, marked
+from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison, Configuration, compared_rows
 from vram_guard.step import TrainingStep
 from vram_guard.units import format_bytes
 
-#: Which of the variants that fit is chosen: the one with most parameters, or the last or first of those given.
-Prefer = Literal["parameters", "last", "first"]
-PREFERENCES: tuple[str, ...] = get_args(Prefer)
-
 #: Batch sizes are tried up to here unless the caller says otherwise.
 LARGEST_BATCH_ASKED = 2**20
-
-_CHOSEN = {
-    "parameters": marked("the one with most parameters that fits"),
-    "last": marked("the last of those given that fits"),
-    "first": marked("the first of those given that fits"),
-}
 
 
 @dataclass(frozen=True)
@@ -34,18 +23,13 @@ class Variants(Comparison):
     """Variants of a model, of which one is chosen."""
 
     batch_size: int
-    prefer: Prefer
 
     @property
     def chosen(self) -> Compared | None:
-        """The preferred one of those that fit; None where none does."""
+        """The one with most parameters of those that fit; None where none does."""
+        # Of equally large ones, what fits as written; then the one given first.
         fitting = [row for row in self.rows if row.fits]
-        if self.prefer == "last":
-            fitting.reverse()
-        if self.prefer == "parameters":
-            # Of equally large ones, what fits as written; then the one given first (sorted is stable).
-            fitting.sort(key=lambda row: (-(row.parameters or 0), not row.fits_as_written))
-        return fitting[0] if fitting else None
+        return max(fitting, key=lambda row: (row.parameters or 0, row.fits_as_written), default=None)
 
     def explain(self) -> str:
         """The choice with its reason, and the verdict on every other variant; several lines."""
@@ -66,7 +50,7 @@ class Variants(Comparison):
         return _(
             "{name}: {reason}, {peak} of {usable} {how} at batch size {size}.",
             name=chosen.name,
-            reason=_(_CHOSEN[self.prefer]),
+            reason=_("the one with most parameters that fits"),
             peak=peak,
             usable=usable,
             how=how,
@@ -94,7 +78,6 @@ def variants(
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = (),
-    prefer: Prefer = "parameters",
     limit: int = LARGEST_BATCH_ASKED,
     settings: AllocatorSettings | None = None,
     cudnn: str | None = None,
@@ -108,7 +91,7 @@ def variants(
 
     Args:
         steps: name -> the step with that variant (its ``model`` best a constructor: built symbolically, it takes no
-            memory), from small to large or by preference where ``prefer`` goes by their order.
+            memory).
         batch_size: samples that the loader delivers at once.
         budget: as in :func:`vram_guard.plan.comparison.compare`; so are ``gpu``, ``margin``, ``settings`` and
             ``cudnn``.
@@ -116,7 +99,6 @@ def variants(
         margin: see there.
         allow: what a plan may change in a variant that does not fit as written, as in :func:`vram_guard.plan`;
             nothing by default: a smaller variant is what is chosen instead.
-        prefer: which of the variants that fit is chosen, see :data:`Prefer`.
         limit: the largest batch size that is considered, in samples.
         settings: see there.
         cudnn: see there.
@@ -138,9 +120,8 @@ def variants(
     """
     given = [Configuration(name, step, batch_size) for name, step in _named_steps(steps)]
     limit = checked_count("limit", limit)
-    one_of("prefer", prefer, PREFERENCES)
     rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, cudnn=cudnn, limit=limit)
-    return Variants(rows, resolved, batch_size, prefer)
+    return Variants(rows, resolved, batch_size)
 
 
 def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:

@@ -59,7 +59,6 @@ def comparison_dict(answer: Comparison) -> dict[str, Any]:
         return {
             "kind": "variants",
             "chosen": None if chosen is None else chosen.name,
-            "prefer": answer.prefer,
             "batch_size": answer.batch_size,
             "usable": answer.compared_budget.usable,
             "budget": answer.compared_budget.explain(),
