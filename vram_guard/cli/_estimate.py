@@ -161,19 +161,11 @@ def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> Tra
 
 def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None) -> SymbolicAnswer:
     from vram_guard.plan.layout_facts import budget_of_rank
-    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.plan.on_card import traced_on_card
     from vram_guard.report.symbolic import SymbolicAnswer
-    from vram_guard.simulate import trace
 
     budget = budget_of_rank(budget, step.layout)
-    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(
-        step,
-        compute_capability=capability,
-        multiprocessors=budget.multiprocessors,
-        placement=budget.placement,
-        cudnn=cudnn,
-    )
+    timeline = traced_on_card(step, budget, cudnn=cudnn)
     return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
 
 

@@ -162,23 +162,16 @@ def _symbolic(
     from vram_guard.capture.hugging_face import tuning_of
     from vram_guard.closed_form.tuning import PRECISION_OF
     from vram_guard.plan import plan
-    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, TECHNIQUES
+    from vram_guard.plan.on_card import traced_on_card
+    from vram_guard.plan.techniques import TECHNIQUES
     from vram_guard.report.symbolic import SymbolicAnswer
-    from vram_guard.simulate import trace
 
     (trained,) = tuning.trained
     twin = "original" if trained in tuning.frozen else ""
     frozen = {("original" if one is trained else one.name): one.config for one in tuning.frozen}
     precision: Any = PRECISION_OF[tuning.dtype]
     step = tuning_of(trained.config, frozen, twin=twin, sizes=sizes, precision=precision)
-    capability = (None if budget is None else budget.compute_capability) or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(
-        step,
-        compute_capability=capability,
-        multiprocessors=None if budget is None else budget.multiprocessors,
-        placement=None if budget is None else budget.placement,
-        cudnn=cudnn,
-    )
+    timeline = traced_on_card(step, budget, cudnn=cudnn)
     largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
     made = None
     if recommend and budget is not None:

@@ -182,21 +182,15 @@ def _batch(
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
     from vram_guard.plan.layout_facts import budget_of_rank
-    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, mixed_precision
-    from vram_guard.simulate import trace
+    from vram_guard.plan.on_card import traced_on_card
+    from vram_guard.plan.techniques import mixed_precision
 
     budget = budget_of_rank(budget, step.layout)
     batch_size: int = found["batch_size"][0].value
     accumulate: int = found["accumulate"][0].value if "accumulate" in found else 1
     target, _why = (None, "") if "precision" in keep else mixed_precision(precision, budget.compute_capability)
     step = step.with_(precision=target or precision, accumulate=1)
-    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(
-        step,
-        compute_capability=capability,
-        multiprocessors=budget.multiprocessors,
-        placement=budget.placement,
-    )
+    timeline = traced_on_card(step, budget)
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
         measured = chosen_by_measurement(results, batch_size, accumulate, device)

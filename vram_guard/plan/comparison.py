@@ -239,26 +239,19 @@ def _found(
 ) -> dict[str, Any]:
     """Fields of a row that have to be worked for."""
     from vram_guard.plan import plan
+    from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
-    from vram_guard.simulate import trace
     from vram_guard.simulate.tracing.run import with_built_model
 
     say(_("building the model"))
-    capability = budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    step = with_built_model(one.step, capability)
+    step = with_built_model(one.step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
     made = plan(step, one.batch_size, budget, allow=allow, settings=settings, cudnn=cudnn, progress=say)
     found = {"plan": made, "seconds": _seconds(made), "parameters": _parameters(step.model)}
     if limit is not None and made.timeline_before is not None:
         say(_("looking for the largest batch"))
         timeline = made.timeline_before
         if step.job is not None:  # followed at the one size; the law spares a trace for each size that is tried
-            timeline = trace(
-                step,
-                compute_capability=capability,
-                multiprocessors=budget.multiprocessors,
-                placement=budget.placement,
-                cudnn=cudnn,
-            )
+            timeline = traced_on_card(step, budget, cudnn=cudnn)
         found["largest_batch_size"] = timeline.max_batch_size(budget, settings=settings, limit=limit)
     return found
 
