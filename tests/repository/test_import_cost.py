@@ -28,6 +28,8 @@ from vram_guard.quiet import quiet_imports
         "import vram_guard_mmengine",
         "import vram_guard_mmengine.commands",
         "from vram_guard import TrainingStep, Budget, Timeline, Estimate, Plan, AllocatorSettings, plan",
+        "from vram_guard.cli import main\nmain(['doctor'])",
+        "from vram_guard.cli import main\nmain(['gpus'])",
     ],
 )
 def test_import_is_light(statement: str) -> None:
