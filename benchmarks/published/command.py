@@ -6,7 +6,7 @@ Sources run in processes of their own: some need another environment than the re
 and runs this. What is not installed is said, row by row:
 
 - xmem's transformers: the release that the runs had, 4.51.3 (a folder that pip's --target filled, see --libraries);
-- xmem's CNNs, timm_brackets, gpumemnet: torchvision and timm, which come with a CUDA build of torch;
+- xmem's CNNs, images: torchvision and timm, which come with a CUDA build of torch;
 - peft_methods: peft and diffusers; lora_t4: peft, and bitsandbytes for QLoRA;
 - litgpt's configurations: litgpt (a folder, as transformers 4.51.3). The rest needs nothing but torch.
 
@@ -32,7 +32,7 @@ from benchmarks.published.source import Source, run
 from vram_guard.errors import InvalidInputError
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("xmem", "liger", "timm_brackets", "peft_methods", "segformer", "gpumemnet", "readmes", "lora_t4")
+MODULES = ("xmem", "liger", "images", "peft_methods", "segformer", "readmes", "lora_t4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
