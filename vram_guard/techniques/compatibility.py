@@ -210,6 +210,7 @@ def _sliced(
         return ""
     if recipe.sharding is not None or recipe.parameters_on_host or recipe.frozen_on_host:
         return _("weights come to the GPU, or are gathered, for one forward of their module, and slices run it often")
-    if recipe.chunked_head:
+    body = recipe.slices.body.name
+    if recipe.chunked_head and (not body or f"{recipe.chunked_head}.".startswith(f"{body}.")):
         return _("a loss in chunks needs the results of the last layer as it makes them, and slices put them together")
     return ""
