@@ -286,7 +286,7 @@ COUNT = itertools.count(1)
 
 @scaled("a default argument that counts")
 def by_default(m, number, _held=[0]):  # noqa: B006 - which is the point
-    _held[0] += 1
+    _held[0] = 1 if number == 0 else _held[0] + 1  # each training begins anew, in one process
     return 1 / (1 + _held[0] % 5)
 
 
@@ -302,11 +302,13 @@ def _in_closure() -> Any:
 
     @scaled("a closure that counts")
     def counts(m, number):
-        held["calls"] += 1
+        held["calls"] = 1 if number == 0 else held["calls"] + 1
         return 1 / (1 + held["calls"] % 5)
 
     @scaled("a generator in a closure")
     def generates(m, number):
+        nonlocal rates
+        rates = _rates() if number == 0 else rates
         return next(rates)
 
 
