@@ -253,6 +253,18 @@ def test_what_is_no_body(kind: str) -> None:
         find_body(step_of(OfBody(JOINED[kind])), ROWS)
 
 
+def test_normalisation_of_each_sample_stays_in_a_body() -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm, self.last = nn.Linear(6, 16), nn.InstanceNorm1d(4, affine=True), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(self.inner(x).view(-1, 4, 4)).flatten(1))
+
+    assert find_body(step_of(Normalised()), ROWS) == Body("", ("0",))
+
+
 def test_what_leaves_a_body_is_named() -> None:
     net = Net()
     caught: list[torch.Tensor] = []

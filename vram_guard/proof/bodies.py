@@ -26,7 +26,7 @@ from vram_guard.proof.later_changes import CodeRun
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.proof.step_state import storage_of
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
-from vram_guard.state.forwards import NORMALISATION
+from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, patch_forwards
 from vram_guard.techniques.recipe import Body
 from vram_guard.tensors import tensors_of, without_modes
@@ -331,7 +331,8 @@ def _results(out: Any, rows: int, apart: SamplesApart) -> Iterator[int]:
 
 def _normalisation(module: nn.Module) -> Iterator[str]:
     for name, one in module.named_modules():
-        if isinstance(one, NORMALISATION) and one.training:
+        of_each_sample = isinstance(one, INSTANCE_NORMALISATION) and not one.track_running_stats
+        if isinstance(one, NORMALISATION) and one.training and not of_each_sample:
             yield _("'{module}' normalises over the batch", module=name)
 
 
