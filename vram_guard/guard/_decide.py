@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from vram_guard.guard.settings import GuardSettings, PlanSettings
     from vram_guard.guard.training import CapturedTraining, Training
-    from vram_guard.longest.file_sizes import FileSizes
     from vram_guard.plan import Plan
     from vram_guard.watch.memory import MemoryReader
 
@@ -139,7 +138,7 @@ def decide_alone(
     """
     # On the device that trains, the releases that train are those that predict.
     required = RequiredReleases.read(settings.releases if gpu is None else None)
-    captured, learned = longest_batch_of(captured, settings, budget, progress)
+    captured = longest_batch_of(captured, settings, budget, progress)
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
     graph = LossGraph(step, captured.loaded, captured.effects, read=captured.read_afterwards)
     captured = replace(captured, step=graph.step)
@@ -178,14 +177,13 @@ def decide_alone(
         collectives=collectives_of(plan.timeline_before),
         loss_weight=weight,
         unproven=unproven,
-        learned=learned,
     )
 
 
 def longest_batch_of(
     captured: CapturedTraining, settings: PlanSettings, budget: Budget, progress: Progress
-) -> tuple[CapturedTraining, tuple[FileSizes, ...]]:
-    """The training with the longest batch that its loader makes, and what was learned of its data set."""
+) -> CapturedTraining:
+    """The training with the longest batch that its loader makes."""
     layout, peak = captured.step.layout, peak_of(captured.step, budget.compute_capability or DEFAULT_CAPABILITY)
 
     def in_symbolic_run(size: int) -> object:
@@ -200,7 +198,7 @@ def longest_batch_of(
         progress=progress,
     )
     notes = [one for one in captured.notes if one not in captured.sample.notes]
-    return replace(captured, sample=chosen.sample, notes=(*chosen.sample.notes, *notes)), chosen.learned
+    return replace(captured, sample=chosen, notes=(*chosen.notes, *notes))
 
 
 def _without_job(captured: CapturedTraining, error: Exception) -> CapturedTraining:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.apply.microbatch import Splitter
-    from vram_guard.longest.file_sizes import FileSizes
     from vram_guard.plan import Plan
     from vram_guard.timeline import Collective
     from vram_guard.watch.corrections import Subject
@@ -35,7 +34,5 @@ class Decision:
     """Calls of the step for which the processes wait for each other."""
     loss_weight: LossWeight | None = None
     """Of micro-batches, as it was found out; None: as the settings say."""
-    learned: tuple[FileSizes, ...] = ()
-    """Sizes of pictures that were read, to be kept for the next run; by a process whose writes are not thrown away."""
     unproven: str = ""
     """Why batches may not be cut after an out-of-memory error, though they could be; "" where they may."""

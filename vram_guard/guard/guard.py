@@ -96,8 +96,6 @@ class Guard:
             training.warn(judge_failure(outcome, settings.mode, verbose=settings.verbose))
             return
         decision = self.decision = outcome.value
-        for one in decision.learned:
-            one.save()
         plan = decision.plan
         self.no_recovery = self._why_not_recovered()
         if not self._left_alone:  # with a changed training, another step runs than the predicted one

@@ -38,14 +38,14 @@ def longest_batch(
 ) -> LongestBatch:
     """Find the longest batch that a DataLoader can make.
 
-    The sizes of samples are taken from where the data set tells them (``lengths``, annotations, Arrow columns, heads of
-    picture files), else from samples that are read; the batches from its sampler. This happens in a copy of the
-    process where that is possible; here only the samples of the batch are read, and random generators are put back.
+    The sizes of samples are taken from the sampler or a column of the data set (``lengths``, Arrow's), else from
+    samples that are read; the batches from its sampler. This happens in a copy of the process where that is possible;
+    here only the samples of the batch are read, and random generators are put back.
 
     Args:
         loader: a DataLoader, or anything that is iterated over batch by batch.
         longest: "largest", or the share of batches that are to be no longer, such as 0.99.
-        seconds: that the look may take.
+        seconds: that the search may take.
         ranks: processes among which the samples will be shared out.
         step: compares batches that are the largest in different ways (pictures and boxes) by tracing; its own batch
             does not count. None: the one that is the largest when it is padded.
@@ -77,6 +77,4 @@ def longest_batch(
         sample = read_loader(loader)
     peak = None if step is None else peak_of(step.with_(batch=sample.make))
     chosen = choose(sample, wish, ranks=ranks, peak=peak)
-    for one in chosen.learned:
-        one.save()
-    return LongestBatch(chosen.sample.make, chosen.sample.batch_size, chosen.sample.notes)
+    return LongestBatch(chosen.make, chosen.batch_size, chosen.notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vram_guard.state.containers import children
@@ -42,22 +42,25 @@ def shapes_of(sample: Any, path: str = "", *, parts: float = MOST_PARTS) -> Iter
     elif isinstance(sample, list):
         yield from _of_list(sample, path, parts)
     else:
-        for name, part in (_parts(sample) or {}).items():
+        found = children(sample)
+        if found is None and hasattr(sample, "metainfo") and callable(getattr(sample, "items", None)):
+            found = dict(sample.items())  # MMEngine's data elements
+        for name, part in (found or {}).items():
             yield from shapes_of(part, f"{path}.{name}" if path else str(name), parts=parts)
-
-
-def by_name(shapes: Iterable[Shape]) -> dict[str, int]:
-    """Every dimension by its name."""
-    return {
-        one.path if len(one.extents) == 1 else f"{one.path}[{axis}]": extent
-        for one in shapes
-        for axis, extent in enumerate(one.extents)
-    }
 
 
 def extents_of(sample: Any) -> dict[str, int]:
     """Every dimension of a sample by its name."""
     return by_name(shapes_of(sample))
+
+
+def by_name(shapes: Iterable[Shape]) -> dict[str, int]:
+    """Every dimension of these parts by its name."""
+    return {
+        one.path if len(one.extents) == 1 else f"{one.path}[{axis}]": extent
+        for one in shapes
+        for axis, extent in enumerate(one.extents)
+    }
 
 
 def _shape(part: Any) -> tuple[int, ...] | None:
@@ -78,12 +81,3 @@ def _of_list(part: list[Any], path: str, parts: float) -> Iterator[Shape]:
     if part and not isinstance(part[0], numbers.Number):
         for number, item in enumerate(part if len(part) <= parts else part[:1]):
             yield from shapes_of(item, f"{path}[{number}]", parts=parts)
-
-
-def _parts(part: Any) -> Mapping[Any, Any] | None:
-    found = children(part)
-    if found is not None:
-        return found
-    if hasattr(part, "metainfo") and callable(getattr(part, "items", None)):  # MMEngine's data elements
-        return dict(part.items())
-    return None

@@ -1,14 +1,14 @@
-"""The look at a data set and its sampler, in a copy of the process: which batch may be the longest."""
+"""The search in a data set and its sampler, in a copy of the process: which batch may be the longest."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
@@ -17,24 +17,18 @@ from vram_guard.capture.apart import SampleSizes, kept_sizes
 from vram_guard.capture.loader import copied
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.longest._candidates import Sizes, candidates, share_as_long
+from vram_guard.longest._batches import Batches, Sizes, as_long, batches_of, candidates
 from vram_guard.longest._extents import Shape, by_name, shapes_of
-from vram_guard.longest._limit import TimeIsUpError, TimeLimit, at_most
-from vram_guard.longest._orders import Orders, Pool, orders_of
-from vram_guard.longest._sources import Source, column_of, source_of
-from vram_guard.longest.file_sizes import FileSizes
+from vram_guard.longest._sources import Source, source_of
 
 #: Shares of the time limit: for sizes, for drawing from the sampler; the rest is for the chosen samples themselves.
-_FOR_SIZES, _FOR_ORDERS = 0.6, 0.15
+_FOR_SIZES, _FOR_BATCHES = 0.6, 0.15
 
 #: Share after which samples that were all alike are believed to be so.
 _FOR_ALIKE = 0.05
 
 #: Samples at whose sizes is looked at the most, where each has to be asked for.
 _MOST_ASKED = 1_000_000
-
-#: Samples of a stream that are looked at, at most.
-_MOST_OF_STREAM = 10_000
 
 #: Samples, spread over the data set, that have to bear out what it says of their sizes.
 _CHECKED = 6
@@ -50,7 +44,6 @@ class Found:
         words: one line for people on each.
         differ: samples differ in more than the lengths of texts.
         remarks: further lines.
-        learned: worth keeping for the next run.
         sizes: of samples, for proofs.
     """
 
@@ -58,73 +51,69 @@ class Found:
     whole: tuple[int, ...]
     words: tuple[str, ...]
     differ: bool
-    remarks: tuple[str, ...] = ()
-    learned: FileSizes | None = None
-    sizes: SampleSizes | None = None
+    remarks: tuple[str, ...]
+    sizes: SampleSizes
 
 
 @dataclass(frozen=True)
 class Question:
-    """A look at one loader.
+    """A search in one loader.
 
     Attributes:
         loader: a DataLoader.
         size: samples in a batch.
         ranks: processes among which a framework shares samples out.
         by_batches: it shares out whole batches.
-        quantile: None: the longest batch of all.
+        share: of batches that are to be no longer; None: the longest batch of all.
         seconds: the time limit.
         endless: the sampler starts over when it has been through the data set.
-        alone: in a copy of the process: code that takes too long is interrupted, and samplers are drawn from.
+        alone: in a copy of the process, where samplers may be drawn from.
     """
 
     loader: Any
     size: int
     ranks: int = 1
     by_batches: bool = False
-    quantile: float | None = None
+    share: float | None = None
     seconds: float = 2.0
     endless: bool = False
     alone: bool = True
 
 
 def look(question: Question, progress: Callable[[str], None]) -> Found | None:
-    """The batches that may be the longest; None where all samples are alike, or nothing is known of them.
+    """The batches that may be the longest; None where all samples are alike.
 
     Call it where random numbers may be drawn.
+
+    Raises:
+        UnsupportedStepError: sizes of samples or batches of the sampler are not known.
     """
-    try:
-        if isinstance(question.loader.dataset, IterableDataset):
-            return _look_at_stream(question)
-        return _Look(question, progress).found()
-    except TimeIsUpError:  # an alarm between the end of a block and its being switched off
-        raise UnsupportedStepError(_("it took longer than {seconds} s", seconds=question.seconds)) from None
+    return None if isinstance(question.loader.dataset, TensorDataset) else _Look(question, progress).found()
 
 
 class _Look:
-    """A look at a data set with an index."""
+    """A search, and the samples that it has read."""
 
     def __init__(self, question: Question, progress: Callable[[str], None]) -> None:
         self._question = question
         self._dataset = question.loader.dataset
-        self._count = len(self._dataset)
+        self._stream = isinstance(self._dataset, IterableDataset)
+        self._count = 0 if self._stream else len(self._dataset)
         self._progress = progress
         self._remarks: list[str] = []
-        self._read: dict[int, _Read] = {}
-        self._kinds: set[tuple[Shape, ...]] = set()
-        self._limit = TimeLimit(question.seconds)
+        self._read: dict[int, tuple[Shape, ...]] = {}
+        self._begun = time.monotonic()
 
     def found(self) -> Found | None:
-        question, count = self._question, self._count
-        if isinstance(self._dataset, TensorDataset):
-            return None
-        source: Source | None = None
-        with self._at_most(_FOR_SIZES):
-            source = _of_sampler(question.loader, count) or source_of(self._dataset, count, self._remarks)
+        question = self._question
+        source = None if self._stream else source_of(question.loader, self._count, self._remarks)
         sizes = None if source is None else self._sizes(source)
         if source is None or sizes is None or not self._borne_out(sizes, source):
-            source = Source((), self._extents, _("reading them"))
-            sizes = self._sizes(source)
+            if self._stream:
+                source, sizes = Source((), self._extents, _("reading the stream")), self._of_stream()
+            else:
+                source = Source((), self._extents, _("reading them"))
+                sizes = self._sizes(source)
         elif self._alike():
             return None
         if len(sizes.known) == 0:
@@ -132,62 +121,72 @@ class _Look:
         sizes = sizes.distinct()
         if not sizes.names:
             return None
-        seconds = _FOR_ORDERS * question.seconds if question.alone else 0.0
-        by = question.by_batches
-        orders = orders_of(question.loader, question.size, count, question.ranks, seconds, by_batches=by)
-        chosen, looked_at = candidates(orders, sizes, question.quantile)
-        read = self._answering(chosen)
-        if not any(read):
-            raise UnsupportedStepError(
-                _("none of its samples could be read within {seconds} s", seconds=question.seconds)
-            )
+        batches = self._batches()
+        chosen, looked_at = candidates(batches, sizes, question.share)
+        read = self._readable(chosen)
         if self._alike():
             return None
+        pairs = [(batch, numbers) for batch, numbers in zip(chosen, read, strict=True) if numbers]
         return Found(
-            tuple(numbers for numbers in read if numbers),
-            tuple(len(batch) for batch, numbers in zip(chosen, read, strict=True) if numbers),
-            tuple(
-                _words(question, batch, orders, sizes, source, looked_at)
-                for batch, numbers in zip(chosen, read, strict=True)
-                if numbers
-            ),
-            differ=len({one.without_texts for one in self._read.values()}) > 1,
+            tuple(numbers for _batch, numbers in pairs),
+            tuple(question.size if self._stream else len(batch) for batch, _numbers in pairs),
+            tuple(self._words(batch, batches, sizes, source, looked_at) for batch, _numbers in pairs),
+            differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
             remarks=tuple(self._remarks),
-            learned=None if source.learned is None else source.learned(),
             sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
         )
 
-    def _at_most(self, share: float) -> at_most:
-        """A share of the time, as far as it is left."""
-        seconds = min(share * self._question.seconds, self._limit.left)
-        if share == 1:  # the last part: what went before may have taken longer than it should
-            seconds = max(seconds, _FOR_ORDERS * self._question.seconds)
-        return at_most(seconds, interrupt=self._question.alone)
+    def _batches(self) -> Batches:
+        question = self._question
+        if self._stream:
+            read, size = len(self._read), question.size
+            return Batches(-(-read // size), pool=torch.arange(read), size=min(size, read))
+        return batches_of(
+            question.loader,
+            question.size,
+            self._count,
+            question.ranks,
+            by_batches=question.by_batches,
+            endless=question.endless,
+            seconds=_FOR_BATCHES * question.seconds if question.alone else 0.0,
+        )
+
+    def _past(self, share: float) -> bool:
+        """True once this share of the time is over."""
+        return time.monotonic() - self._begun > share * self._question.seconds
 
     def _alike(self) -> bool:
-        return len(self._read) > 1 and len(self._kinds) == 1
+        return len(self._read) > 1 and len(set(self._read.values())) == 1
 
-    def _answering(self, chosen: list[torch.Tensor]) -> list[tuple[int, ...]]:
-        """The samples of each of these batches that can be read in time, the first ones."""
+    def _readable(self, chosen: list[torch.Tensor]) -> list[tuple[int, ...]]:
+        """The samples of each of these batches that can be read in time, the first ones; one of them at least."""
         self._progress(_("reading the samples of the longest batch"))
         read: list[list[int]] = [[] for _batch in chosen]
-        with self._at_most(1.0) as limit:
-            for batch, numbers in zip(chosen, read, strict=True):
-                for number in batch.tolist():
-                    limit.check()
-                    if number not in self._read:
-                        self._extents(number)
-                    numbers.append(number)
+        for batch, numbers in zip(chosen, read, strict=True):
+            for number in batch.tolist():
+                if self._past(1) and any(read):
+                    break
+                if number not in self._read:
+                    self._extents(number)
+                numbers.append(number)
         return [tuple(numbers) for numbers in read]
 
     # --- sizes ------------------------------------------------------------------------------------------------
 
     def _extents(self, number: int) -> dict[str, int]:
         """Of one sample, which is read."""
-        shapes = tuple(shapes_of(self._dataset[number]))
-        self._kinds.add(shapes)
-        self._read[number] = _Read(shapes)
-        return by_name(shapes)
+        self._read[number] = tuple(shapes_of(self._dataset[number]))
+        return by_name(self._read[number])
+
+    def _of_stream(self) -> Sizes:
+        """Of the first samples, of which any may come together: the rest is not known."""
+        asked: dict[int, Any] = {}
+        for number, sample in enumerate(islice(copied(self._dataset), _MOST_ASKED)):
+            self._read[number] = tuple(shapes_of(sample))
+            asked[number] = by_name(self._read[number])
+            if self._past(_FOR_SIZES) or (self._past(_FOR_ALIKE) and self._alike()):
+                break
+        return _table((), asked, len(asked))
 
     def _sizes(self, source: Source) -> Sizes:
         """All sizes of a source, or those of samples from all over the data set that answered in time."""
@@ -195,24 +194,20 @@ class _Look:
             return Sizes(source.names, source.read)
         asked: dict[int, Any] = {}
         failed = 0
-        begun = shown = time.monotonic()
-        itself = not source.names
-        with self._at_most(_FOR_SIZES) as limit:
-            for number in _spread(self._count):
-                limit.check()
-                try:
-                    asked[number] = source.read(number)
-                except Exception as error:  # noqa: BLE001 - the user's own data set
-                    failed += 1
-                    if failed == 1:
-                        said = f"{type(error).__name__}: {error}"
-                        self._remarks.append(_("sample {number} tells no size: {error}", number=number, error=said))
-                now = time.monotonic()
-                if now - shown > 1:
-                    shown = now
-                    self._progress(_("sizes of {known} of {count} samples", known=len(asked), count=self._count))
-                if itself and now - begun > _FOR_ALIKE * self._question.seconds and self._alike():
-                    break
+        shown = time.monotonic()
+        for number in _spread(self._count):
+            if asked and (self._past(_FOR_SIZES) or (not source.names and self._past(_FOR_ALIKE) and self._alike())):
+                break
+            try:
+                asked[number] = source.read(number)
+            except Exception as error:  # noqa: BLE001 - the user's own data set
+                failed += 1
+                if failed == 1:
+                    said = f"{type(error).__name__}: {error}"
+                    self._remarks.append(_("sample {number} tells no size: {error}", number=number, error=said))
+            if time.monotonic() - shown > 1:
+                shown = time.monotonic()
+                self._progress(_("sizes of {known} of {count} samples", known=len(asked), count=self._count))
         return _table(source.names, asked, self._count)
 
     def _borne_out(self, sizes: Sizes, source: Source) -> bool:
@@ -220,17 +215,15 @@ class _Look:
         known = sizes.known
         if len(known) == 0:
             return False
-        order = known[sizes.values[known].clamp(min=1).double().prod(1).argsort()]
+        order = known[sizes.areas[known].argsort()]
         numbers = order[torch.linspace(0, len(order) - 1, min(_CHECKED, len(order))).long()].tolist()
-        with self._at_most(_FOR_ORDERS) as limit:
-            for number in reversed(numbers):
-                limit.check()
+        for number in reversed(numbers):
+            if not self._past(1):
                 self._extents(number)
-        read = [number for number in numbers if number in self._read]
+        read = {number: _amount(self._read[number]) for number in numbers if number in self._read}
         for one, other in itertools.permutations(read, 2):
             said, less = sizes.values[one], sizes.values[other]
-            more = bool((said >= less).all()) and bool((said > less).any())
-            if more and self._read[one].amount < self._read[other].amount:
+            if (said >= less).all() and (said > less).any() and read[one] < read[other]:
                 self._remarks.append(
                     _(
                         "sizes by {source} are not used: sample {one} is said to have {said}, and is smaller than "
@@ -245,38 +238,57 @@ class _Look:
                 return False
         return True
 
+    # --- words ------------------------------------------------------------------------------------------------
 
-class _Read(NamedTuple):
-    """Facts about a sample that was read."""
+    def _words(self, batch: torch.Tensor, batches: Batches, sizes: Sizes, source: Source, looked_at: int) -> str:
+        """One line: what is planned for, how often it occurs, and what it was found by."""
+        question = self._question
+        largest = sizes.values[batch].clamp(min=0).amax(0).tolist()
+        names = [f"size{name}" if name[:1] in ("", "[") else name for name in sizes.names]
+        named = ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True))
+        facts = {"samples": len(batch), "sizes": named}
+        if question.share is None:
+            parts = [_("the longest batch is planned for: {samples} samples of up to {sizes}", **facts)]
+            if not self._stream:
+                times, per_epoch = as_long(batch, batches, sizes), batches.per_epoch
+                said = _("at most {times} of {batches} batches of an epoch are so long", times=times, batches=per_epoch)
+                parts.append(said)
+        else:
+            parts = [
+                _("a long batch is planned for: {samples} samples of up to {sizes}", **facts),
+                _(
+                    "{share} of {count} batches are no longer, and longer ones are left to the recovery from "
+                    "out-of-memory errors",
+                    share=f"{100 * question.share:.4g}%",
+                    count=looked_at,
+                ),
+            ]
+        known, count = len(sizes.known), len(sizes.values)
+        if known < count or self._stream:
+            said = _(
+                "{known} of {count} samples are known, by {source} for {seconds} s; longer ones among the others are "
+                "not planned for",
+                known=known,
+                count=_("unknown many") if self._stream else count,
+                source=source.words,
+                seconds=f"{question.seconds:g}",
+            )
+        else:
+            said = _("sizes of all {count} samples are known by {source}", count=count, source=source.words)
+        return "; ".join(filter(None, [*parts, batches.remark, said]))
 
-    shapes: tuple[Shape, ...]
 
-    @property
-    def without_texts(self) -> tuple[Shape, ...]:
-        """Shapes of all but texts."""
-        return tuple(one for one in self.shapes if not one.text)
-
-    @property
-    def amount(self) -> int:
-        """Numbers and characters in it."""
-        return sum(math.prod(one.extents) for one in self.shapes)
+def _amount(shapes: tuple[Shape, ...]) -> int:
+    """Numbers and characters of a sample."""
+    return sum(math.prod(one.extents) for one in shapes)
 
 
-def _of_sampler(loader: Any, count: int) -> Source | None:
-    """Samplers that group by length know it: Transformers' LengthGroupedSampler."""
-    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
-        column = column_of(getattr(sampler, "lengths", None), count)
-        if column is not None and column.shape[1] == 1:
-            return Source(("length",), column, _("the sampler"))
-    return None
-
-
-def _spread(count: int) -> Iterable[int]:
+def _spread(count: int) -> Iterator[int]:
     """Numbers from all over, each once."""
     if count > _MOST_ASKED:
-        return torch.linspace(0, count - 1, _MOST_ASKED, dtype=torch.float64).long().tolist()
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-    return order
+        yield from torch.linspace(0, count - 1, _MOST_ASKED, dtype=torch.float64).long().tolist()
+    else:
+        yield from torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def _table(names: tuple[str, ...], asked: dict[int, Any], count: int) -> Sizes:
@@ -289,102 +301,3 @@ def _table(names: tuple[str, ...], asked: dict[int, Any], count: int) -> Sizes:
     if right and names:
         values[torch.tensor(list(right))] = torch.tensor(list(right.values()))
     return Sizes(names, values)
-
-
-# --- streams --------------------------------------------------------------------------------------------------
-
-
-def _look_at_stream(question: Question) -> Found | None:
-    """The largest of the first samples, of which any may come together: the rest is not known."""
-    asked: dict[int, Any] = {}
-    read: list[_Read] = []
-    begun = time.monotonic()
-    with at_most(_FOR_SIZES * question.seconds, interrupt=question.alone) as limit:
-        for number, sample in enumerate(islice(copied(question.loader.dataset), _MOST_OF_STREAM)):
-            read.append(_Read(tuple(shapes_of(sample))))
-            asked[number] = by_name(read[-1].shapes)
-            limit.check()
-            alike = len({one.shapes for one in read[:1] + read[-_CHECKED:]}) == 1 and len(read) > 1
-            if alike and time.monotonic() - begun > _FOR_ALIKE * question.seconds:
-                break
-    sizes = _table((), asked, len(asked)).distinct() if asked else Sizes((), torch.zeros(0, 0))
-    if not sizes.names:
-        return None
-    pool = Pool(torch.arange(len(asked)), min(question.size, len(asked)))
-    orders = Orders("drawn", pools=[pool], per_epoch=-(-len(asked) // question.size))
-    source = Source((), _no_size, _("reading the stream"))
-    chosen, looked_at = candidates(orders, sizes, question.quantile)
-    return Found(
-        tuple(tuple(batch.tolist()) for batch in chosen),
-        tuple(question.size for _batch in chosen),
-        tuple(_words(question, batch, orders, sizes, source, looked_at, stream=True) for batch in chosen),
-        differ=len({one.without_texts for one in read}) > 1,
-        sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
-    )
-
-
-def _no_size(_number: int) -> tuple[int, ...]:
-    return ()
-
-
-# --- words ----------------------------------------------------------------------------------------------------
-
-
-def _words(
-    question: Question,
-    batch: torch.Tensor,
-    orders: Orders,
-    sizes: Sizes,
-    source: Source,
-    looked_at: int,
-    *,
-    stream: bool = False,
-) -> str:
-    """One line: what is planned for, how often it occurs, and what it was found by."""
-    largest = sizes.values[batch].clamp(min=0).amax(0).tolist()
-    names = [f"size{name}" if name[:1] in ("", "[") else name for name in sizes.names]
-    named = ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True))
-    facts = {"samples": len(batch), "sizes": named}
-    known, count, sampler = len(sizes.known), len(sizes.values), type(_sampler_of(question.loader)).__name__
-    parts = []
-    if question.quantile is None:
-        parts.append(_("the longest batch is planned for: {samples} samples of up to {sizes}", **facts))
-        if not stream:
-            times = share_as_long(batch, orders, sizes)
-            said = _(
-                "at most {times} of {batches} batches of an epoch are so long", times=times, batches=orders.per_epoch
-            )
-            parts.append(said)
-    else:
-        parts.append(_("a long batch is planned for: {samples} samples of up to {sizes}", **facts))
-        parts.append(
-            _(
-                "{share} of {count} batches are no longer, and longer ones are left to the recovery from out-of-memory "
-                "errors",
-                share=f"{100 * question.quantile:.4g}%",
-                count=looked_at,
-            )
-        )
-    if orders.kind == "bound":
-        parts.append(_("a bound, for {sampler} draws at random", sampler=sampler))
-    elif orders.kind == "drawn" and not stream:
-        made = len(orders.made)
-        parts.append(_("{sampler} made {count} batches, and may make others", sampler=sampler, count=made))
-    if known < count or stream:
-        parts.append(
-            _(
-                "{known} of {count} samples are known, by {source} for {seconds} s; longer ones among the others are "
-                "not planned for",
-                known=known,
-                count=_("unknown many") if stream else count,
-                source=source.words,
-                seconds=f"{question.seconds:g}",
-            )
-        )
-    else:
-        parts.append(_("sizes of all {count} samples are known by {source}", count=count, source=source.words))
-    return "; ".join(parts)
-
-
-def _sampler_of(loader: Any) -> Any:
-    return getattr(loader.batch_sampler, "sampler", None) or loader.batch_sampler

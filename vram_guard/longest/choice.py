@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
 from vram_guard.longest._extents import shapes_of
 from vram_guard.longest._look import Found, Question, look
-from vram_guard.longest.file_sizes import FileSizes
 from vram_guard.simulate import DEFAULT_CAPABILITY, trace_at
 from vram_guard.state.random_generators import random_state_kept
 
@@ -30,19 +29,6 @@ Peak = Callable[[int], Any]
 """Batch size -> what the step takes with the batch that is chosen at the moment; comparable."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A sample whose batches are the longest.
-
-    Attributes:
-        sample: delivers them, and says so in its notes.
-        learned: what is worth keeping for the next run.
-    """
-
-    sample: Sample
-    learned: tuple[FileSizes, ...] = ()
-
-
 def choose(
     sample: Sample,
     wish: Wish,
@@ -52,8 +38,8 @@ def choose(
     peak: Peak | None = None,
     progress: Progress = lambda _line: None,
     in_copy: bool = True,
-) -> Chosen:
-    """Let a sample deliver the longest batch that its loader can make.
+) -> Sample:
+    """A sample that delivers the longest batch that its loader can make, and says so in its notes.
 
     Args:
         sample: as it was read; its parts are changed.
@@ -65,8 +51,8 @@ def choose(
         in_copy: look in a copy of the process, which samplers and data sets may change; False where this is one.
     """
     if wish.longest == "first":
-        return Chosen(sample)
-    size, notes, learned = sample.batch_size, list(sample.notes), []
+        return sample
+    size, notes = sample.batch_size, list(sample.notes)
     for part in sample.parts:
         question = Question(part.loader, sample.batch_size, ranks, by_batches, wish.share, wish.seconds, part.endless)
         found, remarks = _looked(question, progress, in_copy=in_copy)
@@ -74,15 +60,13 @@ def choose(
             part.sizes = found.sizes
             alone = len(sample.parts) == 1
             which = _take(part, found, size, peak, alone=alone, progress=progress)
-            if found.learned is not None:
-                learned.append(found.learned)
             if which is None:
                 continue
             size = found.whole[which] if alone else size
             notes = [note for note in notes if note not in part.note]
             notes += [found.words[which], *found.remarks]
         notes += remarks
-    return Chosen(replace(sample, batch_size=size, notes=tuple(notes)), tuple(learned))
+    return replace(sample, batch_size=size, notes=tuple(notes))
 
 
 def longest_beside(read: Callable[[], Sample], wish: Wish, *, ranks: int = 1) -> tuple[Sample | None, tuple[str, ...]]:
@@ -98,7 +82,7 @@ def longest_beside(read: Callable[[], Sample], wish: Wish, *, ranks: int = 1) ->
     """
     with random_state_kept():
         sample = read()
-    sample = choose(sample, wish, ranks=ranks).sample
+    sample = choose(sample, wish, ranks=ranks)
     return sample if any(part.numbers for part in sample.parts) else None, sample.notes
 
 

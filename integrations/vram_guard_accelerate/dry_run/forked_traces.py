@@ -177,7 +177,7 @@ def longest_of(first: FirstBatch, wish: Wish) -> Sample:
         taken = ForkedTraces(first).trace(TraceRequest(size, first.precision)).at(size)
         return taken.peak_reserved, taken.peak_allocated
 
-    return choose(first.sample, wish, ranks=first.shape.ranks, by_batches=True, peak=peak, in_copy=False).sample
+    return choose(first.sample, wish, ranks=first.shape.ranks, by_batches=True, peak=peak, in_copy=False)
 
 
 def longest_again(sample: Sample, task: ForkTask) -> Sample:

@@ -1,0 +1,253 @@
+"""Batches that a sampler can make, and a handful of them one of which takes the most memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
+
+#: Batches that are compared by tracing at most.
+MOST = 6
+
+#: Epochs that are drawn of a sampler with batches of its own, or of random order to find a share of them.
+EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of samples.
+
+    Attributes:
+        names: of the measures.
+        values: samples x measures; -1 where it is not known.
+    """
+
+    names: tuple[str, ...]
+    values: torch.Tensor
+
+    @property
+    def known(self) -> torch.Tensor:
+        """Numbers of the samples whose sizes are known."""
+        return (self.values >= 0).all(dim=1).nonzero().flatten()
+
+    @property
+    def areas(self) -> torch.Tensor:
+        """Product of the measures of each sample."""
+        return self.values.clamp(min=1).double().prod(1)
+
+    def distinct(self) -> Sizes:
+        """Without measures that are the same for all samples, or as another."""
+        rows = self.values[self.known]
+        kept: list[int] = []
+        for k in range(len(self.names)):
+            column = rows[:, k]
+            if (column != column[:1]).any() and not any(torch.equal(column, rows[:, one]) for one in kept):
+                kept.append(k)
+        return Sizes(tuple(self.names[k] for k in kept), self.values[:, kept])
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches that a sampler can make: these, or any ``size`` samples of a pool.
+
+    Attributes:
+        per_epoch: batches in one epoch, on one process.
+        made: batches as they were made.
+        pool: samples of which any may come together.
+        size: samples in a batch of the pool.
+        repeats: how often one of them may be in the same batch.
+        epochs: over which ``made`` reaches, all ranks counted.
+        remark: what is not known about them; "" where there are no others.
+    """
+
+    per_epoch: int
+    made: Sequence[torch.Tensor] = ()
+    pool: torch.Tensor | None = None
+    size: int = 1
+    repeats: int = 1
+    epochs: int = 1
+    remark: str = ""
+
+
+def batches_of(
+    loader: Any,
+    size: int,
+    count: int,
+    ranks: int = 1,
+    *,
+    by_batches: bool = False,
+    endless: bool = False,
+    seconds: float,
+) -> Batches:
+    """The batches of a loader whose data set has an index.
+
+    Args:
+        loader: a DataLoader.
+        size: samples in a batch, where its sampler does not decide that.
+        count: of samples.
+        ranks: processes among which the framework is going to share the samples out.
+        by_batches: whole batches are shared out, as Accelerate does, and not sample by sample.
+        endless: the sampler starts over when it has been through the data set.
+        seconds: that drawing from samplers with batches of their own may take; 0: they are not drawn from.
+
+    Raises:
+        UnsupportedStepError: the sampler has batches of its own, and is not drawn from.
+    """
+    batches = loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)
+    if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
+        return _of_own_batches(batches, count, seconds)
+    kind = type(sampler)
+    everything = torch.arange(count)
+    listed = isinstance(sampler, (list, tuple, range))
+    if listed or kind is SequentialSampler or (kind is DistributedSampler and not sampler.shuffle):
+        order = torch.tensor(sampler) if listed else everything
+        ranks = getattr(sampler, "num_replicas", ranks)
+        return _in_order(order, size, ranks, drops=bool(batches.drop_last), by_batches=by_batches)
+    if kind is RandomSampler:
+        rounds = min(-(-sampler.num_samples // count), 2 + size // count)  # permutations that one batch can be of
+        return _together(everything, size, size if sampler.replacement else rounds, -(-sampler.num_samples // ranks))
+    if kind is SubsetRandomSampler:
+        return _together(torch.as_tensor(sampler.indices), size, 1, -(-len(sampler.indices) // ranks))
+    if kind is WeightedRandomSampler:
+        pool = torch.as_tensor(sampler.weights).nonzero().flatten()
+        return _together(pool, size, size if sampler.replacement else 1, -(-sampler.num_samples // ranks))
+    if kind is DistributedSampler:
+        return _together(everything, size, 1, len(sampler))
+    remark = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
+    again = 2 + size // count if endless else 1  # a batch may be of two rounds
+    return _together(everything, size, again, len(sampler) if hasattr(sampler, "__len__") else count, remark)
+
+
+def _together(pool: torch.Tensor, size: int, repeats: int, drawn: int, remark: str = "") -> Batches:
+    most = min(size, len(pool) * repeats)
+    return Batches(-(-drawn // size), pool=pool, size=most, repeats=repeats, remark=remark)
+
+
+def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> Batches:
+    """The same batches in every epoch, those of all ranks."""
+    step = size * ranks if by_batches else ranks
+    # The first samples again, so that every process has as many.
+    evened = order[torch.arange(-(-len(order) // step) * step) % max(1, len(order))]
+    if by_batches:
+        shares = [order if drops or ranks == 1 else evened]
+    else:
+        shares = [evened[rank::ranks] for rank in range(ranks)]
+    made = [part for share in shares for part in share.split(size) if len(part) == size or not drops]
+    return Batches(-(-len(made) // ranks), made)
+
+
+def _of_own_batches(sampler: Any, count: int, seconds: float) -> Batches:
+    name = type(sampler).__name__
+    if isinstance(sampler, (list, tuple)):
+        made = [torch.tensor(list(one), dtype=torch.int64) for one in sampler if len(one)]
+        return Batches(len(made), made)
+    if not seconds:
+        raise UnsupportedStepError(_("{sampler} makes batches of its own, and cannot be copied here", sampler=name))
+    end = time.monotonic() + seconds
+    epochs: list[list[torch.Tensor]] = []
+    while len(epochs) < EPOCHS and time.monotonic() < end:
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(len(epochs))
+        epochs.append([])
+        for one in islice(iter(sampler), count):
+            if len(one):
+                epochs[-1].append(torch.tensor(list(one), dtype=torch.int64))
+            if time.monotonic() > end:
+                break
+    made = [batch for epoch in epochs for batch in epoch]
+    if not made:
+        raise UnsupportedStepError(_("the batch sampler {kind} delivers no batch", kind=name))
+    remark = _("{sampler} made {count} batches, and may make others", sampler=name, count=len(made))
+    return Batches(len(epochs[0]), made, epochs=len(epochs), remark=remark)
+
+
+# --- the largest --------------------------------------------------------------------------------------------------
+
+
+def candidates(batches: Batches, sizes: Sizes, share: float | None = None) -> tuple[list[torch.Tensor], int]:
+    """Batches one of which is planned for, the largest sample first in each, and how many were looked at for it.
+
+    Args:
+        batches: that can be.
+        sizes: of all samples.
+        share: None: several, each the largest in one way, the likeliest first. A number: the batch than which this
+            share of the batches of some epochs is no larger.
+    """
+    if share is not None:
+        made = batches.made or _drawn(batches)
+        padded, _squares, areas, *_others = _scores(made, sizes)
+        order = areas.argsort(stable=True)
+        order = order[padded[order].argsort(stable=True)]
+        return [_sorted(made[int(order[math.ceil(share * len(made)) - 1])], sizes)], len(made)
+    made = batches.made or _of_pool(batches, sizes)
+    scores = _scores(made, sizes)
+    best = [(score == score.max()).nonzero().flatten() for score in scores]
+    chosen = [_sorted(made[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
+    different = {tuple(sorted(batch.tolist())): batch for batch in reversed(chosen)}
+    return list(reversed(different.values()))[:MOST], 0
+
+
+def as_long(batch: torch.Tensor, batches: Batches, sizes: Sizes) -> int:
+    """Batches of an epoch that can be as long as this one, at most."""
+    if batches.pool is not None:
+        return min(batches.per_epoch, int((sizes.areas >= sizes.areas[batch].max()).sum()))
+    padded = _scores([*batches.made, batch], sizes)[0]
+    times = -(-int((padded[:-1] >= padded[-1]).sum()) // batches.epochs)
+    return min(batches.per_epoch, max(1, times))
+
+
+def _scores(batches: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+    """Each of the ways in which one batch may be the largest: padded, in attention, by its samples' numbers, ..."""
+    flat = torch.cat(list(batches))
+    samples = torch.tensor([len(batch) for batch in batches])
+    owner = torch.arange(len(batches)).repeat_interleave(samples)
+    rows, areas = sizes.values[flat].clamp(min=0).double(), sizes.areas[flat]
+    nothing = torch.zeros(len(batches), rows.shape[1], dtype=torch.float64)
+    largest = nothing.scatter_reduce(0, owner[:, None].expand_as(rows), rows, "amax")
+    plane = largest.clamp(min=1).prod(1)
+    sums = [nothing[:, 0].index_add(0, owner, one) for one in (areas, areas**2, *rows.unbind(1))]
+    return [samples * plane, samples * plane**2, *sums, *largest.unbind(1), samples.double()]
+
+
+def _of_pool(batches: Batches, sizes: Sizes) -> list[torch.Tensor]:
+    """The largest that a pool can give: in each measure, in the product, and with the largest in each together."""
+    assert batches.pool is not None
+    values, areas = sizes.values[batches.pool], sizes.areas[batches.pool]
+    most = min(len(values), batches.size + values.shape[1])
+    rankings = [column.topk(most).indices for column in (areas, *values.unbind(1))]
+    mixed = torch.cat([torch.stack([ranking[0] for ranking in rankings[1:]]), rankings[0]])
+    rankings.insert(0, torch.tensor(list(dict.fromkeys(mixed.tolist()))))
+    return [batches.pool[one.repeat_interleave(batches.repeats)[: batches.size]] for one in rankings]
+
+
+def _drawn(batches: Batches) -> list[torch.Tensor]:
+    """Batches of some epochs, drawn at random."""
+    assert batches.pool is not None
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(len(batches.pool), generator=generator) for _epoch in range(EPOCHS)]
+    return [batch for order in orders for batch in batches.pool[order].split(batches.size)]
+
+
+def _sorted(batch: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """The largest sample first, then the largest of each measure: of a part of a batch, the first samples count."""
+    values = sizes.values[batch].clamp(min=0)
+    by_area = sizes.areas[batch].argsort(descending=True, stable=True)
+    tops = [column.argsort(descending=True, stable=True)[0] for column in values.unbind(1)]
+    return batch[torch.tensor(list(dict.fromkeys(int(one) for one in [by_area[0], *tops, *by_area])))]
