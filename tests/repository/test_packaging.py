@@ -136,11 +136,11 @@ def test_mmengine_gets_a_setuptools_that_still_has_pkg_resources(metadata):
 
 def test_what_only_a_checkout_needs_is_not_published(metadata):
     adapters = {"lightning", "pytorch-lightning", "mmengine", "accelerate"}
-    assert set(metadata.get_all("Provides-Extra")) == {*adapters, "torchao", "plot", "all"}
+    assert set(metadata.get_all("Provides-Extra")) == {*adapters, "torchao", "all"}
 
 
 def test_all_means_all(metadata):
-    parts = [requirements(metadata, extra=extra) for extra in ("lightning", "mmengine", "accelerate", "plot")]
+    parts = [requirements(metadata, extra=extra) for extra in ("lightning", "mmengine", "accelerate")]
     everything = requirements(metadata, extra="all")
     assert everything.keys() == {name for part in parts for name in part}
     for part in parts:

@@ -24,9 +24,6 @@ def test_everything_at_once(tmp_path, capsys):
     names = {
         "--html": "r.html",
         "--plot": "p.svg",
-        "--plot-batch": "b.png",
-        "--plot-budgets": "u.svg",
-        "--trace": "t.json",
         "--snapshot": "s.pickle",
     }
     pictures = [part for option, name in names.items() for part in (option, str(tmp_path / name))]
@@ -43,16 +40,13 @@ def test_everything_at_once(tmp_path, capsys):
     assert captured.out.startswith("Does not fit as written (")
     assert "x 0." in captured.out, "what it costs"
     assert "32-true" not in captured.out
-    assert captured.err.count("wrote") == 6
+    assert captured.err.count("wrote") == 3
     page = (tmp_path / "r.html").read_text("utf-8")
     assert "<title>Small &lt;b&gt;</title>" in page
     assert "B200" in page
     assert "RTX 3070" not in page
-    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["batch_size"] > 0
     assert pickle.loads((tmp_path / "s.pickle").read_bytes())["segments"]
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "u.svg").stat().st_size > 10_000
-    assert (tmp_path / "p.svg").read_text().lstrip().startswith("<?xml")
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
 
 
 def test_json_and_exit_codes(capsys):
@@ -72,10 +66,8 @@ def test_json_and_exit_codes(capsys):
         (["missing.yaml"], "missing.yaml"),
         (["missing.py"], "missing.py cannot be read: No such file"),
         ([], "name what to plan for"),
-        ([CONFIG, "--plot", "x.bmp"], ".png"),
-        ([CONFIG, "--plot-budgets", "x.bmp"], ".png"),
-        ([CONFIG, "--plot-budgets", "x.png", "--gpus", "4"], "on one GPU"),
-        ([CONFIG, "--plot-budgets", "x.png", "--cards", "RTX 4099"], "RTX 4090"),
+        ([CONFIG, "--plot", "x.bmp"], ".svg"),
+        ([CONFIG, "--html", "x.html", "--cards", "RTX 4099"], "RTX 4090"),
         ([CONFIG, "--set", "batch_size=0"], "batch_size"),
         ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),
         ([CONFIG, "--set", "batch_size=3", "--set", "batch_size=4"], "--set gives batch_size twice"),
@@ -98,16 +90,6 @@ def test_the_name_of_a_published_model_leads_to_its_kind(name, kind, capsys):
     assert cli.main(["estimate", "--model", name, "--batch", "4", "--gpu", "RTX 4090"]) == 2
     said = capsys.readouterr().err
     assert (f"did you mean {kind}?" in said) if kind else ("did you mean" not in said)
-
-
-def test_a_missing_library_is_told_before_any_work(monkeypatch, capsys):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert cli.main(["plan", CONFIG, "--gpu", "RTX 4090", "--plot", "x.png"]) == 3
-    captured = capsys.readouterr()
-    assert "pip install matplotlib" in captured.err
-    assert captured.out == ""
 
 
 def test_every_set_counts(tmp_path, capsys):

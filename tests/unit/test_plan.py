@@ -27,7 +27,6 @@ from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.model import Rejected, nearest
-from vram_guard.plan.per_budget import plans_per_budget
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.step_time import StepTime, assumed_gpu, step_seconds
 from vram_guard.plan.techniques import resident_batch
@@ -173,15 +172,6 @@ def test_a_plan_keeps_its_own_timelines_alone(uneven: bool, with_job: bool) -> N
     kept = [timeline for timeline in timelines_alive() if id(timeline) not in before]
     # Where each size is traced by itself, a timeline keeps the last ones that it was asked for.
     assert len(kept) <= (2 * KEPT_TRACES if uneven else 4)
-
-
-def test_plans_for_several_budgets_keep_their_own_timelines_alone() -> None:
-    gc.collect()
-    before = {id(timeline) for timeline in timelines_alive()}
-    made = plans_per_budget(step_of_blocks(8, uneven=True), 64, ["100MiB", "300MiB"], allow=CHEAP)
-    assert len(made) == 2
-    gc.collect()
-    assert len([timeline for timeline in timelines_alive() if id(timeline) not in before]) <= 2 * KEPT_TRACES
 
 
 def timelines_alive() -> list[Timeline]:

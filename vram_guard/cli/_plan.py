@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vram_guard.cli._arguments import count, unknown_model, whole_number
 from vram_guard.cli._configuration import add_set, check_said_once, configuration, parsed, said, tell_assumed
@@ -32,10 +31,6 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
 from vram_guard.state.collector import collector_paused
-
-if TYPE_CHECKING:
-    from vram_guard.budget import Budget
-    from vram_guard.plan.comparison import Configuration
 
 #: How large a sample is, and what the weights are.
 _SHAPES = (*SIZES, *WEIGHTS)
@@ -87,7 +82,7 @@ def add(commands: Any) -> None:
         action="list",
         accepts=is_name,
         metavar="A,B",
-        help=_("GPUs in the plots of batch sizes and budgets (default: common ones)"),
+        help=_("GPUs whose largest batches the HTML page shows (default: common ones)"),
     )
     parser.add_argument(
         "--annotations",
@@ -96,36 +91,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
-    parser.add_argument(
-        "--plot-budgets",
-        metavar="FILE",
-        help=_("write one picture of the peak over the batch size and the plan for each GPU's memory (--cards)"),
-    )
     parser.set_defaults(run=_plan)
-
-
-def _plot_budgets(
-    options: argparse.Namespace, one: Configuration, budget: Budget, cards: list[str], allow: Iterable[str]
-) -> None:
-    """The picture of the plans for several budgets, on the kernels of the GPU that was planned for."""
-    from vram_guard.plan.per_budget import plans_per_budget
-    from vram_guard.report import budget_figure, save_figure
-    from vram_guard.report.batch_curve import COMMON_CARDS
-    from vram_guard.report.files import must_be_written
-
-    with progress_shown() as progress:
-        plans = plans_per_budget(
-            one.step,
-            one.batch_size,
-            cards or COMMON_CARDS,
-            gpu=budget.gpu,
-            allow=allow,
-            cudnn=options.cudnn,
-            progress=progress,
-        )
-    with must_be_written():
-        save_figure(budget_figure(plans), options.plot_budgets)
-    say(_("wrote {path}", path=options.plot_budgets), sys.stderr)
 
 
 def _several(options: argparse.Namespace) -> dict[str, Any]:
@@ -187,13 +153,11 @@ def _plan(options: argparse.Namespace) -> int:
 
     if options.gpus is None:
         check_needed(options, ("node_gpus", "link", "layouts", "compare_gpus"), needs="--gpus")
-    if not (options.html or options.plot_batch or options.plot_budgets):
-        check_needed(options, ("cards",), needs="--html, --plot-batch, --plot-budgets")
+    if not options.html:
+        check_needed(options, ("cards",), needs="--html")
     if options.json and not (options.html or options.annotations):
         check_needed(options, ("title",), needs="--html")
-    check_pictures(options, options.plot_budgets)
-    if options.plot_budgets and options.gpus is not None:
-        raise InvalidInputError(_("--plot-budgets is of trainings on one GPU: leave --gpus out"))
+    check_pictures(options)
     if options.annotations is not None:
         check_annotations(options.annotations)
     _one_of(options)
@@ -227,8 +191,6 @@ def _plan(options: argparse.Namespace) -> int:
             say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
     write_pictures(options, made, gpus=cards or None, title=name)
-    if options.plot_budgets:
-        _plot_budgets(options, one, budget, cards, allow)
     if options.annotations is not None:
         found = [] if made.fits else [finding(f"{name}: {made.verdict()}", "", options.config or "")]
         if lines := annotate(found, options.annotations):

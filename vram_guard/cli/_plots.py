@@ -1,4 +1,4 @@
-"""``--html``, ``--plot``, ``--trace``, ``--snapshot``: the pictures that several commands offer, in one place."""
+"""``--html``, ``--plot``, ``--snapshot``: the pictures that several commands offer, in one place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import GPU, Budget
@@ -20,33 +21,26 @@ def add_picture_options(parser: argparse.ArgumentParser) -> None:
     """The options; what they ask for is written by :func:`write_pictures`."""
     group = parser.add_argument_group(_("plots"))
     group.add_argument("--html", metavar="FILE", help=_("write the report as a self-contained HTML page"))
-    group.add_argument("--plot", metavar="FILE", help=_("write the memory over the step as .png, .svg or .pdf"))
-    group.add_argument("--plot-batch", metavar="FILE", help=_("write the peak over the batch size, per GPU"))
-    group.add_argument("--trace", metavar="FILE", help=_("write a trace for ui.perfetto.dev and chrome://tracing"))
+    group.add_argument("--plot", metavar="FILE", help=_("write the memory over the step as .svg"))
     group.add_argument("--snapshot", metavar="FILE", help=_("write a snapshot for pytorch.org/memory_viz"))
 
 
-def check_pictures(options: argparse.Namespace, *more: str | None) -> None:
-    """Before any work: matplotlib is there if it is needed, and the files' names have endings that can be written.
+def check_pictures(options: argparse.Namespace) -> None:
+    """Before any work: the files' names have endings that can be written.
 
     Args:
         options: with the values of :func:`add_picture_options`.
-        more: names of other pictures.
 
     Raises:
-        InvalidInputError: another ending than .png, .svg or .pdf, or a folder.
-        MissingLibraryError: matplotlib is not installed; names the extra that brings it.
+        InvalidInputError: another ending than .svg, or a folder.
     """
-    for path in (options.html, options.plot, options.plot_batch, options.trace, options.snapshot, *more):
+    for path in (options.html, options.plot, options.snapshot):
         if path and Path(path).is_dir():
             raise InvalidInputError(_("{path} is a folder: give the name of a file", path=path))
-    asked = [path for path in (options.plot, options.plot_batch, *more) if path]
-    if asked:
-        from vram_guard.report.plot import new_figure, picture_format
+    if options.plot:
+        from vram_guard.report.picture import check_picture_name
 
-        for path in asked:
-            picture_format(path)
-        new_figure(1)
+        check_picture_name(options.plot)
 
 
 def write_pictures(
@@ -66,7 +60,7 @@ def write_pictures(
         answer: a plan, which brings its timelines and its budget, or an estimate.
         timeline: what an estimate was read from.
         budget: what an estimate is compared with.
-        gpus: whose largest batches the page and the batch picture show; None: common cards.
+        gpus: whose largest batches the page shows; None: common cards.
         settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted.
 
@@ -74,45 +68,25 @@ def write_pictures(
         InvalidInputError: a picture of the step is asked for and there is no timeline; a file cannot be written.
     """
     from vram_guard.plan.model import Plan
-    from vram_guard.report import (
-        batch_figure,
-        plan_figure,
-        save_figure,
-        save_html,
-        save_snapshot,
-        save_trace,
-        timeline_figure,
-    )
-    from vram_guard.report.batch_curve import COMMON_CARDS
+    from vram_guard.report import save_html, save_picture, save_snapshot
     from vram_guard.report.files import must_be_written
 
-    cards = None if gpus is None else tuple(gpus)
+    given: dict[str, Any] = {"timeline": timeline, "budget": budget, "settings": settings}
     with must_be_written():
         if options.html:
-            save_html(
-                answer, options.html, timeline=timeline, budget=budget, gpus=cards, settings=settings, title=title
-            )
+            save_html(answer, options.html, gpus=None if gpus is None else tuple(gpus), title=title, **given)
             _wrote(options.html)
-        others = [path for path in (options.plot, options.plot_batch, options.trace, options.snapshot) if path]
+        others = [path for path in (options.plot, options.snapshot) if path]
         if not others:
             return
-        size, at, written = answer.batch_size, answer.batch_size, timeline
-        if isinstance(answer, Plan):
-            size, at = answer.estimate.batch_size, answer.batch_size_before
-            timeline, written, budget = answer.timeline, answer.timeline_before, answer.budget
-        if timeline is None:
+        size = answer.estimate.batch_size if isinstance(answer, Plan) else answer.batch_size
+        step = answer.timeline if isinstance(answer, Plan) else timeline
+        if step is None:
             raise InvalidInputError(_("there is no step to draw: only a model that can be built has a timeline"))
-        if options.plot and isinstance(answer, Plan):
-            save_figure(plan_figure(answer, settings=settings), options.plot)
-        elif options.plot:
-            save_figure(timeline_figure(timeline, size, budget=budget, settings=settings), options.plot)
-        if options.plot_batch:
-            figure = batch_figure(written or timeline, cards or COMMON_CARDS, at=at, settings=settings)
-            save_figure(figure, options.plot_batch)
-        if options.trace:
-            save_trace(timeline, size, options.trace, budget=budget, settings=settings)
+        if options.plot:
+            save_picture(answer, options.plot, **given)
         if options.snapshot:
-            save_snapshot(timeline, size, options.snapshot, settings=settings)
+            save_snapshot(step, size, options.snapshot, settings=settings)
     for path in others:
         _wrote(path)
 

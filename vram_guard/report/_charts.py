@@ -150,6 +150,11 @@ def timeline_charts(
     return [_timeline_chart(caption, one, size, usable, top, settings, columns) for caption, one, size in charts]
 
 
+def lines_drawn(charts: Sequence[Chart]) -> list[str]:
+    """The legend's words for lines of charts of a step."""
+    return [_("line: reserved"), *([_("dashed: budget")] if any(chart.limits for chart in charts) else [])]
+
+
 def _planned_size(plan: Plan) -> str:
     if plan.splits == 1:
         return _("batch {count}", count=plan.batch_size)

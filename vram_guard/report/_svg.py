@@ -45,7 +45,7 @@ def svg(chart: Chart) -> str:
     """The chart as an SVG element; one of a step can have the focus, and has a cursor for the page's script."""
     focus = ' tabindex="0"' if chart.is_timeline else ""
     head = f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(chart.description)}"{focus}>'
-    return head + "".join(_elements(chart, _Scale(chart.last, chart.top))) + "</svg>"
+    return head + "".join(elements(chart)) + "</svg>"
 
 
 def script_data(chart: Chart) -> dict[str, Any]:
@@ -61,27 +61,28 @@ def script_data(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _elements(chart: Chart, scale: _Scale) -> Iterator[str]:
-    """Everything, from the back to the front."""
+def elements(chart: Chart) -> Iterator[str]:
+    """Everything in the chart, from the back to the front."""
+    scale = _Scale(chart.last, chart.top)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for phase in chart.phases:
         left, end = scale.x(phase.start), scale.x(min(phase.end, chart.last))
         if phase.shaded:
             size = f'width="{end - left:.1f}" height="{bottom - TOP:.1f}"'
             yield f'<rect class="band" x="{left:.1f}" y="{TOP}" {size}/>'
-        yield _text(phase.name, (left + end) / 2, TOP - 6, "middle")
+        yield text(phase.name, (left + end) / 2, TOP - 6, "middle")
     for step in chart.steps:
         x = scale.x(step.start)
         yield f'<line class="frame" x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{bottom:.0f}"/>'
-        yield _text(step.name, x + 5, 22, "start", "ink")
+        yield text(step.name, x + 5, 22, "start", "ink")
     unit, name = chart.byte_unit
-    yield _text(name, LEFT - 6, TOP - 6, "end")
+    yield text(name, LEFT - 6, TOP - 6, "end")
     for value in chart.y_ticks():
         y = scale.y(value * unit)
         yield _across("grid", y)
-        yield _text(f"{value:g}", LEFT - 6, y + 4, "end")
+        yield text(f"{value:g}", LEFT - 6, y + 4, "end")
     for value in chart.x_ticks():
-        yield _text(f"{value:g}", scale.x(value), bottom + 13, "middle")
+        yield text(f"{value:g}", scale.x(value), bottom + 13, "middle")
     yield from _areas(chart, scale)
     if chart.is_timeline:
         yield f'<path class="reserved" d="{_stairs(chart.xs, chart.curve, scale)}"/>'
@@ -97,7 +98,7 @@ def _elements(chart: Chart, scale: _Scale) -> Iterator[str]:
         yield from _label(label, scale)
     if chart.is_timeline:
         yield f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/>'
-    yield _text(chart.x_label, (LEFT + right) / 2, HEIGHT - 6, "middle")
+    yield text(chart.x_label, (LEFT + right) / 2, HEIGHT - 6, "middle")
 
 
 def _areas(chart: Chart, scale: _Scale) -> Iterator[str]:
@@ -127,9 +128,10 @@ def _label(label: Label, scale: _Scale) -> Iterator[str]:
     x, anchor = (scale.x(label.x) - 9, "end") if label.ends_there else (scale.x(label.x) + 9, "start")
     first = -6 - LINE_HEIGHT * (len(label.lines) - 1) if label.above else LINE_HEIGHT
     for number, line in enumerate(label.lines):
-        yield _text(line, x, scale.y(label.y) + first + LINE_HEIGHT * number, anchor, "ink")
+        yield text(line, x, scale.y(label.y) + first + LINE_HEIGHT * number, anchor, "ink")
 
 
-def _text(text: str, x: float, y: float, anchor: str, kind: str = "") -> str:
+def text(words: str, x: float, y: float, anchor: str, kind: str = "") -> str:
+    """Words at a point; nothing where there are none."""
     style = f' class="{kind}"' if kind else ""
-    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>' if text else ""
+    return f'<text{style} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>' if words else ""

@@ -82,8 +82,6 @@ class Stack(NamedTuple):
     """The event that each column shows, ascending."""
     layers: dict[Category, list[int]]
     reserved: list[int]
-    streams: list[list[int]]
-    """The same bytes by CUDA stream, the default one first; empty where there is no other."""
 
 
 def stack(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None = None, *, most: int) -> Stack:
@@ -93,22 +91,14 @@ def stack(timeline: Timeline, batch_size: int, settings: AllocatorSettings | Non
     wanted = set(columns)
     now: dict[Category, int] = dict.fromkeys(LAYERS, 0)
     layers: dict[Category, list[int]] = {category: [] for category in LAYERS}
-    count = max(walked.timeline.streams or (-1,)) + 1
-    on = [0] * count
-    streams: list[list[int]] = [[] for _ in on]
     for index, event in enumerate(walked.timeline.events):
         block = event if event >= 0 else ~event
         category = walked.timeline.blocks[block].category
-        taken = walked.granted[block] if event >= 0 else -walked.granted[block]
-        now[category] += taken
-        if streams:
-            on[walked.timeline.blocks[block].stream] += taken
+        now[category] += walked.granted[block] if event >= 0 else -walked.granted[block]
         if index in wanted:
             for name, held in now.items():
                 layers[name].append(held)
-            for layer, size in zip(streams, on, strict=True):
-                layer.append(size)
-    return Stack(columns, layers, [walked.reserved[index] for index in columns], streams)
+    return Stack(columns, layers, [walked.reserved[index] for index in columns])
 
 
 def _highest(curve: list[int], most: int) -> list[int]:

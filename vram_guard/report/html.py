@@ -21,7 +21,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, language
 from vram_guard.plan.model import Plan
 from vram_guard.plan.spread import Spread
-from vram_guard.report._charts import Chart, batch_chart, timeline_charts
+from vram_guard.report._charts import Chart, batch_chart, lines_drawn, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.report._markup import escape
 from vram_guard.report._spread import count_rows, spread_rows
@@ -203,8 +203,7 @@ def _figure(chart: Chart) -> str:
         f'<span><span class="swatch" style="background:var(--{name})"></span>{escape(category_name(name))}</span>'
         for name in chart.layers
     )
-    lines = [_("line: reserved"), *([_("dashed: budget")] if chart.limits else [])]
-    legend += "".join(f"<span>{escape(line)}</span>" for line in lines)
+    legend += "".join(f"<span>{escape(line)}</span>" for line in lines_drawn([chart]))
     # A "</script>" in a name would end the block; "<" has an escape in JSON.
     data = json.dumps(script_data(chart), separators=(",", ":")).replace("<", "\\u003c")
     return (
