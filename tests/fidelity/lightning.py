@@ -275,7 +275,7 @@ def guard(mode: str, about: Case, peak: int) -> VramGuard:
         GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
         # Mixed precision is another training by intention, and always said.
-        SLICES: {"budget": max(1, int(0.6 * peak)), "margin": 0.0, "allow": ("slices",)},
+        SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ("slices",)},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ("accumulate", "checkpoint", "offload", "foreach")},
     }[mode]
     return VramGuard(**{"budget": "64GiB", "remember": False, **settings})

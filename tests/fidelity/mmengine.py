@@ -125,7 +125,7 @@ def guard(mode: str, about: Case, peak: int) -> Any:
         MICRO: {"pin": {"micro_batch_size": about.micro}},
         GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
-        SLICES: {"budget": max(1, int(0.6 * peak)), "margin": 0.0, "allow": ["slices"]},
+        SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ["slices"]},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ["accumulate", "checkpoint", "offload", "foreach"]},
     }[mode]
     return vram_guard_mmengine.VramGuardHook(**{"budget": "64GiB", "remember": False, **settings})

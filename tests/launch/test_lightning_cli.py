@@ -64,9 +64,11 @@ def test_settings_that_the_config_leaves_out_come_from_the_environment(monkeypat
 
 
 def test_a_config_that_optimize_wrote(tmp_path, capsys):
-    """Its new entries are arguments that the Trainer takes: others would be refused by LightningCLI."""
-    output = tmp_path / "optimized.yaml"
-    assert main(["optimize", "--config", "config.yaml", "--gpu", "RTX 4090", "--output", str(output)]) == 0
-    assert "trainer.precision: added -> bf16-mixed" in capsys.readouterr().out
+    """Entries that are there are changed, and none is added: LightningCLI takes what it took."""
+    written, output = tmp_path / "config.yaml", tmp_path / "optimized.yaml"
+    config = Path("config.yaml").read_text(encoding="utf-8")
+    written.write_text(config.replace("trainer:\n", "trainer:\n  precision: 32-true\n", 1), encoding="utf-8")
+    assert main(["optimize", "--config", str(written), "--gpu", "RTX 4090", "--output", str(output)]) == 0
+    assert "trainer.precision" in capsys.readouterr().out
     trainer = LightningCLI(run=False, save_config_callback=None, args=["--config", str(output)]).trainer
-    assert (trainer.precision, trainer.gradient_clip_val) == ("bf16-mixed", 1.0)
+    assert (trainer.precision, trainer.gradient_clip_val) == ("bf16-mixed", None)
