@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from vram_guard import TrainingStep, plan
 from vram_guard.errors import InvalidInputError, RecomputationError, UnsupportedTechniqueError
 from vram_guard.proof.bodies import find_body
+from vram_guard.proof.samples_apart import SamplesApart
 from vram_guard.techniques import Body, Recipe, Slices, install
 
 ROWS = 12
@@ -142,6 +143,13 @@ def test_an_evaluation_and_other_arguments_run_as_written() -> None:
     assert "forward" not in vars(net.body)
 
 
+def test_an_empty_batch_runs_as_written() -> None:
+    net = Net()
+    undo = install(net, Recipe(slices=Slices(Body("body", ("0",)), 4, 2)))
+    assert net(torch.randn(0, 6)).shape == (0, 4)
+    undo()
+
+
 def test_a_second_forward_that_differs_stops_the_training() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -263,6 +271,15 @@ def test_normalisation_of_each_sample_stays_in_a_body() -> None:
             return self.last(self.norm(self.inner(x).view(-1, 4, 4)).flatten(1))
 
     assert find_body(step_of(Normalised()), ROWS) == Body("", ("0",))
+
+
+@each(("strides", "stays"), [((4, 1), True), ((1, 4), False)])
+def test_rows_are_followed_through_a_view_in_place(strides: tuple[int, int], stays: bool) -> None:
+    x = torch.randn(4, 4)
+    with SamplesApart(x, 4, None) as apart:
+        view = x.clone().as_strided_((4, 4), strides)
+    assert bool(apart.written & apart.before) != stays
+    assert (apart.label(view).ids.flatten().tolist() == [0, 1, 2, 3]) == stays
 
 
 def test_what_leaves_a_body_is_named() -> None:

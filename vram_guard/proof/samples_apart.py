@@ -122,14 +122,14 @@ class SamplesApart(TorchDispatchMode):
         viewed = torch.Tag.inplace_view in func.tags
         if viewed:
             with without_modes():
-                shape, label = args[0].shape, self.label(args[0])
+                before, label = _elements(args[0]), self.label(args[0])
         within, self._within = self._within, True
         try:
             out = func(*args, **(kwargs or {}))
         finally:
             self._within = within
         with without_modes():
-            if viewed and args[0].shape == shape:  # the same elements, in another order of memory
+            if viewed and _elements(args[0]) == before:  # only strides that nothing is found by are others
                 self._put(args[0], label)
                 return out
             try:
@@ -340,6 +340,12 @@ def _covers(other: Label, label: Label) -> bool:
         and label.samples >= other.samples
         and (other.ids.shape == label.ids.shape and bool((other.ids == label.ids).all()))
     )
+
+
+def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where in its memory each element of a tensor lies."""
+    strides = tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return tensor.storage_offset(), tuple(tensor.shape), strides
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -84,7 +84,11 @@ class _Sliced(Checkpointed):
         body = self._slices.body
         tensors = {name: tensors_of(value) for name, value in called.items()}
         rows = {len(one) if one.dim() else 0 for name in body.cut for one in tensors.get(name, ())}
-        if len(rows) != 1 or any(tensors[name] and name not in (*body.cut, *body.whole) for name in tensors):
+        if (
+            len(rows) != 1
+            or 0 in rows
+            or any(tensors[name] and name not in (*body.cut, *body.whole) for name in tensors)
+        ):
             return []
         most = rows.pop()
         size = -(-most // self._slices.count)
