@@ -38,6 +38,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - named in autograd's documentation
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number of the tensor's storage; -1 where it has none (sparse tensors, those that wrap others)."""
+    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return -1
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
+
+
 def tensors_of(part: Any) -> list[torch.Tensor]:
     """The tensors in nested containers, in order."""
     return [leaf for leaf in leaves(part) if isinstance(leaf, torch.Tensor)]

@@ -7,6 +7,7 @@ found holds for every value; what a body reads or changes besides is looked for 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +25,11 @@ from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
-from vram_guard.proof.step_state import storage_of
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, patch_forwards
 from vram_guard.techniques.recipe import Body
-from vram_guard.tensors import tensors_of, without_modes
+from vram_guard.tensors import storage_of, tensors_of, without_modes
 
 if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
@@ -60,11 +60,11 @@ def find_body(step: TrainingStep, batch_size: int, companions: tuple[object, ...
         Exception: whatever the user's code raises.
     """
     large, small = sizes_of_looks(batch_size)
-    calls = _Calls()
+    calls = _ModuleCalls()
     _run(step, large, calls.around, calls.installed)
     refusal = ""
     for name in itertools.islice(_candidates(calls.outermost), MOST_CANDIDATES):
-        look = _Look(name, companions)
+        look = _BodyLook(name, companions)
         try:
             found = [look.at(step, size) for size in (large, small)]
             if found[0] == found[1]:
@@ -110,7 +110,7 @@ class _ModuleCall:
         self.inner: list[_ModuleCall] = []
 
 
-class _Calls:
+class _ModuleCalls:
     """The calls of a model's modules in the last step that was run."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class _Calls:
     def installed(self, model: nn.Module) -> Callable[[], None]:
         """Watch every module of the model."""
         names = {id(module): name for name, module in model.named_modules() if has_forward(module)}
-        return patch_forwards(model, names.values(), lambda module: _Watched(module, names[id(module)], self))
+        return patch_forwards(model, names.values(), lambda module: _CountedForward(module, names[id(module)], self))
 
     def begin(self, name: str) -> _ModuleCall:
         """Enter a module."""
@@ -139,8 +139,8 @@ class _Calls:
         self._open.pop()
 
 
-class _Watched(PatchedForward):
-    def __init__(self, module: nn.Module, name: str, calls: _Calls) -> None:
+class _CountedForward(PatchedForward):
+    def __init__(self, module: nn.Module, name: str, calls: _ModuleCalls) -> None:
         super().__init__(module)
         self._name = name
         self._calls = calls
@@ -168,7 +168,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        size = sum(one.numel() * one.element_size() for one in tree_leaves(out) if isinstance(one, torch.Tensor))
+        size = sum(one.numel() * one.element_size() for one in _tensors(out))
         for call in self._calls:
             call.computed += size
         return out
@@ -201,7 +201,7 @@ class _Facts(NamedTuple):
     """Keys of how each result was computed."""
 
 
-class _Look:
+class _BodyLook:
     """Follows every call of one module.
 
     Args:
@@ -242,17 +242,17 @@ class _Look:
         return self.leaving
 
     def _installed(self, model: nn.Module) -> Callable[[], None]:
-        return patch_forwards(model, [self.name], lambda module: _Followed(module, model, self))
+        return patch_forwards(model, [self.name], lambda module: _FollowedForward(module, model, self))
 
     def refuse(self, error: UnsupportedTechniqueError) -> None:
         """Remember the first thing that stands in the way; the step goes on."""
         self._refusal = self._refusal or error
 
 
-class _Followed(PatchedForward):
+class _FollowedForward(PatchedForward):
     """A module's forward, every operator of which is followed."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, look: _Look) -> None:
+    def __init__(self, module: nn.Module, model: nn.Module, look: _BodyLook) -> None:
         super().__init__(module)
         self._model = model
         self._look = look
@@ -261,7 +261,7 @@ class _Followed(PatchedForward):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
         called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
-        state, functions, ran = _State(self.module), list[type](), CodeRun()
+        state, functions, ran = _Attributes(self.module), list[type](), CodeRun()
         rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)
         apart = SamplesApart(called, rows, None, self.module)
         applied = replaced(torch.autograd.Function, {"apply": told(functions)})
@@ -275,7 +275,9 @@ class _Followed(PatchedForward):
             self._look.refuse(error)
         return out
 
-    def _check(self, state: _State, apart: SamplesApart, ran: CodeRun, functions: list[type], heard: Listening) -> None:
+    def _check(
+        self, state: _Attributes, apart: SamplesApart, ran: CodeRun, functions: list[type], heard: Listening
+    ) -> None:
         reasons = itertools.chain(
             _normalisation(self.module),
             _hooks(self.module),
@@ -346,7 +348,7 @@ def _hooks(module: nn.Module) -> Iterator[str]:
             yield _("a hook of '{module}' ({hook}) would see slices of the batch", module=name, hook=said)
 
 
-class _State:
+class _Attributes:
     """Attributes of a module and of those inside it, and what its containers hold."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -359,7 +361,7 @@ class _State:
         for (path, module), before in zip(self._modules, self._before, strict=True):
             now = vars(module)
             for name in {**before, **now}:
-                if before.get(name, _State) is not now.get(name, _State):
+                if before.get(name, _Attributes) is not now.get(name, _Attributes):
                     yield _("its forward sets {name}", name=f"{path}.{name}".lstrip("."))
         if not all(alike(container, content) for container, content in self._contents):
             yield _("its forward changes a list or another container of a module")
@@ -379,20 +381,20 @@ class _Leaving(TorchDispatchMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._inside = False
 
-    def inside(self) -> _Inside:
-        """A context: the module's forward runs."""
-        return _Inside(self)
-
-    def turn(self, *, inside: bool) -> None:
-        """From here on operators are those of the module's forward, or others."""
-        self._inside = inside
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside the block operators are those of the module's forward."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
 
     def returned(self, out: Any) -> None:
         """These are the module's results, which are used outside."""
         with without_modes():
             for one in tensors_of(out):
-                if one.layout == torch.strided:
-                    self._made.pop(storage_of(one), None)
+                self._made.pop(storage_of(one), None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -400,25 +402,15 @@ class _Leaving(TorchDispatchMode):
             self.waits = self.waits or str(func)
         with without_modes():
             if self._inside:
-                given = {storage_of(one) for one in _strided((args, kwargs))}
-                for one in _strided(out):
-                    if storage_of(one) not in given:
+                given = {storage_of(one) for one in _tensors((args, kwargs))}
+                for one in _tensors(out):
+                    if storage_of(one) not in (*given, -1):
                         self._made[storage_of(one)] = StorageWeakRef(one.untyped_storage())
-            elif not self.used and any(storage_of(one) in self._made for one in _strided((args, kwargs))):
+            elif not self.used and any(storage_of(one) in self._made for one in _tensors((args, kwargs))):
                 self.used = str(func)
         return out
 
 
-class _Inside:
-    def __init__(self, leaving: _Leaving) -> None:
-        self._leaving = leaving
-
-    def __enter__(self) -> None:
-        self._leaving.turn(inside=True)
-
-    def __exit__(self, *_error: object) -> None:
-        self._leaving.turn(inside=False)
-
-
-def _strided(part: Any) -> Iterator[torch.Tensor]:
-    return (one for one in tree_leaves(part) if isinstance(one, torch.Tensor) and one.layout == torch.strided)
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    """Those among the arguments or results of an operator."""
+    return (one for one in tree_leaves(part) if isinstance(one, torch.Tensor))

@@ -20,9 +20,10 @@ from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun
 from vram_guard.proof.observed import normalisation_buffers
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
-from vram_guard.proof.step_state import StepState, storage_of
+from vram_guard.proof.step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
 from vram_guard.step import TrainingStep
+from vram_guard.tensors import storage_of
 
 
 class LossGraph:

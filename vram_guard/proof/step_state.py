@@ -18,7 +18,7 @@ from vram_guard.apply.loss_terms import parts_of
 from vram_guard.language import _
 from vram_guard.proof.observed import normalisation_buffers
 from vram_guard.state.reached import ReachedState
-from vram_guard.tensors import version_of
+from vram_guard.tensors import storage_of, version_of
 from vram_guard.user_code import is_installed_file
 
 #: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
@@ -81,13 +81,6 @@ def numbers_in(part: Any, name: str) -> Iterator[tuple[str, str]]:
         number = one if known is None or known.is_meta else known.item()
         if isinstance(number, (int, float)):
             yield name + "".join(f"[{key!r}]" for key in path), repr(number)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """A number of the tensor's storage; -1 where it has none."""
-    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
-        return -1
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import parts_of
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
-from vram_guard.tensors import tensors_in, version_of
+from vram_guard.tensors import storage_of, tensors_in, version_of
 from vram_guard.timeline import Change, ChangeKind
 
 if TYPE_CHECKING:
@@ -140,22 +140,22 @@ class _Look:
         for prefix, owner in _inside(module):
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    at = _storage_of(buffer)
+                    at = storage_of(buffer)
                     self._tensors.setdefault(at, ("buffer", prefix + name))
                     self._buffers.append((at, owner, name, id(buffer), version_of(buffer)))
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    self._tensors.setdefault(_storage_of(parameter), ("parameter", prefix + name))
+                    self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
         for name, value, content in _reached(module):
             if isinstance(value, torch.Tensor):
-                self._tensors.setdefault(_storage_of(value), ("tensor", name))
+                self._tensors.setdefault(storage_of(value), ("tensor", name))
                 continue
             if isinstance(value, torch.Generator):
                 self._generators[number_of(value)] = name
             self._contents[name] = id(value), _tokens(content)
         for tensor in tensors_in(inputs):
-            self._tensors.setdefault(_storage_of(tensor), ("input", ""))
+            self._tensors.setdefault(storage_of(tensor), ("input", ""))
 
     def changed(self, noted: Noted) -> Iterator[tuple[ChangeKind, str]]:
         """Kinds and names of what a forward has changed since, and checkpointing does not put back."""
@@ -291,11 +291,3 @@ def _defined_in(value: Any) -> str:
 
 def _name_of(hook: Callable[..., Any]) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """A number of the storage; of a tensor that has none (sparse, a wrapper), -1."""
-    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
-        return -1
-    number: int = tensor.untyped_storage()._cdata
-    return number
