@@ -233,7 +233,7 @@ def _proven_plan(
                 continue
         if fitting is not None and not plan.fits:
             others = {name: why for name, why in refused.items() if name != "accumulate"}
-            if others != unproven:
+            if {name: why for name, why in others.items() if name != "slices"} != unproven:
                 fitting = _plan(captured, settings, budget, others, correction, progress)
             return (plan.proposing(fitting, refused["accumulate"]) if fitting.fits else plan), Proof("")
         if not plan.fits and "slices" in refused:
