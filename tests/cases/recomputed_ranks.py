@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -34,4 +35,5 @@ def main(rank: int, store: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(int(sys.argv[1]), sys.argv[2]))
+    # Not by the interpreter's own end: threads of gloo that wait for the other rank may abort the process there.
+    os._exit(main(int(sys.argv[1]), sys.argv[2]))
