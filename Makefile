@@ -76,7 +76,7 @@ gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and r
 gpu-compare: $(STAMP) ## predict without a GPU what was recorded on one; replay the allocator histories
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks gpu-compare
 
-bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/*/peers.md and the chart
+bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/lab/peers.md and the chart
 	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0 torch-preflight==0.5.0
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks peers
 
@@ -84,7 +84,7 @@ bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/
 # a CUDA build of torch (some GB), so they get an environment of their own.
 PUBLISHED := .venv-published
 
-bench-published: $(STAMP) ## predict what others measured and published, beside their tools: for docs/*/accuracy.md
+bench-published: $(STAMP) ## predict what others measured and published, beside their tools: for docs/lab/accuracy.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group bench
 	test -d $(PUBLISHED)/transformers-4.51.3 || $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
@@ -93,10 +93,10 @@ bench-published: $(STAMP) ## predict what others measured and published, beside 
 		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks published --libraries $(PUBLISHED) --json bench-published.json
 
-bench-sharded: $(STAMP) ## predict what others measured on several GPUs; writes docs/*/sharded.md
+bench-sharded: $(STAMP) ## predict what others measured on several GPUs; writes docs/lab/sharded.md
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks sharded --json bench-sharded.json
 
-recorded: $(STAMP) ## replay and predict what others recorded of the allocator on GPUs; writes docs/*/recorded.md
+recorded: $(STAMP) ## replay and predict what others recorded of the allocator on GPUs; writes docs/lab/recorded.md
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks recorded
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch

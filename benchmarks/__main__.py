@@ -14,7 +14,7 @@ COMMANDS = {
     "gpu-guarded": ("gpu.guarded", "train under guards on this machine's GPU"),
     "margin": ("gpu.margin", "the safety margin that follows from predictions and measurements"),
     "published": ("published.command", "predict what others measured and published"),
-    "pages": ("published.pages", "fill in docs/*/accuracy.md from rows that were predicted"),
+    "pages": ("published.pages", "fill in docs/lab/accuracy.md from rows that were predicted"),
     "peers": ("peers.bench", "ask other estimators about the same training steps"),
     "recorded": ("recorded.command", "replay and predict allocator histories that others recorded"),
     "sharded": ("sharded.command", "predict what others measured on several GPUs"),

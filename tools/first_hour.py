@@ -1,6 +1,6 @@
-"""``python tools/first_hour.py``: ``docs/*/first-hour.md``, what the commands of the start pages print, all of it.
+"""``python tools/first_hour.py``: ``docs/lab/first-hour.md``, what the commands of the start pages print, all of it.
 
-The commands run for real, each page's in a folder of its own with that page's files, in both languages at once.
+The commands run for real, each page's in a folder of its own with that page's files.
 ``tests/pages/test_docs.py`` holds the result against the start pages, whose commands it runs.
 """
 
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,39 +19,22 @@ sys.path.insert(0, str(ROOT / "tests" / "cases"))
 
 from docs_blocks import START_PAGES, commands_of, files_of  # type: ignore[import-not-found]  # noqa: E402
 
-_WORDS = {
-    "en": (
-        (
-            "# A first hour, with all that is printed\n\n[中文](../zh_cn/first-hour.md)\n\n"
-            "The commands of the start pages, run on a machine without a GPU, and everything that they print, "
-            "also what other libraries print. Dates, speeds and random numbers are replaced, and MMEngine's "
-            "description of the machine is left out (`[...]`). MMEngine imports transformers where it is installed, "
-            "and with it torchao, whose warnings are the first lines of that run. "
-            "`python tools/first_hour.py` makes this page.\n"
-        ),
-        "The files stand on [its page]({}.md).",
-    ),
-    "zh_cn": (
-        (
-            "# 第一个小时：命令打印的全部内容\n\n[English](../en/first-hour.md)\n\n"
-            "这里是各入门页的命令在一台没有 GPU 的机器上运行时打印的全部内容，包括其他库打印的内容；"
-            "日期、速度和随机数已替换，MMEngine 对机器的描述已略去（`[...]`）。"
-            "装有 transformers 时，MMEngine 会导入它，并随之导入 torchao；那次运行的头几行就是 torchao 的警告。"
-            "本页由 `python tools/first_hour.py` 生成。\n"
-        ),
-        "所用的文件见[入门页]({}.md)。",
-    ),
-}
+_TITLE = """# A first hour, with all that is printed
+
+The commands of the start pages, run on a machine without a GPU, and everything that they print, also what other \
+libraries print. Dates, speeds and random numbers are replaced, and MMEngine's description of the machine is left out \
+(`[...]`). MMEngine imports transformers where it is installed, and with it torchao, whose warnings are the first \
+lines of that run. `python tools/first_hour.py` makes this page.
+"""
 _PROGRAMS = {"python": [sys.executable], "vram-guard": [sys.executable, "-m", "vram_guard.cli"]}
 
 
-def transcript(language: str) -> str:
-    """The page in one language. Raises `RuntimeError` where a command ends otherwise than its page says."""
-    title, files = _WORDS[language]
-    text = title
+def transcript() -> str:
+    """The page. Raises `RuntimeError` where a command ends otherwise than its page says."""
+    text = _TITLE
     for name, heading in START_PAGES.items():
-        page = ROOT / "docs" / language / f"{name}.md"
-        text += f"\n## {heading}\n\n{files.format(name)}\n\n```text\n"
+        page = ROOT / "docs" / "en" / f"{name}.md"
+        text += f"\n## {heading}\n\nThe files stand on [its page](../en/{name}.md).\n\n```text\n"
         with tempfile.TemporaryDirectory() as above:
             folder = Path(above, "first-hour")
             for file, content in files_of(page).items():
@@ -60,7 +42,7 @@ def transcript(language: str) -> str:
                 (folder / file).write_text(content, encoding="utf-8")
             for command in commands_of(page):
                 own = {
-                    "VRAM_GUARD_LANG": language[:2],
+                    "VRAM_GUARD_LANG": "en",
                     "VRAM_GUARD_CACHE": str(folder / "cache"),
                     "COLUMNS": "80",
                     "PYTHONUNBUFFERED": "1",
@@ -112,6 +94,4 @@ if __name__ == "__main__":
     for name in ("SIGINT", "SIGQUIT"):  # `launch` says so where a shell's background job ignores them
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
-    with ThreadPoolExecutor(len(_WORDS)) as pool:
-        for language, text in zip(_WORDS, pool.map(transcript, _WORDS), strict=True):
-            (ROOT / "docs" / language / "first-hour.md").write_text(text, encoding="utf-8")
+    (ROOT / "docs" / "lab" / "first-hour.md").write_text(transcript(), encoding="utf-8")

@@ -6,7 +6,7 @@ A FOLDER holds ``results.json`` and perhaps ``histories.json.gz``; without any, 
 Rows are predicted for the compute capability and the free memory of the results' GPU, through vram_guard's public
 functions, under the flags for TF32 that were measured; an installed cuDNN of the measured release is asked for
 workspaces. A row that cannot be predicted is shown with its traceback, and the others are still predicted. The exit
-status is 1 where there is such a row, 2 for a file that cannot be read. --write fills in docs/*/measured.md.
+status is 1 where there is such a row, 2 for a file that cannot be read. --write fills in docs/lab/measured.md.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _not_measured(measured: Measured) -> str:
 def _cudnn_of(machine: Machine) -> str:
     """The setting ``cudnn`` of the predictions: the installed one is asked where it is the release that was measured.
 
-    Others choose other kernels, and another release's answers are no better than none (docs/en/accuracy.md).
+    Others choose other kernels, and another release's answers are no better than none (docs/lab/accuracy.md).
     """
     path = installed()
     try:
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = arguments_of("gpu-compare", __doc__, only="cases", json="everything")
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--no-predictions", action="store_true", help="only replay the histories: quick")
-    parser.add_argument("--write", action="store_true", help="fill in docs/*/measured.md")
+    parser.add_argument("--write", action="store_true", help="fill in docs/lab/measured.md")
     options = parser.parse_args(arguments)
     folders = options.folders or sorted(path.parent for path in OWN_RESULTS.glob(f"*/{RESULTS}"))
     if not folders:

@@ -1,4 +1,4 @@
-"""The tables of docs/*/measured.md: what was measured on GPUs, and its predictions."""
+"""The tables of docs/lab/measured.md: what was measured on GPUs, and its predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu.guarded import FOLDER as GUARDED
 from benchmarks.gpu.table import GROUPS, allocated_error, card_of, sums
-from benchmarks.harness.pages import DOCS, MIB, Say, fill
+from benchmarks.harness.pages import DOCS, MIB, fill
 from benchmarks.harness.records import Results, Row
 
 T = TypeVar("T")
@@ -22,37 +22,23 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
     histories = [row.details["history"] for row in results.rows if "history" in row.details]
     same = sum(one["same_segments"] for one in histories)
 
-    def runs(say: Say) -> str:
-        gpus = say(" and an ").join(dict.fromkeys(card_of(row) for row in results.rows))
-        return say(
-            "{count} trainings of three and more optimizer steps ran on an {gpu} (torch {torch}, driver {driver}, "
-            "Python {python}), each in a process of its own (`make gpu-measure`).",
-            **{**results.environment, "gpu": gpus, "count": len(rows)},
-        )
-
-    def replayed(say: Say) -> str:
-        return say(
-            "Of {count} recorded allocator histories, {same} were replayed segment by segment from their requests "
-            "alone: what differs below lies in the requests.",
-            count=len(histories),
-            same=same,
-        )
-
+    gpus = " and an ".join(dict.fromkeys(card_of(row) for row in results.rows))
+    runs = (
+        "{count} trainings of three and more optimizer steps ran on an {gpus} (torch {torch}, driver {driver}, "
+        "Python {python}), each in a process of its own (`make gpu-measure`)."
+    )
     fill(
         "measured.md",
         {
-            "runs": runs,
-            "histories": replayed,
-            "summary": lambda say: ((say(title), *cells) for title, *cells in sums(rows)),
-            "guarded": lambda say: _guarded(guarded, say),
-            **{group: _of_group(rows, group) for group in GROUPS},
+            "runs": runs.format(**results.environment, gpus=gpus, count=len(rows)),
+            "histories": f"Of {len(histories)} recorded allocator histories, {same} were replayed segment by segment "
+            "from their requests alone: what differs below lies in the requests.",
+            "summary": sums(rows),
+            "guarded": _guarded(guarded),
+            **{group: [_told(row) for row in rows if row.details["group"] == group] for group in GROUPS},
         },
         docs,
     )
-
-
-def _of_group(rows: list[Row], group: str) -> Callable[[Say], Iterable[tuple[str, ...]]]:
-    return lambda _say: map(_told, (row for row in rows if row.details["group"] == group))
 
 
 def _one_below_the_other(items: list[T], key: Callable[[T], Hashable]) -> list[T]:
@@ -74,13 +60,13 @@ def _told(row: Row) -> tuple[str, ...]:
     )
 
 
-def _guarded(runs: Iterable[dict[str, Any]], say: Say) -> Iterator[tuple[str, ...]]:
+def _guarded(runs: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """The trainings that ended."""
     found = [(row, _card(run["environment"]["gpu"])) for run in runs for row in run["rows"] if "error" not in row]
     for row, card in _one_below_the_other(found, lambda one: (one[0]["name"], one[0]["budget"])):
         predicted, measured = row["predicted"][1], row["measured"][1]
         sizes = f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured - 1:+.2%}"
-        yield row["name"], row["budget"], card, row["plan"] or say("as written"), *sizes
+        yield row["name"], row["budget"], card, row["plan"] or "as written", *sizes
 
 
 def _card(gpu: str) -> str:

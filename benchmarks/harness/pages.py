@@ -1,16 +1,13 @@
 """Tables and sentences of the documentation that are made from results.
 
-In a page they stand between ``<!-- table: NAME -->`` and ``<!-- end -->``. A table keeps its head, in the language of
-its page; the texts that are made are English, and ``words.json`` has them in the other languages.
+In a page of ``docs/lab`` they stand between ``<!-- table: NAME -->`` and ``<!-- end -->``. A table keeps its head.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness.records import Results
 from vram_guard.errors import InvalidInputError
@@ -19,42 +16,30 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 GIB, MIB = 2**30, 2**20
 
-#: (English text, its values) -> the text in the language of a page.
-Say = Callable[..., str]
-
 #: The rows of a table, or a sentence.
 Made = Iterable[Sequence[str]] | str
 
 _BLOCK = "(<!-- table: {name} -->\n).*?(<!-- end -->)"
-WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 
 
-def fill(
-    page: str, makers: Mapping[str, Callable[[Say], Made]], docs: Path = DOCS, note: str = "", **facts: Any
-) -> None:
-    """Fill in the page in every folder of ``docs`` that has it, and print its paths.
+def fill(page: str, contents: Mapping[str, Made], docs: Path = DOCS, note: str = "") -> None:
+    """Fill in a page, and print its path.
 
     Args:
-        page: the file's name.
-        makers: name of a place -> what makes its contents.
-        docs: folder with a folder for each language.
+        page: the file's name in ``docs/lab``.
+        contents: name of a place -> what stands there.
+        docs: the folder of the documentation.
         note: a sentence below each table.
-        facts: its values.
 
     Raises:
-        InvalidInputError: a page has no such place, or several.
+        InvalidInputError: the page has no such place, or several.
     """
-    for path in sorted(docs.glob(f"*/{page}")):
-        words = WORDS.get(path.parent.name, {})
-
-        def say(english: str, words: Mapping[str, str] = words, **values: Any) -> str:
-            return words.get(english, english).format(**values)
-
-        text = path.read_text(encoding="utf-8")
-        for name, make in makers.items():
-            text = _filled(text, name, make(say), say(note, **facts), path)
-        path.write_text(text, encoding="utf-8")
-        print(path)
+    path = docs / "lab" / page
+    text = path.read_text(encoding="utf-8")
+    for name, made in contents.items():
+        text = _filled(text, name, made, note, path)
+    path.write_text(text, encoding="utf-8")
+    print(path)
 
 
 def _filled(text: str, name: str, made: Made, note: str, path: Path) -> str:

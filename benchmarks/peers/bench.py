@@ -1,4 +1,4 @@
-"""Ask every estimator about the same training steps, side by side; fills in docs/*/peers.md and draws its chart.
+"""Ask every estimator about the same training steps, side by side; fills in docs/lab/peers.md and draws its chart.
 
     python -m benchmarks peers [--json FILE] [--only WORD ...] [--tools NAME ...] [--out DIR]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness.command import arguments_of, chosen
 from benchmarks.harness.environment import environment
-from benchmarks.harness.pages import DOCS, GIB, Say, fill, listed, machine
+from benchmarks.harness.pages import DOCS, GIB, fill, listed, machine
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.harness.statistics import OURS, Errors
 from benchmarks.harness.workers import ask
@@ -65,26 +65,26 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
     fill(
         "peers.md",
         {
-            "machine": lambda _say: machine(results),
-            "answers": lambda say: _answers(results, say),
-            "seconds": lambda _say: [_seconds(tool, rows) for tool, rows in tools.items()],
-            "reasons": lambda _say: listed(_reasons(results)),
+            "machine": machine(results),
+            "answers": _answers(results),
+            "seconds": [_seconds(tool, rows) for tool, rows in tools.items()],
+            "reasons": listed(_reasons(results)),
         },
         docs,
     )
 
 
-def _answers(results: Results, say: Say) -> Iterator[tuple[str, ...]]:
+def _answers(results: Results) -> Iterator[tuple[str, ...]]:
     for title in dict.fromkeys(row.name for row in results.rows):
         rows = [row for row in results.rows if row.name == title]
         measured = f"{rows[0].measured / GIB:.2f} ({rows[0].details['gpu']})" if rows[0].measured else "-"
-        yield (title, measured, *(_answer(row, say) for row in rows))
-    yield (say("median error on the measured rows"), "", *(_median(rows) for _tool, rows in results.by_source()))
+        yield (title, measured, *(_answer(row) for row in rows))
+    yield ("median error on the measured rows", "", *(_median(rows) for _tool, rows in results.by_source()))
 
 
-def _answer(row: Row, say: Say) -> str:
+def _answer(row: Row) -> str:
     if row.predicted is None:
-        return say("no answer")
+        return "no answer"
     error = f" ({row.error:+.1%})" if row.measured else ""
     return f"{row.predicted / GIB:.2f}{error}"
 

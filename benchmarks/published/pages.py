@@ -1,4 +1,4 @@
-"""Fill in the tables of docs/*/accuracy.md from rows that were predicted.
+"""Fill in the tables of docs/lab/accuracy.md from rows that were predicted.
 
     python -m benchmarks pages FILE [FILE ...] [--out DIR]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.gpu.margin import WRITTEN
 from benchmarks.harness.command import arguments_of
-from benchmarks.harness.pages import DOCS, Say, fill
+from benchmarks.harness.pages import DOCS, fill
 from benchmarks.harness.records import Results, Row, read
 from benchmarks.harness.statistics import OURS, Errors, lines
 from vram_guard.errors import InvalidInputError
@@ -57,21 +57,17 @@ def write_tables(results: Results, docs: Path, made: str) -> list[str]:
 
     Args:
         results: the rows.
-        docs: folder with a folder for each language.
+        docs: the folder of the documentation.
         made: date of the predictions.
     """
     rows = dict(results.by_source())
     found = {name: [rows[each] for each in table[0]] for name, table in TABLES.items() if rows.keys() >= set(table[0])}
 
-    def maker(name: str) -> Callable[[Say], Cells]:
-        return lambda say: TABLES[name][1](found[name], say)
-
-    fill("accuracy.md", {name: maker(name) for name in found}, docs, "Made on {date}.", date=made)
+    fill("accuracy.md", {name: TABLES[name][1](rows) for name, rows in found.items()}, docs, f"Made on {made}.")
     margins = json.loads(WRITTEN.read_text(encoding="utf-8"))
     sources = "; ".join(f"{name}: {count}" for name, count in margins["sources"].items())
-    note = "Made on {date} from these rows: {sources}."
-    table: dict[str, Callable[[Say], Cells]] = {"margin": lambda say: _margin(margins["margins"], say)}
-    fill("accuracy.md", table, docs, note, date=margins["made"], sources=sources)
+    note = f"Made on {margins['made']} from these rows: {sources}."
+    fill("accuracy.md", {"margin": _margin(margins["margins"])}, docs, note)
     return list(found)
 
 
@@ -93,48 +89,47 @@ def _of(rows: Sequence[Row]) -> tuple[str, str, str]:
     return _errors(Errors.of(_judged(rows)))
 
 
-def _tools(groups: Groups, say: Say) -> Cells:
+def _tools(groups: Groups) -> Cells:
     for line in lines([row for rows in groups for row in rows]):
         name, there = NAMES.get(line.tool, line.tool), line.ours_there
         if line.tool == OURS:
             name = f"**{name}**"
         elif there is not None:
             median, p90 = _percent(there.median), _percent(there.p90)
-            told = "{tool} ({rows} rows; ours there {median}, {p90})"
-            name = say(told, tool=name, rows=line.rows, median=median, p90=p90)
+            name = f"{name} ({line.rows} rows; ours there {median}, {p90})"
         wrong = f"{line.wrong}/{line.verdicts}" if line.verdicts else "-"
         yield (name, *_errors(line.errors), wrong, "-" if line.seconds is None else f"{line.seconds:.1f}")
 
 
-def _parts(groups: Groups, say: Say) -> Cells:
+def _parts(groups: Groups) -> Cells:
     for name, rows in zip(("transformers", "CNNs"), groups, strict=True):
         there = Errors.of([row.error_of(row.tools["xmem"]) for row in rows if row.has_peak and "xmem" in row.tools])
         other = "-" if there is None else f"{_percent(there.median)}, {_percent(there.p90)}"
         inside = [(row.measured or 0) <= row.upper for row in rows if row.has_peak and row.upper is not None]
         covered = f"{sum(inside)}/{len(inside)}" if inside else "-"
-        yield (say(name), str(len(_judged(rows))), *_of(rows), other, covered)
+        yield (name, str(len(_judged(rows))), *_of(rows), other, covered)
 
 
-def _named(*names: str) -> Callable[[Groups, Say], Cells]:
-    def made(groups: Groups, say: Say) -> Cells:
+def _named(*names: str) -> Callable[[Groups], Cells]:
+    def made(groups: Groups) -> Cells:
         for name, rows in zip(names, groups, strict=True):
             worst = max((row for row in rows if row.has_peak), key=lambda row: abs(row.error))
             largest = f"{worst.error:+.1%} ({worst.name.split('--')[0]})"
-            yield (say(name), str(len(_judged(rows))), *_of(rows), largest)
+            yield (name, str(len(_judged(rows))), *_of(rows), largest)
 
     return made
 
 
-def _plain(groups: Groups, _say: Say) -> Cells:
+def _plain(groups: Groups) -> Cells:
     yield (str(len(_judged(groups[0]))), *_of(groups[0]))
 
 
-def _others(groups: Groups, _say: Say) -> Cells:
+def _others(groups: Groups) -> Cells:
     for line in lines(groups[0]):
         yield (f"{NAMES.get(line.tool, line.tool)} ({line.rows})", *_errors(line.errors))
 
 
-def _operators(groups: Groups, _say: Say) -> Cells:
+def _operators(groups: Groups) -> Cells:
     errors = _judged(groups[0])
     found = Errors.of(errors)
     if found is not None:
@@ -142,32 +137,32 @@ def _operators(groups: Groups, _say: Say) -> Cells:
         yield str(len(errors)), f"{found.median:.3%}", f"{found.p90:.3%}", str(near), f"{min(errors):+.0%}"
 
 
-def _verdicts(groups: Groups, say: Say) -> Cells:
+def _verdicts(groups: Groups) -> Cells:
     names = ("those in which the causes below were sought", "**others, not examined before that**")
     for name, rows in zip(names, groups, strict=True):
         ran, failed = ([bool(row.right_verdict) for row in rows if row.ran is kind] for kind in (True, False))
         whole = len(ran) + len(failed)
         counts = (f"{sum(each)}/{len(each)}" for each in (ran, failed))
-        yield (say(name), str(whole), f"{(sum(ran) + sum(failed)) / whole:.1%}", *counts)
+        yield (name, str(whole), f"{(sum(ran) + sum(failed)) / whole:.1%}", *counts)
 
 
-def _margin(entries: Sequence[dict[str, object]], say: Say) -> Cells:
+def _margin(entries: Sequence[dict[str, object]]) -> Cells:
     for entry in entries:
         network, group = str(entry["network"] or "all networks"), str(entry["group"])
         own, rows, shares = entry["own_rows"], entry["rows"], entry["shortfalls"]
         assert isinstance(shares, dict)
         count = str(own)
         if (group, own) != (network, rows):
-            count = say("{own}; {rows} are taken: {group}", own=own, rows=rows, group=say(group))
+            count = f"{own}; {rows} are taken: {group}"
         told = [f"{shares[name]:.1%}" for name in ("0.5", "0.75", "0.95", "0.99")]
         told.insert(2, f"**{entry['margin']:.1%}**")
-        yield (f"{entry['tier']}: {say(network)}", count, *told, f"{entry['largest']:.1%}")
+        yield (f"{entry['tier']}: {network}", count, *told, f"{entry['largest']:.1%}")
 
 
 _XMEM = ("xMem's runs, transformers", "xMem's runs, CNNs")
 
 #: Table -> the sources whose rows it shows, and what makes it; it is made only where all of them are there.
-TABLES: dict[str, tuple[tuple[str, ...], Callable[[Groups, Say], Cells]]] = {
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[Groups], Cells]]] = {
     "tools": (_XMEM, _tools),
     "parts": (_XMEM, _parts),
     "peft": (

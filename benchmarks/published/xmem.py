@@ -8,7 +8,7 @@ constructors, images of 86 x 86, cross-entropy. The outputs stay referenced into
 its name goes to the next one while that is on the host.
 
 What a model holds for the backward pass is its library's code: with another release of transformers than the runs'
-the rows' errors are another's (docs/en/accuracy.md). Let this run with 4.51.3; the table says what it ran with.
+the rows' errors are another's (docs/lab/accuracy.md). Let this run with 4.51.3; the table says what it ran with.
 
 The measured quantity is NVML's, for the whole device, less its first sample; ours is what the allocator reserves on a
 card of that size: near its capacity the allocator gives cached segments back, as it does on the card. The difference

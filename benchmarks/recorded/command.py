@@ -2,8 +2,8 @@
 
     python -m benchmarks recorded [FILE ...] [--only WORD ...] [--json FILE] [--out DIR]
 
-Without a FILE: the recordings in ``benchmarks/recorded/data``; where all are asked, docs/*/recorded.md is filled in. A
-FILE is a snapshot of your own (``torch.cuda.memory._dump_snapshot()``, also gzipped): it is replayed, and nothing is
+Without a FILE: the recordings in ``benchmarks/recorded/data``; where all are asked, docs/lab/recorded.md is filled in.
+A FILE is a snapshot of your own (``torch.cuda.memory._dump_snapshot()``, also gzipped): it is replayed, and nothing is
 written. The exit status is 1 where a replay differs from its recording, 2 for a file that cannot be read.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.command import arguments_of, chosen
 from benchmarks.harness.environment import environment
-from benchmarks.harness.pages import DOCS, Say, fill, machine
+from benchmarks.harness.pages import DOCS, fill, machine
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.recorded import recordings
 from benchmarks.recorded.predictions import RUNS, predicted
@@ -55,40 +55,36 @@ def is_prediction(row: Row) -> bool:
 def write_page(results: Results, docs: Path = DOCS) -> None:
     """Fill in the page."""
     predictions = [row for row in results.rows if is_prediction(row)]
-
-    def found(say: Say) -> str:
-        equal = sum(row.predicted == row.measured for row in predictions)
-        return say("{equal} of {count} peaks are equal to the byte.", equal=equal, count=len(predictions))
-
+    equal = sum(row.predicted == row.measured for row in predictions)
     fill(
         "recorded.md",
         {
-            "machine": lambda _say: machine(results),
-            "predictions": lambda say: [_prediction(row, say) for row in predictions],
-            "found": found,
-            "replays": lambda say: [_replay(row, say) for row in results.rows if not is_prediction(row)],
+            "machine": machine(results),
+            "predictions": [_prediction(row) for row in predictions],
+            "found": f"{equal} of {len(predictions)} peaks are equal to the byte.",
+            "replays": [_replay(row) for row in results.rows if not is_prediction(row)],
         },
         docs,
     )
 
 
-def _prediction(row: Row, say: Say = str) -> tuple[str, ...]:
+def _prediction(row: Row) -> tuple[str, ...]:
     facts, recorded = row.details, row.measured or 0
     return (
         row.name,
         f"{recorded:,}",
-        _compared(row.predicted, recorded, say),
-        _compared(facts["predicted_allocated"], facts["allocated"], say),
+        _compared(row.predicted, recorded),
+        _compared(facts["predicted_allocated"], facts["allocated"]),
         f"{facts['in_order']:.2%}",
     )
 
 
-def _compared(size: int | None, recorded: int, say: Say) -> str:
+def _compared(size: int | None, recorded: int) -> str:
     size = size or 0
-    return say("equal") if size == recorded else f"{size:,} ({size / recorded - 1:+.3%})"
+    return "equal" if size == recorded else f"{size:,} ({size / recorded - 1:+.3%})"
 
 
-def _replay(row: Row, say: Say = str) -> tuple[str, ...]:
+def _replay(row: Row) -> tuple[str, ...]:
     facts = row.details
     return (
         row.name,
@@ -96,7 +92,7 @@ def _replay(row: Row, say: Say = str) -> tuple[str, ...]:
         f"{facts['actions']:,}",
         f"{facts['segments']:,}",
         f"{row.measured:,}",
-        _compared(row.predicted, row.measured or 0, say),
-        say("yes" if facts["same_segments"] else "no"),
-        say("yes" if facts["same_addresses"] else "no"),
+        _compared(row.predicted, row.measured or 0),
+        "yes" if facts["same_segments"] else "no",
+        "yes" if facts["same_addresses"] else "no",
     )

@@ -1,4 +1,4 @@
-"""Published rows of sharded trainings beside ours; fills in docs/*/sharded.md.
+"""Published rows of sharded trainings beside ours; fills in docs/lab/sharded.md.
 
     python -m benchmarks sharded [--only WORD ...] [--json FILE] [--out DIR]
 
@@ -8,11 +8,11 @@ With --only, nothing is written: the page shows all. The largest row, 70B over 2
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.command import arguments_of
-from benchmarks.harness.pages import DOCS, GIB, Say, fill, machine
+from benchmarks.harness.pages import DOCS, GIB, fill, machine
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.sharded import rows
 
@@ -54,31 +54,20 @@ def summary(found: Sequence[Row]) -> tuple[int, float, float]:
 def write_page(results: Results, docs: Path = DOCS) -> None:
     """Fill in the page."""
     count, median, worst = summary(results.rows)
-
-    def found(say: Say) -> str:
-        return say(
-            "**{count} figures with a fully published recipe: median error {median}, largest {worst}.**",
-            count=count,
-            median=f"{median:.3%}",
-            worst=f"{worst:.2%}",
-        )
-
-    def others(say: Say) -> Iterator[tuple[str, ...]]:
-        return ((*_line(row, say), say(REASONS[row.details["why"]])) for row in results.rows if not row.judged)
-
     fill(
         "sharded.md",
         {
-            "machine": lambda _say: machine(results),
-            "found": found,
-            "rows": lambda say: (_line(row, say) for row in results.rows if row.judged),
-            "others": others,
+            "machine": machine(results),
+            "found": f"**{count} figures with a fully published recipe: median error {median:.3%}, "
+            f"largest {worst:.2%}.**",
+            "rows": [_line(row) for row in results.rows if row.judged],
+            "others": [(*_line(row), REASONS[row.details["why"]]) for row in results.rows if not row.judged],
         },
         docs,
     )
 
 
-def _line(row: Row, say: Say) -> tuple[str, ...]:
+def _line(row: Row) -> tuple[str, ...]:
     facts = row.details
     digits = max(2, len(facts["gib"].partition(".")[2]))
     stated = facts["allocator"] in rows.SETTINGS
@@ -89,9 +78,9 @@ def _line(row: Row, say: Say) -> tuple[str, ...]:
 
     return (
         row.name,
-        f"{say(facts['measure'])}, {say(MOMENTS[facts['moment']])}",
+        f"{facts['measure']}, {MOMENTS[facts['moment']]}",
         facts["gib"],
         *map(answer, rows.SETTINGS),
-        say(facts["allocator"] if stated else "not stated"),
+        facts["allocator"] if stated else "not stated",
         facts["by"],
     )

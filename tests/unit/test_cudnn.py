@@ -439,7 +439,7 @@ def test_a_workspace_in_a_segment_of_its_own_counts_where_all_together_find_room
 
 
 def test_the_range_says_nothing_about_whether_a_step_fits() -> None:
-    # Measured runs took more than its upper end, and less than its lower one (docs/en/accuracy.md).
+    # Measured runs took more than its upper end, and less than its lower one (docs/lab/accuracy.md).
     found = trace(step(), cudnn="off")
     estimate = found.at(64)
     assert estimate.peak_upper > estimate.peak_reserved

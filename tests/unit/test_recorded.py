@@ -170,9 +170,8 @@ def prediction(predicted=1000):
     return Row("a/b", "lm", 1000, predicted, "symbolic", 1.0, details=facts)
 
 
-@pytest.mark.parametrize(("language", "equal", "yes"), [("en", "equal", "yes"), ("zh_cn", "相等", "是")])
-def test_the_page_shows_what_was_found(language, equal, yes, tmp_path):
-    page = tmp_path / language / "recorded.md"
+def test_the_page_shows_what_was_found(tmp_path):
+    page = tmp_path / "lab" / "recorded.md"
     page.parent.mkdir()
     names = ("machine", "predictions", "found", "replays")
     page.write_text("".join(f"<!-- table: {name} -->\n| a |\n| - |\n<!-- end -->\n" for name in names))
@@ -180,6 +179,6 @@ def test_the_page_shows_what_was_found(language, equal, yes, tmp_path):
     environment = {"torch": "2.13", "python": "3.11", "cores": 2}
     command.write_page(Results([*replay, prediction(), prediction(990)], environment=environment), tmp_path)
     text = page.read_text(encoding="utf-8")
-    assert f"| lm | 1,000 | {equal} | {equal} | 99.95% |" in text
-    assert f"| lm | 1,000 | 990 (-1.000%) | {equal} | 99.95% |" in text
-    assert f"| nca-3 | 0 | 243 | 15 | 24,410,849,280 | {equal} | {yes} | {yes} |" in text
+    assert "| lm | 1,000 | equal | equal | 99.95% |" in text
+    assert "| lm | 1,000 | 990 (-1.000%) | equal | 99.95% |" in text
+    assert "| nca-3 | 0 | 243 | 15 | 24,410,849,280 | equal | yes | yes |" in text

@@ -1,8 +1,8 @@
 """The share of the budget that is left free by default: a quantile of measured errors, by tier and kind of network.
 
 ``margins.json`` is generated, never edited: ``python -m benchmarks margin --write FILE ...`` makes it from measured
-peaks and the predictions for them, and writes where they come from beside the numbers. docs/en/accuracy.md says how the
-quantile is chosen.
+peaks and the predictions for them, and writes where they come from beside the numbers. docs/lab/accuracy.md says how
+the quantile is chosen.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from vram_guard.plan._option import Option
 
 #: What one more kind of change has to save of the step's time to be worth it: smaller differences the cost model cannot
 #: tell from nothing. Of the published step times of one training with and without one change that it was held against,
-#: three of four are missed by more than this, the worst by 23% (docs/en/cost-model.md, "Compared with published
+#: three of four are missed by more than this, the worst by 23% (docs/lab/cost-model.md, "Compared with published
 #: measurements": recomputation, micro-batches, half precision); two measurements of one and the same run in one
 #: publication are 1.7% apart themselves (github.com/huggingface/transformers/issues/15026: t5-base in float32 on an
 #: A100, 93.68 and 92.15 samples a second).

@@ -14,7 +14,7 @@ from vram_guard.timeline import Unit, Work
 #: simplest operators on the CPU alone (github.com/pytorch/pytorch/issues/41383), Python included.
 HOST_PER_OPERATOR = 8e-6
 
-# The three that follow are medians of five networks on one core of a server, torch 2.13 (docs/en/cost-model.md).
+# The three that follow are medians of five networks on one core of a server, torch 2.13 (docs/lab/cost-model.md).
 # The host of an H100 took 43 microseconds, 1.8 milliseconds and 53 microseconds: as with the GPU's peaks, the faster
 # counts.
 

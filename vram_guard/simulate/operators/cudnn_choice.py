@@ -2,7 +2,7 @@
 
 "auto" asks the cuDNN of a training that will run here: where torch has a GPU, and the library in NVIDIA's wheel is the
 release that torch has loaded. Elsewhere none is asked, because releases disagree on half of the calls, and another
-release's answers are no better than none (docs/en/accuracy.md): for the runs of xMem, which had 9.1, the median error
+release's answers are no better than none (docs/lab/accuracy.md): for the runs of xMem, which had 9.1, the median error
 with the answers of 9.26 is higher than without.
 
 A process holds one cuDNN: its parts are found by their names, so that the first one that is loaded answers for every
