@@ -9,9 +9,7 @@ from difflib import get_close_matches
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-#: Sizes stay exact in int64 arithmetic of torch's own shapes up to here.
-LARGEST_BATCH = 2**31 - 1
+from vram_guard.limits import LARGEST_BATCH
 
 
 def checked_count(name: str, value: object) -> int:

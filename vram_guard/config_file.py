@@ -9,20 +9,15 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.interpolation import resolved
 from vram_guard.language import _
+from vram_guard.limits import CONFIG_NODES, LARGEST_CONFIG
 
 if TYPE_CHECKING:
     import yaml
-
-#: Larger files are not configs that a person wrote.
-LARGEST_CONFIG: Final = 2**20
-
-#: Nodes of the config with every alias written out: real ones have hundreds.
-MOST_NODES: Final = 100_000
 
 
 def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[str, Any]:
@@ -168,9 +163,9 @@ def _check_nodes(path: str, root: yaml.Node) -> None:
         elif isinstance(node, yaml.SequenceNode):
             inner = node.value
         total = 1 + sum(count(part) for part in inner)
-        if total > MOST_NODES:
+        if total > CONFIG_NODES:
             raise InvalidInputError(
-                _("{path}: more than {most} entries with its aliases written out", path=path, most=MOST_NODES)
+                _("{path}: more than {most} entries with its aliases written out", path=path, most=CONFIG_NODES)
             )
         open_nodes.discard(id(node))
         counted[id(node)] = total

@@ -11,12 +11,10 @@ from typing import Any, Final
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LONGEST_TEXT
 
 #: A reference to another entry; resolvers (``${oc.env:HOME}``) and references inside references are none.
 REFERENCE: Final = re.compile(r"(?<!\\)\$\{(\.*)([A-Za-z_]\w*(?:\.\w+|\[\w+\])*)\}")
-
-#: Text that references make is not longer: chains of them can double it again and again.
-LONGEST: Final = 10_000
 
 Place = tuple[str, ...]
 _MISSING: Final = object()
@@ -83,7 +81,7 @@ class _Resolver:
             made = self._referred(whole, place)
         else:
             made = REFERENCE.sub(lambda one: str(self._referred(one, place)), value)
-        if isinstance(made, str) and len(made) > LONGEST:
+        if isinstance(made, str) and len(made) > LONGEST_TEXT:
             raise InvalidInputError(
                 _("{path}: the interpolation of {entry} is too long", path=self._path, entry=".".join(place))
             )

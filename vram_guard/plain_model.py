@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, marked
+from vram_guard.limits import LARGEST_BATCH, MOST_DIMENSIONS
 from vram_guard.step import TrainingStep
 from vram_guard.user_code import line_of_error, with_line
 
@@ -25,9 +26,6 @@ DTYPES: Final = {
     "int": "int64",
     "bool": "bool",
 }
-
-#: More dimensions, or larger ones, are a mistake.
-MOST_DIMENSIONS, LARGEST_DIMENSION = 8, 2**31
 
 ASSUMED = marked(
     "assumed for {model}: AdamW; as loss the model's own, else cross-entropy of scores (samples x classes, or samples "
@@ -89,7 +87,7 @@ class InputShape:
         raise _no_shape(given)
 
     def __post_init__(self) -> None:
-        if len(self.shape) > MOST_DIMENSIONS or not all(0 < one < LARGEST_DIMENSION for one in self.shape):
+        if len(self.shape) > MOST_DIMENSIONS or not all(0 < one <= LARGEST_BATCH for one in self.shape):
             raise InvalidInputError(
                 _(
                     "the sizes of an input must be at least 1, and sensible, not {shape}",

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from vram_guard.checks import LARGEST_BATCH, checked_count, one_of, takes
+from vram_guard.checks import checked_count, one_of, takes
 from vram_guard.errors import InvalidInputError
 from vram_guard.job import Job
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_BATCH
 from vram_guard.parallel.spec import Parallel, data_parallel
 from vram_guard.techniques.recipe import AS_WRITTEN, Body, Recipe, Sharding
 

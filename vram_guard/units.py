@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _, marked
+from vram_guard.limits import LARGEST_BYTES, LEAST_WRITTEN
 
 #: Decimal prefixes are powers of 1000 and binary ones powers of 1024 (IEC 80000-13), so "24GB" and
 #: "24GiB" differ by 7%: enough to turn "fits" into an out-of-memory error. Keys are lower case.
@@ -27,12 +28,6 @@ BYTES_PER_UNIT: dict[str, int] = {
     "g": 2**30,
     "t": 2**40,
 }
-
-#: No device counts bytes beyond a signed 64-bit integer, and neither does torch.
-LARGEST_BYTES = 2**63 - 1
-
-#: No card and no technique has to do with so few bytes.
-LEAST_WRITTEN = 2**20
 
 # At most 30 digits each side: far beyond LARGEST_BYTES, and no input can make the arithmetic slow.
 # [0-9] rather than \d, which takes every Unicode digit.

@@ -20,10 +20,10 @@ from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError,
 from vram_guard.forks import ended
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
-from vram_guard.forks.hanging import IDLE_SECONDS
 from vram_guard.forks.isolation import isolate
 from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
+from vram_guard.limits import IDLE_SECONDS
 from vram_guard.patching import replace_attributes
 from vram_guard.report.html import where_to_read_on
 from vram_guard.report.text import render

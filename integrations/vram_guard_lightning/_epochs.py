@@ -15,6 +15,7 @@ import torch
 from vram_guard.guard.places import train_differently
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import Message, _
+from vram_guard.limits import LATER_SECONDS, LATER_STEPS, PLACES_LOOKED_AT
 from vram_guard.patching import replaced
 from vram_guard.simulate.tracing.batches import tensors_of
 from vram_guard.state.objects import attributes_kept
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from vram_guard.capture.loader import Sample
     from vram_guard.techniques import Recipe
     from vram_guard_lightning._play import Playing
-
-#: Epochs whose hooks are run at most; different steps that are followed, besides the last one.
-MOST_EPOCHS, MOST_STEPS = 1000, 8
-#: Seconds that hooks of later epochs may take; more where the first steps took longer to follow.
-LEAST_SECONDS = 0.5
 
 _HOOKS = ("on_train_epoch_end", "on_train_epoch_start")
 
@@ -86,7 +82,7 @@ class LaterEpochs:
             if between:
                 playing.train(1)
             return
-        deadline = time.process_time() + max(seconds, LEAST_SECONDS)
+        deadline = time.process_time() + max(seconds, LATER_SECONDS)
         epoch, more, left_over = first, True, ""
         while more:
             with run.phase("hooks"), replaced(torch, {"equal": _same}):
@@ -104,7 +100,7 @@ class LaterEpochs:
             label, began = _("epoch {epoch}", epoch=epoch), time.process_time()
             before = state.followed
             for step in itertools.chain([start] * differs, self._differing(playing, epoch, start)):
-                if state.followed >= MOST_STEPS:
+                if state.followed >= LATER_STEPS:
                     left_over = label
                     break
                 self._follow(playing, state, epoch, step, label)
@@ -189,7 +185,7 @@ class LaterEpochs:
         """True if no later epoch is followed."""
         if self.reached is not None:  # every trace has to follow the same
             return epoch >= self.reached
-        return epoch - first >= MOST_EPOCHS or time.process_time() > deadline
+        return epoch - first >= PLACES_LOOKED_AT or time.process_time() > deadline
 
     def _say_reached(self, playing: Playing, epoch: int) -> None:
         total = _("an unlimited number of") if math.isinf(self.total) else str(int(self.total))

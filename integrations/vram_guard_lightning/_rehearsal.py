@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.parallel.resharding import offloaded_where_unsaid
-from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
+from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import place
 from vram_guard_lightning import _apply, _closure, _dividing, _namespaces
@@ -82,7 +83,7 @@ def rehearse(
     loop: Any = trainer.fit_loop
     loop._data_source = type(loop._data_source)(_Batches(batch), "")
     loop._combined_loader = None
-    trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, MOST_ACCUMULATED)
+    trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, ROUNDS_FOLLOWED)
     trainer.callbacks.append(_callback(namespace, step))  # type: ignore[attr-defined]
     if rehearsal.splitter is not None:
         step.applied.callback(_closure.install(trainer, rehearsal.splitter, step.rehearsal.loss_weight))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.longest.choice import longest_beside
 from vram_guard.longest.wish import Wish
 from vram_guard.patching import replaced
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from vram_guard.job import JobRun
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
-
-
-#: Batches of a loader without a length: those that are followed.
-UNKNOWN = 2
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish
         longest, said = None, sample.notes
         if type(limit) is float and limit == 1:
             longest, said = longest_beside(functools.partial(read, loader), wish, ranks=_layouts.data_ranks(trainer))
-        found.append(Loader(sample, count or UNKNOWN, longest))
+        found.append(Loader(sample, count or ROUNDS_FOLLOWED, longest))
         notes += [_("{phase}: {note}", phase=what, note=note) for note in said]
         if count is None:
             notes.append(
@@ -182,7 +179,7 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish
                     "a loader of {phase} has no length: what is collected of its batches is counted for {count} of "
                     "them",
                     phase=what,
-                    count=UNKNOWN,
+                    count=ROUNDS_FOLLOWED,
                 )
             )
     return Rounds(tuple(found), tuple(dict.fromkeys(notes))) if found else None

@@ -17,7 +17,8 @@ from vram_guard import techniques
 from vram_guard.apply.backward_hooks import of_package
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.proof.rehearsal import MOST_ACCUMULATED, Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
+from vram_guard.limits import ROUNDS_FOLLOWED
+from vram_guard.proof.rehearsal import Rehearsal, Rehearsed, RehearsedStep, SteppedSignal
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard_mmengine import _dividing, _optim, _split_step
 from vram_guard_mmengine._kinds import is_mmengines
@@ -106,7 +107,7 @@ class _Repeated(Dataset[Any]):
         return self._batch
 
     def __len__(self) -> int:
-        return max(self._length, MOST_ACCUMULATED)
+        return max(self._length, ROUNDS_FOLLOWED)
 
 
 def _loader_of(loader: Any, batch: Any) -> DataLoader[Any]:
@@ -163,10 +164,10 @@ def _plain_wrapper(wrapper: Any) -> Any:
     if isinstance(wrapper, OptimWrapper):
         if isinstance(wrapper, AmpOptimWrapper):
             raise UnsupportedStepError(_("optim_wrapper was built before the runner; describe it as a dict instead"))
-        wrapper._accumulative_counts = min(wrapper._accumulative_counts, MOST_ACCUMULATED)
+        wrapper._accumulative_counts = min(wrapper._accumulative_counts, ROUNDS_FOLLOWED)
         return wrapper
     plain = {name: value for name, value in wrapper.items() if name not in _optim.AMP_ONLY}
     if _optim.read(wrapper).kind is AmpOptimWrapper:
         plain["type"] = OptimWrapper
-    plain["accumulative_counts"] = min(plain.get("accumulative_counts", 1), MOST_ACCUMULATED)
+    plain["accumulative_counts"] = min(plain.get("accumulative_counts", 1), ROUNDS_FOLLOWED)
     return plain

@@ -13,13 +13,9 @@ from vram_guard.capture.loader import Sample
 from vram_guard.guard.places import Asked, train_differently
 from vram_guard.job import JobRun
 from vram_guard.language import Message, _
+from vram_guard.limits import LATER_SECONDS, LATER_STEPS, LONGEST_SWITCHES, PLACES_LOOKED_AT
 from vram_guard_mmengine._shadow import Shadow, is_users
-from vram_guard_mmengine._step_look import LONG, StepLook
-
-#: Different steps that are followed, besides the first and the last one.
-MOST_STEPS = 6
-#: Places in a training (begins of epochs, iterations that hooks name) that are looked at, and how long that may take.
-MOST_PLACES, MOST_SECONDS = 1000, 2.0
+from vram_guard_mmengine._step_look import StepLook
 
 _OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
 _OF_ITERATIONS = ("before_train_iter", "after_train_iter")
@@ -106,8 +102,8 @@ class Schedule:
         look = StepLook(run, shadow, self.sample)
         self.asked.followed({"epoch": shadow.loop._epoch, "iter": shadow.loop._iter})  # noqa: SLF001 - as the loops' own
         self._looked = 0
-        ends, left_out = time.process_time() + MOST_SECONDS, 0
-        for place in places[:MOST_PLACES]:
+        ends, left_out = time.process_time() + LATER_SECONDS, 0
+        for place in places[:PLACES_LOOKED_AT]:
             if time.process_time() > ends:
                 break
             self._looked += 1
@@ -116,7 +112,7 @@ class Schedule:
             what = look.difference() or (_("a hook takes memory") if run.allocated > taken else "")
             if not what and self._asked_at(shadow, place, last=place == places[-1], counts=bool(look.counters)):
                 what = _("the model asks how far the training is")
-            if what and len(found) >= MOST_STEPS and place != places[-1]:
+            if what and len(found) >= LATER_STEPS and place != places[-1]:
                 left_out += 1
             elif what:
                 self.asked.followed(self._numbers(place))
@@ -209,7 +205,7 @@ def _numbers_of(part: Any, depth: int = 3) -> Iterator[int]:
     if type(part) is int:
         if part > 0:
             yield part
-    elif depth and isinstance(part, (list, tuple, set, dict)) and len(part) <= LONG:
+    elif depth and isinstance(part, (list, tuple, set, dict)) and len(part) <= LONGEST_SWITCHES:
         for one in [*part, *(part.values() if isinstance(part, dict) else ())]:
             yield from _numbers_of(one, depth - 1)
     elif depth == 3 and hasattr(part, "__dict__"):

@@ -12,12 +12,10 @@ from torch import nn
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.job import JobRun
 from vram_guard.language import Message, _
+from vram_guard.limits import LONGEST_SWITCHES
 from vram_guard.state.containers import MUTABLE
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_mmengine._shadow import PARTS, Shadow
-
-#: Longer containers hold data, not switches.
-LONG = 64
 
 _NOT_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_device"))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -168,16 +166,18 @@ def _simple(value: Any, depth: int = 2) -> Any:
         return value == 0
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, (list, tuple)) and len(value) <= LONG and depth:
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_SWITCHES and depth:
         return [_simple(one, depth - 1) for one in value]
-    if isinstance(value, dict) and len(value) <= LONG and depth:
+    if isinstance(value, dict) and len(value) <= LONGEST_SWITCHES and depth:
         return {str(key): _simple(one, depth - 1) for key, one in value.items()}
     if callable(value) and not isinstance(value, nn.Module):
         return getattr(value, "__qualname__", type(value).__qualname__)
     own = getattr(value, "__dict__", None)
     if own is None or isinstance(value, nn.Module) or not depth:
         return type(value).__qualname__
-    return type(value).__qualname__, {name: _simple(one, depth - 1) for name, one in list(own.items())[:LONG]}
+    return type(value).__qualname__, {
+        name: _simple(one, depth - 1) for name, one in list(own.items())[:LONGEST_SWITCHES]
+    }
 
 
 def _parts_of(part: Any, depth: int = 6) -> Any:

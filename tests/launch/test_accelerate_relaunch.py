@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from vram_guard.limits import RELAUNCHES_TRIED
+
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -28,7 +30,7 @@ from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
-from vram_guard_accelerate.planning._best_relaunch import MOST, best_of  # noqa: E402
+from vram_guard_accelerate.planning._best_relaunch import best_of  # noqa: E402
 from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402
 from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch, disagreement  # noqa: E402
 
@@ -194,7 +196,7 @@ def test_relaunches_of_relaunches_come_to_an_end() -> None:
         return answer(9.0 - len(tried), relaunches=(more, changed(precision="bf16")))
 
     best_of(answer(9.0, relaunches=(changed(precision="bf16"),)), better, tried.append)
-    assert len(tried) == MOST
+    assert len(tried) == RELAUNCHES_TRIED
     assert tried.count("--mixed_precision bf16") == 1
 
 

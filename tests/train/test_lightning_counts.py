@@ -176,7 +176,10 @@ def test_loaders_of_a_validation_that_have_no_batches_are_left_out(tmp_path: Any
     assert _validation.read_rounds(trainer, [], 1.0, "validation", LARGEST) is None
     rounds = _validation.read_rounds(trainer, [empty, vectors(9, 4), stream], 1.0, "validation", LARGEST)
     assert rounds is not None
-    assert [(one.sample.batch_size, one.batches) for one in rounds.loaders] == [(4, 3), (4, _validation.UNKNOWN)]
+    assert [(one.sample.batch_size, one.batches) for one in rounds.loaders] == [
+        (4, 3),
+        (4, _validation.ROUNDS_FOLLOWED),
+    ]
     assert rounds.batch_size == 4
     (note,) = rounds.notes
     assert note.startswith("a loader of validation has no length")

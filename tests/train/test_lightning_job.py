@@ -336,7 +336,7 @@ def test_weights_that_are_averaged(tmp_path: Any) -> None:
 
 
 def test_hooks_of_many_epochs_are_bounded_and_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram_guard_lightning._epochs.MOST_EPOCHS", 5)
+    monkeypatch.setattr("vram_guard_lightning._epochs.PLACES_LOOKED_AT", 5)
     calls = io.StringIO()  # a trace puts back what lists hold
 
     class Counting(pl.Callback):  # type: ignore[misc, name-defined]

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from vram_guard.config_file import LARGEST_CONFIG, leaves, load_config
+from vram_guard.config_file import leaves, load_config
 from vram_guard.errors import InvalidInputError
+from vram_guard.limits import LARGEST_CONFIG
 
 
 def written(tmp_path, text):

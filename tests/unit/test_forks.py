@@ -286,7 +286,7 @@ def test_a_copy_whose_code_closes_files_answers_all_the_same() -> None:
 
 
 def test_a_connection_that_is_closed_in_another_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(fork, "END_SECONDS", 0.5)
 
     def closes_all(_say: object) -> None:
         libc = ctypes.CDLL(None)
@@ -395,7 +395,7 @@ def test_a_fatal_error_says_where_it_was(request: pytest.FixtureRequest) -> None
 
 def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hanging, "IDLE_SECONDS", 2.0)
-    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(fork, "LOOK_SECONDS", 0.05)
     lock = threading.Lock()
     seen: list[str] = []
 
@@ -411,7 +411,7 @@ def test_a_copy_that_hangs_is_ended_and_reported(monkeypatch: pytest.MonkeyPatch
 
 def test_a_copy_that_works_without_a_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hanging, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(fork, "LOOK_SECONDS", 0.05)
 
     def work(_say: object) -> str:
         until = time.process_time() + 1.0
@@ -426,7 +426,7 @@ def test_a_copy_that_waits_for_a_copy_of_its_own_is_waited_for_while_that_one_wo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hanging, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(fork, "LOOK_SECONDS", 0.05)
 
     def work(_say: object) -> int:
         inner = os.fork()
@@ -442,7 +442,7 @@ def test_a_copy_that_waits_for_a_copy_of_its_own_is_waited_for_while_that_one_wo
 
 def test_where_a_copy_of_a_copy_hangs_is_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hanging, "IDLE_SECONDS", 2.0)
-    monkeypatch.setattr(hanging, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(fork, "LOOK_SECONDS", 0.05)
     seen: list[str] = []
 
     def waits_for_ever() -> None:

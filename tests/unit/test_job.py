@@ -258,7 +258,7 @@ def test_of_many_rounds_only_what_they_leave_behind_is_written_down(monkeypatch)
     changes = {"model": CONVOLUTIONS, "batch": torch.ones(2, 3, 16, 16)}
     plays = [rounds_of(30, forward, batch, repeated=repeated) for repeated in (False, True)]
     all_rounds = traced(plays[0], 16, **changes)
-    monkeypatch.setattr(repeats, "MOST_EVENTS", 0)
+    monkeypatch.setattr(repeats, "EVENTS_WRITTEN", 0)
     short = traced(plays[1], 16, **changes)
     assert len(short.events) < 0.6 * len(all_rounds.events)
     assert short.at(16).peak_allocated == all_rounds.at(16).peak_allocated

@@ -122,7 +122,7 @@ def test_so_many_different_steps_are_followed_and_the_last_one(
 ) -> None:
     play = Play(tmp_path, monkeypatch, changes + 1, lambda epoch: signature(epoch))
     epochs = range(1, changes + 1)
-    most = _epochs.MOST_STEPS
+    most = _epochs.LATER_STEPS
     followed = [*epochs] if changes <= most else [*epochs[:most], changes]
     assert play.trace() == [(f"epoch {epoch}", epoch * STEPS) for epoch in followed]
 
@@ -143,7 +143,7 @@ def test_a_step_by_its_number_is_followed_in_its_epoch(tmp_path: Any, monkeypatc
 def test_epochs_that_take_too_long_are_said(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, total: float, words: str
 ) -> None:
-    monkeypatch.setattr(_epochs, "MOST_EPOCHS", 3)
+    monkeypatch.setattr(_epochs, "PLACES_LOOKED_AT", 3)
     play = Play(tmp_path, monkeypatch, total, lambda _epoch: signature(0))
     for _trace in range(2):
         play.trace()
@@ -155,7 +155,7 @@ def test_epochs_that_take_too_long_are_said(
 
 
 def test_hooks_have_half_a_second_or_as_long_as_the_steps_took(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_epochs, "LEAST_SECONDS", -1.0)
+    monkeypatch.setattr(_epochs, "LATER_SECONDS", -1.0)
     play = Play(tmp_path, monkeypatch, 50, lambda _epoch: signature(0))
     play.trace(seconds=-1.0)
     assert play.later.reached == 1

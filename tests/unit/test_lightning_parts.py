@@ -71,7 +71,7 @@ def test_a_step_that_was_followed_is_followed_again_where_more_has_been_trained(
 
 def test_every_trace_follows_as_many_epochs_as_the_first() -> None:
     found, never, past = epochs(), math.inf, -1.0
-    most = _epochs.MOST_EPOCHS
+    most = _epochs.PLACES_LOOKED_AT
     assert [found._stops(2 + count, 2, never) for count in (0, most - 1, most)] == [False, False, True]
     assert found._stops(0, 0, past)
     found.reached = 5

@@ -451,7 +451,7 @@ class Slow(Untold):
 
 
 def test_a_sample_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr("vram_guard.longest.choice._PATIENCE", 1.0)
+    monkeypatch.setattr("vram_guard.longest.choice.ANSWER_SECONDS", 1.0)
     found = longest_batch(DataLoader(Slow(hangs=True), 2, collate_fn=padded, shuffle=True), seconds=1)
     assert any("the longest batch is not known" in note for note in found.notes)
 

@@ -248,7 +248,7 @@ def test_so_many_different_steps_are_followed_and_the_last_one(monkeypatch: pyte
     playing = Playing(monkeypatch, lambda place: f"{next(numbers)}" if place in places else "", *places[:-1])
     playing.hook.at.append(places[-1] - 1)  # so that this is the last place of all
     said = playing.play()
-    most = _schedule.MOST_STEPS
+    most = _schedule.LATER_STEPS
     followed = [f"iteration {place + 1}" for place in (places if count <= most else [*places[:most], places[-1]])]
     assert [label for label, *_others in playing.trained] == followed
     left_out = count - len(followed)
@@ -258,7 +258,7 @@ def test_so_many_different_steps_are_followed_and_the_last_one(monkeypatch: pyte
 
 
 def test_places_that_are_not_looked_at_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_schedule, "MOST_PLACES", 2)
+    monkeypatch.setattr(_schedule, "PLACES_LOOKED_AT", 2)
     playing = Playing(monkeypatch, lambda _place: "", 10, 20)
     assert playing.play() == [
         "hooks are followed up to iteration 11 only: what they change later is not included in the prediction"
@@ -266,7 +266,7 @@ def test_places_that_are_not_looked_at_are_said(monkeypatch: pytest.MonkeyPatch)
     assert playing.gone == [9, 10]
     assert playing.play() == []
     assert playing.gone == [9, 10] * 2, "as many in every trace"
-    monkeypatch.setattr(_schedule, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(_schedule, "LATER_SECONDS", -1.0)
     late = Playing(monkeypatch, lambda _place: "", 10)
     late.play()
     assert late.gone == []

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from vram_guard import Parallel, TrainingStep
 from vram_guard.errors import InvalidInputError
+from vram_guard.limits import MOST_GPUS
 from vram_guard.parallel.resharding import divided_by_fsdp2
-from vram_guard.parallel.spec import KINDS, MOST_GPUS
+from vram_guard.parallel.spec import KINDS
 
 NODES = st.sampled_from([1, 2, 4, 8])
 

@@ -22,6 +22,7 @@ from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.guard._verdict import judge
 from vram_guard.job import Evaluation, Saving
 from vram_guard.language import speaking
+from vram_guard.limits import TRACES_KEPT
 from vram_guard.plan import Plan, Source, plan
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
@@ -32,7 +33,7 @@ from vram_guard.plan.step_time import StepTime, assumed_gpu, step_seconds
 from vram_guard.plan.techniques import resident_batch
 from vram_guard.plan.tracing import Traces
 from vram_guard.report.text import render
-from vram_guard.simulate import KEPT_TRACES, trace
+from vram_guard.simulate import trace
 from vram_guard.techniques import Recipe
 from vram_guard.units import Amount
 
@@ -171,7 +172,7 @@ def test_a_plan_keeps_its_own_timelines_alone(uneven: bool, with_job: bool) -> N
     gc.collect()
     kept = [timeline for timeline in timelines_alive() if id(timeline) not in before]
     # Where each size is traced by itself, a timeline keeps the last ones that it was asked for.
-    assert len(kept) <= (2 * KEPT_TRACES if uneven else 4)
+    assert len(kept) <= (2 * TRACES_KEPT if uneven else 4)
 
 
 def timelines_alive() -> list[Timeline]:

@@ -32,7 +32,7 @@ STEP = TrainingStep(
 @pytest.fixture(params=[1, 2], ids=["one processor", "two processors"])
 def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many processors, and traces that always take long enough for a copy."""
-    monkeypatch.setattr(_ahead, "WORTH_A_COPY", 0.0)
+    monkeypatch.setattr(_ahead, "COPY_WORTH_SECONDS", 0.0)
     monkeypatch.setattr(_ahead, "_processors", lambda: request.param)
     return int(request.param)
 

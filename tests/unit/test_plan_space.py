@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan._space import MOST_FROZEN, Parts, _frozen, _orders, _pinned, _prefixes, _switch
+from vram_guard.limits import MOST_FROZEN
+from vram_guard.plan._space import Parts, _frozen, _orders, _pinned, _prefixes, _switch
 from vram_guard.plan.pins import Pins
 
 PARTS = Parts(

@@ -18,9 +18,10 @@ from vram_guard import Budget, Plan, TrainingStep, plan, trace
 from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import speaking
+from vram_guard.limits import LARGEST_BATCH_ASKED
 from vram_guard.report import html_report, save_html
 from vram_guard.report._charts import round_values
-from vram_guard.report.batch_curve import LARGEST_DRAWN, batch_curve, close_together
+from vram_guard.report.batch_curve import batch_curve, close_together
 from vram_guard.timeline import Affine, Block, Note, Phase, Timeline
 from vram_guard.units import format_bytes
 
@@ -293,7 +294,7 @@ def test_dark_and_narrow_are_readable(made: Plan, tmp_path: Path) -> None:
 def test_limits_are_the_largest_batches(timeline: Timeline) -> None:
     curve = batch_curve(timeline, ["RTX 4090", "1GiB", "64MiB", 2], at=7)
     assert [limit.largest for limit in curve.limits] == [
-        timeline.max_batch_size(budget, limit=LARGEST_DRAWN) for budget in (2, "64MiB", "1GiB", "RTX 4090")
+        timeline.max_batch_size(budget, limit=LARGEST_BATCH_ASKED) for budget in (2, "64MiB", "1GiB", "RTX 4090")
     ]
     assert [limit.name for limit in curve.limits] == ["1 B", "64MiB", "1GiB", "RTX 4090"]
     assert curve.limits[0].peak is None

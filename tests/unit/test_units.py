@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.units import BYTES_PER_UNIT, LARGEST_BYTES, format_bytes, parse_bytes
+from vram_guard.limits import LARGEST_BYTES
+from vram_guard.units import BYTES_PER_UNIT, format_bytes, parse_bytes
 
 
 @each(

@@ -13,10 +13,7 @@ from vram_guard.allocator._settings import AllocatorSettings
 from vram_guard.allocator.blocks import Segment, SegmentBlock, TraceEntry
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-#: Snapshots above this size (bytes) are refused rather than read into memory; 200,000 entries with their
-#: stack frames take a tenth of it.
-LARGEST_FILE = 2 * 2**30
+from vram_guard.limits import LARGEST_SNAPSHOT
 
 #: What torch writes into a trace (``TraceEntry::Action``); those not named in TraceEntry say nothing about
 #: memory.
@@ -127,7 +124,7 @@ def _bytes_of(source: str | Path | bytes) -> bytes:
         return source
     path = Path(source)
     try:
-        if path.stat().st_size > LARGEST_FILE:
+        if path.stat().st_size > LARGEST_SNAPSHOT:
             raise InvalidInputError(_("{path} is larger than 2 GiB: record with a smaller max_entries", path=path))
         return path.read_bytes()
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vram_guard.limits import GRAPH_NODES
 from vram_guard.state.containers import children
 from vram_guard.tensors import without_modes
 
@@ -20,9 +21,6 @@ _SAME = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Sque
 #: Of DeepSpeed's stage 3, around the calls of modules: they gather and free weights, and hand on what they are given.
 _GATHERING = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
 _GATHERS = "deepspeed.runtime.zero.parameter_offload"
-
-#: More nodes than this between a loss and what it is made of are not looked at.
-MOST_NODES = 10_000
 
 
 def number_of(value: torch.Tensor) -> int | None:
@@ -38,7 +36,7 @@ def is_made_of(loss: torch.Tensor, numbers: Collection[int]) -> bool:
         numbers: of :func:`number_of`.
     """
     waiting: list[Any] = [loss.grad_fn]
-    for _step in range(MOST_NODES):
+    for _step in range(GRAPH_NODES):
         if not waiting:
             return True
         node = waiting.pop()

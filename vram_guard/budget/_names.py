@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 
+from vram_guard.limits import LONGEST_NAME
+
 #: A name as the set of its telling words: "NVIDIA GeForce RTX 4090" -> {"rtx", "4090"}.
 Form = frozenset[str]
 
 _NO_MEANING = frozenset({"nvidia", "geforce", "tesla", "gpu", "graphics", "card", "generation", "edition"})
-_LONGEST = 100
 _MOBILE = frozenset({"laptop", "mobile", "max"})  # "Max-Q" is two words
 _FASTER = frozenset({"ti", "super"})
 _NUMBERED = re.compile("([a-z]*)([0-9]{1,6})[a-z]?")
@@ -19,7 +20,7 @@ _CLASSES = frozenset(range(10, 100, 10))
 
 def form_of(name: str) -> Form:
     """The telling words of ``name`` in lower case: no brand words, "RTX4090Ti" split, "40 GB" joined."""
-    text = re.sub(r"[^a-z0-9]+", " ", name[:_LONGEST].lower())
+    text = re.sub(r"[^a-z0-9]+", " ", name[:LONGEST_NAME].lower())
     text = re.sub(r"\b(rtx|gtx|titan|quadro)(?=[0-9])", r"\1 ", text)
     text = re.sub(r"(?<=[0-9])(ti|super)\b", r" \1", text)
     text = re.sub(r"\b([0-9]+) ?gi?b\b", r"\1gb", text)

@@ -15,8 +15,9 @@ from vram_guard.budget.catalogue import GPU, context_bytes, find_gpu, match_gpu
 from vram_guard.budget.margins import measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LEAST_WRITTEN
 from vram_guard.notebooks import ShownInNotebooks
-from vram_guard.units import LEAST_WRITTEN, format_bytes, parse_bytes, written_bytes
+from vram_guard.units import format_bytes, parse_bytes, written_bytes
 
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
 #: is known: a quantile of measured errors (:mod:`vram_guard.budget.margins`).

@@ -11,13 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from vram_guard.limits import EXTREMES_KEPT, SIZES_KEPT
+
 T = TypeVar("T")
-
-#: Samples whose sizes are kept: of more, the smallest and the largest of each measure and some from all over.
-MOST_KEPT = 2048
-
-#: Of the smallest and of the largest of each measure, where not all are kept.
-_EXTREMES = 32
 
 
 class SampleSizes(NamedTuple):
@@ -41,10 +37,10 @@ class SampleSizes(NamedTuple):
 
 def kept_sizes(numbers: torch.Tensor, values: torch.Tensor) -> SampleSizes:
     """Sizes of these samples (samples x measures), or of enough of them."""
-    if len(numbers) > MOST_KEPT:
-        some = torch.linspace(0, len(numbers) - 1, MOST_KEPT // 2).long()
+    if len(numbers) > SIZES_KEPT:
+        some = torch.linspace(0, len(numbers) - 1, SIZES_KEPT // 2).long()
         measures = [*values.unbind(1), values.clamp(min=1).double().prod(1)]
-        ends = [one.topk(_EXTREMES, largest=largest).indices for one in measures for largest in (True, False)]
+        ends = [one.topk(EXTREMES_KEPT, largest=largest).indices for one in measures for largest in (True, False)]
         rows = torch.cat([some, *ends]).unique()
         numbers, values = numbers[rows], values[rows]
     return SampleSizes(tuple(numbers.tolist()), tuple(map(tuple, values.tolist())))

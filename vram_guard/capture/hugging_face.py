@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,13 @@ from vram_guard.closed_form.inputs import (
 )
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import MOST_LAYERS
 from vram_guard.plain_model import own_loss
 from vram_guard.quiet import quiet_imports
 from vram_guard.step import Precision, TrainingStep
 
 if TYPE_CHECKING:
     from vram_guard.closed_form.from_config import EstimateRequest
-
-#: The deepest published networks have about a thousand (He et al. 2016, "Identity Mappings").
-MOST_LAYERS: Final = 10_000
 
 
 def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:

@@ -21,11 +21,9 @@ from vram_guard.apply import microbatch
 from vram_guard.capture.apart import SampleSizes, arranged, elements, leaf_shapes
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_APART, SAMPLES_ALIKE, SAMPLES_READ
 from vram_guard.state.containers import own_copy
 from vram_guard.state.random_generators import random_state_kept
-
-#: Samples read where all look alike, and where they differ in size and the largest is looked for.
-FEW, MORE = 2, 64
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,6 @@ class Sample:
     notes: tuple[str, ...] = ()
     parts: tuple[Reading, ...] = ()
     """The samples of each loader behind it, of those that deliver samples."""
-
-
-#: Samples of the largest batch in which a repeated one has memory of its own, by which it is told from the first.
-LARGEST_APART = 16
 
 
 class Reading:
@@ -201,7 +195,7 @@ def _read_stream(loader: Any) -> Sample:
     """A stream: the first samples of a copy, so that the stream itself stays where it is."""
     size = int(loader.batch_size)
     stream = iter(copied(loader.dataset))
-    few = list(islice(stream, FEW))
+    few = list(islice(stream, SAMPLES_ALIKE))
     if not few:
         raise UnsupportedStepError(_("the train dataset is a stream that delivers no sample"))
     samples, extremes, note = _representative(_Appending(few, stream), sys.maxsize, size)
@@ -254,10 +248,10 @@ def _representative(
     get: Callable[[int], Any], length: int, batch_size: int
 ) -> tuple[list[Any], tuple[Any, ...], tuple[str, ...]]:
     """A few samples; where they differ in size, the largest of a batch's worth instead, and the smallest beside it."""
-    samples = [get(index) for index in range(min(FEW, batch_size, length))]
+    samples = [get(index) for index in range(min(SAMPLES_ALIKE, batch_size, length))]
     if len({leaf_shapes(sample) for sample in samples}) == 1:
         return samples, (), ()
-    looked_at = min(MORE, batch_size, length)
+    looked_at = min(SAMPLES_READ, batch_size, length)
     samples += [get(index) for index in range(len(samples), looked_at)]
     largest, smallest = max(samples, key=elements), min(samples, key=elements)
     note = _(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, marked
+from vram_guard.limits import LONGEST_NAME
 from vram_guard.step import TrainingStep
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ _ADVICE = marked(
     "name a TrainingStep, or a function that returns one: package.module:function, or path/to/file.py:function "
     "(from vram_guard import TrainingStep)"
 )
-
-#: Longer names are pasted files.
-LONGEST_NAME = 1000
 
 
 def names_object(text: str) -> bool:

@@ -20,12 +20,12 @@ from typing import Any, Final
 from vram_guard.config_file import read_text
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_LISTING
 
 #: Endings of files that hold pickles: reading them runs what is in them.
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: The library's own limit for a header (100 MB), and ours for an index, which names every tensor once.
 LARGEST_HEADER: Final = 100_000_000
-LARGEST_INDEX: Final = 64 * 2**20
 #: What diffusers and transformers call a model's weights, in the order in which they look.
 STEMS: Final = ("diffusion_pytorch_model", "model", "pytorch_model")
 
@@ -137,7 +137,7 @@ def _damaged(path: Path, reason: str) -> InvalidInputError:
 def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]]:
     """Every tensor of an index, in the file that the index says."""
     try:
-        placed: Any = json.loads(read_text(index, LARGEST_INDEX))["weight_map"]
+        placed: Any = json.loads(read_text(index, LARGEST_LISTING))["weight_map"]
         names = sorted(set(placed.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidInputError(

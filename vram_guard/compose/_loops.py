@@ -8,9 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vram_guard.compose._errors import CannotComposeError
-
-#: Rounds at either end of a loop that may differ from those between them: the first layer has no layer before it.
-_MOST_PEELED = 3
+from vram_guard.limits import ROUNDS_PEELED
 
 
 class Item(NamedTuple):
@@ -101,7 +99,7 @@ def _rounds(items: Sequence[Item], start: int, length: int, count: int) -> _Roun
 
 def _peeled(small: _Rounds, large: _Rounds) -> tuple[int, int]:
     """Rounds at the beginning and at the end whose numbers follow no law with the others; as few as possible."""
-    for most in range(2 * _MOST_PEELED + 1):
+    for most in range(2 * ROUNDS_PEELED + 1):
         for head in range(most + 1):
             tail = most - head
             if len(small) - most >= 2 and _lawful(small[head : len(small) - tail], large[head : len(large) - tail]):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from vram_guard.compose._alignment import aligned
 from vram_guard.compose._errors import CannotComposeError
+from vram_guard.limits import FIRST_ALLOCATIONS
 from vram_guard.timeline import COMPARED, Affine, Block, Marks, Phase, Timeline
 
 _REPEATED = ("forward", "backward")
@@ -37,7 +38,7 @@ class _Division(NamedTuple):
         """None where the pass does not begin with a gradient of ones."""
         blocks = timeline.blocks
         made = [at for at in range(part.phase.start, part.end) if timeline.events[at] >= 0]
-        operators = [blocks[timeline.events[at]].operator for at in made[:_FIRST]]
+        operators = [blocks[timeline.events[at]].operator for at in made[:FIRST_ALLOCATIONS]]
         seed = next((index for index, name in enumerate(operators) if name.startswith("aten.ones_like.")), None)
         if seed is None:
             return None
@@ -46,10 +47,6 @@ class _Division(NamedTuple):
             return None
         following = made[chain + 1] if chain + 1 < len(made) else None
         return cls(timeline.events[made[seed]], made[seed - 1] if seed else None, made[chain], following)
-
-
-#: Allocations among which the gradient of ones is looked for: a GradScaler makes its own two numbers first.
-_FIRST = 4
 
 
 def in_micro_batches(timeline: Timeline, checkpointed: Collection[str] = ()) -> Timeline:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Bytes that are made private at most; larger areas stay shared (they are data sets, which are read).
-_MOST = 512 * 2**20
+from vram_guard.limits import SHARED_MEMORY_COPIED
 
 #: mmap(2), Linux: at exactly this address, in place of what is there; the address of a mapping that failed.
 _MAP_FIXED = 0x10
@@ -33,7 +32,7 @@ def make_private() -> None:
     map_memory = ctypes.CDLL(None, use_errno=True).mmap
     map_memory.restype = ctypes.c_void_p
     map_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    left = _MOST
+    left = SHARED_MEMORY_COPIED
     for area in list(_writable_shared()):
         if area.length > left:
             continue

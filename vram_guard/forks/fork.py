@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar, cast
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
-from vram_guard.forks import autograd_threads, ended, hanging, queues, tied
+from vram_guard.forks import autograd_threads, ended, queues, tied
 from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fatal_stack import FatalStack
@@ -29,17 +29,12 @@ from vram_guard.forks.host_copies import HostCopies
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.language import _
+from vram_guard.limits import COPY_SECONDS, END_SECONDS, LOOK_SECONDS
 from vram_guard.user_code import line_of_error, raised_here
 
 T = TypeVar("T")
 
 Progress = Callable[[str], None]
-
-#: Seconds that a copy may take at all.
-MOST_SECONDS = 1800.0
-
-#: Seconds for which a copy may live on after its connection has closed.
-_END_SECONDS = 5.0
 
 #: Parts of messages with which CUDA and torch's autograd refuse to work in a copy of a process that has used a GPU.
 _REFUSED_IN_FORKS = (
@@ -103,7 +98,7 @@ def fork_with_generators() -> int:
 
 
 def run_in_fork(
-    work: Callable[[Progress], T], progress: Progress | None = None, *, most_seconds: float = MOST_SECONDS
+    work: Callable[[Progress], T], progress: Progress | None = None, *, most_seconds: float = COPY_SECONDS
 ) -> T:
     """Call ``work`` in a copy of this process.
 
@@ -180,7 +175,7 @@ class Copy(Generic[T]):
         self._pipe = pipe
         self._stack = stack
 
-    def answer(self, progress: Progress | None = None, *, most_seconds: float = MOST_SECONDS) -> T:
+    def answer(self, progress: Progress | None = None, *, most_seconds: float = COPY_SECONDS) -> T:
         """Wait for the result; the copy is gone afterwards. Arguments, result and errors are :func:`run_in_fork`'s.
 
         Raises:
@@ -277,7 +272,7 @@ def _answer(
             if kind != "progress":
                 return kind, value, buffers
             progress(value)
-        closed = not process.ends_within(_END_SECONDS)
+        closed = not process.ends_within(END_SECONDS)
     except HangsError as error:
         hangs = str(error)
         abort(process.process)
@@ -322,7 +317,7 @@ def _messages(pipe: Connection, process: int, most_seconds: float) -> Iterator[t
     patience = Patience(process, most_seconds)
     while True:
         try:
-            arrived = pipe.poll(hanging.LOOK_SECONDS)
+            arrived = pipe.poll(LOOK_SECONDS)
             message = pipe.recv() if arrived else None
             buffers = [_array(pipe, size) for size in message[2]] if message else []
         except (EOFError, OSError, pickle.UnpicklingError):

@@ -10,15 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vram_guard.language import _
-
-#: Seconds without a message and without work of its processor after which a copy counts as hanging: longer than one
-#: sample takes to arrive from slow storage. A copy inherits locks that other threads held, and may wait for one for
-#: ever.
-IDLE_SECONDS = 120.0
-#: How often its processor time is looked at.
-LOOK_SECONDS = 1.0
-#: Seconds that a hanging copy has for writing down where it hangs.
-_ABORT_SECONDS = 2.0
+from vram_guard.limits import ABORT_SECONDS, IDLE_SECONDS
 
 
 class HangsError(Exception):
@@ -43,7 +35,7 @@ class Patience:
         self._busy = time.monotonic()
 
     def check(self) -> None:
-        """Called about every :data:`LOOK_SECONDS` while nothing arrives.
+        """Called about every :data:`vram_guard.limits.LOOK_SECONDS` while nothing arrives.
 
         Raises:
             HangsError: patience is at its end.
@@ -81,7 +73,7 @@ def _signal(process: int, number: int) -> None:
 
 def _wait(copy: int) -> None:
     """Until a copy has ended; where the system does not say, there is no waiting."""
-    until = time.monotonic() + _ABORT_SECONDS
+    until = time.monotonic() + ABORT_SECONDS
     while time.monotonic() < until and (_fields(copy) or "Z")[0] != "Z":
         time.sleep(0.02)
 

@@ -12,15 +12,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from vram_guard.budget.host import host_memory
+from vram_guard.limits import SHARE_OF_FREE_MEMORY
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-#: Share of the host's free memory that the values may take.
-_MOST_OF_FREE = 0.5
 
 
 class HostCopies:
@@ -38,7 +36,7 @@ class HostCopies:
         self._storages: dict[int, torch.UntypedStorage] = {}
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors}
         size = sum(storage.nbytes() for storage in storages.values())
-        if size > _MOST_OF_FREE * host_memory().available:
+        if size > SHARE_OF_FREE_MEMORY * host_memory().available:
             logger.warning("%s on the GPU are not read: the host has too little memory", format_bytes(size))
             self._tensors = []
         else:

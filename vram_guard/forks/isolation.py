@@ -18,10 +18,8 @@ from pathlib import Path
 
 from vram_guard.forks import tied
 from vram_guard.forks._shared_memory import make_private
+from vram_guard.limits import LARGEST_FILE_COPIED
 from vram_guard.patching import replace_attributes
-
-#: A file that is read and written is copied up to this size; a larger one is read by the copy as it is.
-_MOST_COPIED = 64 * 2**20
 
 
 def isolate(kept: set[int]) -> None:
@@ -107,7 +105,7 @@ def _throw_away(number: int, nowhere: int, flags: int) -> None:
     if flags & os.O_ACCMODE == os.O_WRONLY:
         os.dup2(nowhere, number)
         return
-    if os.fstat(number).st_size > _MOST_COPIED:
+    if os.fstat(number).st_size > LARGEST_FILE_COPIED:
         return
     at = os.lseek(number, 0, os.SEEK_CUR)
     with Path(f"/proc/self/fd/{number}").open("rb") as theirs, os.fdopen(os.memfd_create("copied"), "w+b") as mine:

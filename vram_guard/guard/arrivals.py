@@ -17,15 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from vram_guard.errors import LostRankError
-from vram_guard.forks.hanging import IDLE_SECONDS
 from vram_guard.guard._companions import Companions
 from vram_guard.language import _
+from vram_guard.limits import IDLE_SECONDS, LOOK_AT_FIRST, LOOK_AT_MOST
 
 #: Seconds that ranks may be apart in any case: the default timeout of NCCL's collectives (torch.distributed's
 #: documentation of ``init_process_group``), which ends ranks that are farther apart without any guard.
 APART_SECONDS = 600.0
-#: Seconds between two looks at the store, at first and at most.
-_SOON, _LATER = 0.005, 0.5
 
 _TOGETHER, _LATE, _ENDED = "together", "late", "ended "
 _numbers = itertools.count()
@@ -78,7 +76,7 @@ def _decided(store: Any, number: int, world_size: int, most_seconds: float) -> s
     if store.add(arrived, 1) == world_size:
         store.compare_set(decided, "", _TOGETHER)
     companions = Companions(store)
-    until, pause = time.monotonic() + most_seconds, _SOON
+    until, pause = time.monotonic() + most_seconds, LOOK_AT_FIRST
     while not store.check([decided]):
         # As nothing has been decided, not all have arrived: nobody has gone on, and ended well after that.
         ended = companions.ended()
@@ -88,7 +86,7 @@ def _decided(store: Any, number: int, world_size: int, most_seconds: float) -> s
             store.compare_set(decided, "", _LATE)
         else:
             time.sleep(pause)
-            pause = min(2 * pause, _LATER)
+            pause = min(2 * pause, LOOK_AT_MOST)
     return str(store.get(decided).decode())
 
 

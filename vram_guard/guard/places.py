@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vram_guard.job import JobRun
-
-#: Steps at the beginning of an epoch that are looked at one by one.
-LOOKED_AT = 64
+from vram_guard.limits import STEPS_ONE_BY_ONE
 
 
 class Asked:
@@ -74,7 +72,7 @@ class Asked:
         if name not in self._decided:
             yield first
             return
-        near = set(range(first, min(end, first + LOOKED_AT)))
+        near = set(range(first, min(end, first + STEPS_ONE_BY_ONE)))
         for number in self._decided[name].numbers:
             multiple = -(-first // number) * number  # of what a remainder is asked of
             near |= {at + by for at in (number, multiple) for by in (-1, 0, 1)}

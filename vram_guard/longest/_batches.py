@@ -21,12 +21,7 @@ from torch.utils.data import (
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-
-#: Batches that are compared by tracing at most.
-MOST = 6
-
-#: Epochs that are drawn of a sampler with batches of its own, or of random order to find a share of them.
-EPOCHS = 3
+from vram_guard.limits import BATCHES_COMPARED, EPOCHS_FOLLOWED
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ def _of_own_batches(sampler: Any, count: int, seconds: float) -> Batches:
         raise UnsupportedStepError(_("{sampler} makes batches of its own, and cannot be copied here", sampler=name))
     end = time.monotonic() + seconds
     epochs: list[list[torch.Tensor]] = []
-    while len(epochs) < EPOCHS and time.monotonic() < end:
+    while len(epochs) < EPOCHS_FOLLOWED and time.monotonic() < end:
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(len(epochs))
         epochs.append([])
@@ -201,7 +196,7 @@ def candidates(batches: Batches, sizes: Sizes, share: float | None = None) -> tu
     best = [(score == score.max()).nonzero().flatten() for score in scores]
     chosen = [_sorted(made[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
     different = {tuple(sorted(batch.tolist())): batch for batch in reversed(chosen)}
-    return list(reversed(different.values()))[:MOST], 0
+    return list(reversed(different.values()))[:BATCHES_COMPARED], 0
 
 
 def as_long(batch: torch.Tensor, batches: Batches, sizes: Sizes) -> int:
@@ -241,7 +236,7 @@ def _drawn(batches: Batches) -> list[torch.Tensor]:
     """Batches of some epochs, drawn at random."""
     assert batches.pool is not None
     generator = torch.Generator().manual_seed(0)
-    orders = [torch.randperm(len(batches.pool), generator=generator) for _epoch in range(EPOCHS)]
+    orders = [torch.randperm(len(batches.pool), generator=generator) for _epoch in range(EPOCHS_FOLLOWED)]
     return [batch for order in orders for batch in batches.pool[order].split(batches.size)]
 
 

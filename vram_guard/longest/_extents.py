@@ -6,10 +6,8 @@ import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from vram_guard.limits import PARTS_OF_A_SAMPLE
 from vram_guard.state.containers import children
-
-#: Parts of a sample's list that are looked at one by one; of a longer one the first stands for all.
-MOST_PARTS = 8
 
 
 class Shape(NamedTuple):
@@ -21,7 +19,7 @@ class Shape(NamedTuple):
     """Characters: a collate function may make tokens of them."""
 
 
-def shapes_of(sample: Any, path: str = "", *, parts: float = MOST_PARTS) -> Iterator[Shape]:
+def shapes_of(sample: Any, path: str = "", *, parts: float = PARTS_OF_A_SAMPLE) -> Iterator[Shape]:
     """Every part of a sample, or a batch, that has a size.
 
     Args:

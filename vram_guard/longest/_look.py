@@ -17,21 +17,10 @@ from vram_guard.capture.apart import SampleSizes, kept_sizes
 from vram_guard.capture.loader import copied
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import SAMPLES_ASKED, SAMPLES_CHECKED, SHARE_FOR_ALIKE, SHARE_FOR_BATCHES, SHARE_FOR_SIZES
 from vram_guard.longest._batches import Batches, Sizes, as_long, batches_of, candidates
 from vram_guard.longest._extents import Shape, by_name, shapes_of
 from vram_guard.longest._sources import Source, source_of
-
-#: Shares of the time limit: for sizes, for drawing from the sampler; the rest is for the chosen samples themselves.
-_FOR_SIZES, _FOR_BATCHES = 0.6, 0.15
-
-#: Share after which samples that were all alike are believed to be so.
-_FOR_ALIKE = 0.05
-
-#: Samples at whose sizes is looked at the most, where each has to be asked for.
-_MOST_ASKED = 1_000_000
-
-#: Samples, spread over the data set, that have to bear out what it says of their sizes.
-_CHECKED = 6
 
 
 @dataclass(frozen=True)
@@ -148,7 +137,7 @@ class _Look:
             question.ranks,
             by_batches=question.by_batches,
             endless=question.endless,
-            seconds=_FOR_BATCHES * question.seconds if question.alone else 0.0,
+            seconds=SHARE_FOR_BATCHES * question.seconds if question.alone else 0.0,
         )
 
     def _past(self, share: float) -> bool:
@@ -157,6 +146,10 @@ class _Look:
 
     def _alike(self) -> bool:
         return len(self._read) > 1 and len(set(self._read.values())) == 1
+
+    def _settled(self) -> bool:
+        """True if samples have been alike for so long that the others are believed to be so."""
+        return self._past(SHARE_FOR_ALIKE) and self._alike()
 
     def _readable(self, chosen: list[torch.Tensor]) -> list[tuple[int, ...]]:
         """The samples of each of these batches that can be read in time, the first ones; one of them at least."""
@@ -181,10 +174,10 @@ class _Look:
     def _of_stream(self) -> Sizes:
         """Of the first samples, of which any may come together: the rest is not known."""
         asked: dict[int, Any] = {}
-        for number, sample in enumerate(islice(copied(self._dataset), _MOST_ASKED)):
+        for number, sample in enumerate(islice(copied(self._dataset), SAMPLES_ASKED)):
             self._read[number] = tuple(shapes_of(sample))
             asked[number] = by_name(self._read[number])
-            if self._past(_FOR_SIZES) or (self._past(_FOR_ALIKE) and self._alike()):
+            if self._past(SHARE_FOR_SIZES) or self._settled():
                 break
         return _table((), asked, len(asked))
 
@@ -196,7 +189,7 @@ class _Look:
         failed = 0
         shown = time.monotonic()
         for number in _spread(self._count):
-            if asked and (self._past(_FOR_SIZES) or (not source.names and self._past(_FOR_ALIKE) and self._alike())):
+            if asked and (self._past(SHARE_FOR_SIZES) or (not source.names and self._settled())):
                 break
             try:
                 asked[number] = source.read(number)
@@ -216,7 +209,7 @@ class _Look:
         if len(known) == 0:
             return False
         order = known[sizes.areas[known].argsort()]
-        numbers = order[torch.linspace(0, len(order) - 1, min(_CHECKED, len(order))).long()].tolist()
+        numbers = order[torch.linspace(0, len(order) - 1, min(SAMPLES_CHECKED, len(order))).long()].tolist()
         for number in reversed(numbers):
             if not self._past(1):
                 self._extents(number)
@@ -285,8 +278,8 @@ def _amount(shapes: tuple[Shape, ...]) -> int:
 
 def _spread(count: int) -> Iterator[int]:
     """Numbers from all over, each once."""
-    if count > _MOST_ASKED:
-        yield from torch.linspace(0, count - 1, _MOST_ASKED, dtype=torch.float64).long().tolist()
+    if count > SAMPLES_ASKED:
+        yield from torch.linspace(0, count - 1, SAMPLES_ASKED, dtype=torch.float64).long().tolist()
     else:
         yield from torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from vram_guard.capture.loader import Reading, Sample, copied
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
+from vram_guard.limits import ANSWER_SECONDS
 from vram_guard.longest._extents import shapes_of
 from vram_guard.longest._look import Found, Question, look
 from vram_guard.simulate import DEFAULT_CAPABILITY, trace_at
@@ -21,9 +22,6 @@ from vram_guard.state.random_generators import random_state_kept
 if TYPE_CHECKING:
     from vram_guard.longest.wish import Wish
     from vram_guard.step import TrainingStep
-
-#: Seconds beyond the time limit after which a copy that does not answer is given up.
-_PATIENCE = 10.0
 
 Peak = Callable[[int], Any]
 """Batch size -> what the step takes with the batch that is chosen at the moment; comparable."""
@@ -103,7 +101,7 @@ def _looked(question: Question, progress: Progress, *, in_copy: bool) -> tuple[F
     try:
         if in_copy:
             try:
-                most = question.seconds + _PATIENCE
+                most = question.seconds + ANSWER_SECONDS
                 return run_in_fork(lambda tell: look(question, tell), progress, most_seconds=most), []
             except ForkRefusedError:
                 question = replace(question, alone=False)

@@ -15,10 +15,11 @@ from math import isclose, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vram_guard.config_file import LARGEST_CONFIG, load_config, read_text
+from vram_guard.config_file import load_config, read_text
 from vram_guard.errors import InvalidInputError
 from vram_guard.interpolation import referred
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_CONFIG
 
 if TYPE_CHECKING:
     import yaml

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import MOST_GPUS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +24,6 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 #: GPUs of a node where nobody says how many it has: those of a DGX or HGX machine.
 GPUS_OF_A_NODE = 8
-
-#: More ranks than this are not planned: the largest training of one job that anybody has published used 100,000 GPUs.
-MOST_GPUS = 2**17
 
 #: Kinds of parallelism that one rank cannot stand for, and which are therefore refused by name.
 NOT_FOLLOWED = {

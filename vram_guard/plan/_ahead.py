@@ -6,15 +6,13 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from vram_guard.limits import COPY_WORTH_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from vram_guard.forks.fork import Copy
     from vram_guard.timeline import Timeline
-
-#: Seconds of processor time of a trace from which on another one is made in a copy: copying the process, writing to
-#: memory that both share, and sending what came of it took up to half a second for ViT-L.
-WORTH_A_COPY = 2.0
 
 
 class Ahead:
@@ -32,7 +30,7 @@ class Ahead:
 
     def begin(self, key: Hashable, trace: Callable[[], Timeline]) -> None:
         """Make a trace in a copy, where that helps: traces take long, and no other copy is at work."""
-        if not self._may_copy or self._copies or self._last < WORTH_A_COPY:
+        if not self._may_copy or self._copies or self._last < COPY_WORTH_SECONDS:
             return
         from vram_guard.forks.fork import ForkRefusedError, begin_in_fork
 

@@ -22,6 +22,7 @@ from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.language import _
+from vram_guard.limits import MOST_NEIGHBOURS
 from vram_guard.plan._activations import peak_outside
 from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchanged
 from vram_guard.plan._growth import grown
@@ -44,9 +45,6 @@ from vram_guard.units import Amount
 if TYPE_CHECKING:
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate, Timeline
-
-#: Families that are looked into for a way beside the one that is taken.
-MOST_NEIGHBOURS = 4
 
 #: Traces that give the law of a step for every batch size.
 LAW_TRACES = 2

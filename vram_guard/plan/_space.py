@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import MOST_FROZEN, MOST_SLICES
 from vram_guard.plan._option import Option
 from vram_guard.plan.search_space import BlockPrefix, SlicePrefix, Space
 from vram_guard.plan.techniques import FORMS, splits_of
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 
     from vram_guard.plan._cost_model import CostModel
     from vram_guard.plan.pins import Pins
-
-#: Frozen modules are moved to the host one after the other up to this many, beyond it only all together.
-MOST_FROZEN = 4
-
-#: Slices that a body's batch is cut into, at most: a trace follows each of them.
-MOST_SLICES = 8
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vram_guard.job import Job, evenly
 from vram_guard.language import Message, _
+from vram_guard.limits import EVALUATIONS_TRIED
 from vram_guard.plan._option import Option
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from vram_guard.plan.source import Source, TraceRequest
 
     Follow = Callable[[TraceRequest], Timeline]
-
-#: Numbers of batches for which the largest batch of an evaluation is looked for.
-MOST_ROUNDS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +216,7 @@ def smaller_evaluation(
         try:
             most, batches = asked, evaluation.batches
             # Smaller batches are more, and more is collected of more: until one fits so many times.
-            for _round in range(MOST_ROUNDS):
+            for _round in range(EVALUATIONS_TRIED):
                 most = min(most, most_of(batches))
                 if not most or evaluation.batches_of(most) <= batches:
                     break

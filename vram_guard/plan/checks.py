@@ -9,16 +9,13 @@ from vram_guard.budget import Budget
 from vram_guard.checks import one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LEAST_BUDGET
 from vram_guard.plan.learning_rate import LEARNING_RATE_RULES
 from vram_guard.units import without_unit, written_bytes
 
 Mode = Literal["fit", "report", "strict"]
 MODES: tuple[str, ...] = get_args(Mode)
 LONGEST: tuple[str, ...] = ("largest", "first")
-
-
-#: A smaller budget in a training's settings is no number of bytes.
-_LEAST_BYTES = 2**10
 
 
 def check_amounts(
@@ -52,7 +49,7 @@ def check_unit(amount: object, name: str = "budget") -> None:
     Raises:
         InvalidInputError: it is so small that a unit is meant: 24, for GiB.
     """
-    if isinstance(amount, int) and 0 < amount < _LEAST_BYTES:
+    if isinstance(amount, int) and 0 < amount < LEAST_BUDGET:
         raise without_unit(amount, name)
 
 

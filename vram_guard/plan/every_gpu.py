@@ -9,11 +9,9 @@ from functools import cache
 
 from vram_guard.allocator import Placement
 from vram_guard.budget import GPU
+from vram_guard.limits import LARGEST_BATCH_ASKED
 from vram_guard.step import checked_count
 from vram_guard.timeline import Timeline, largest_that_fits
-
-#: Batch sizes are tried up to here.
-LARGEST_BATCH_ASKED = 2**16
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from vram_guard.budget import GPU
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import MOST_GPUS
 from vram_guard.parallel.links import Topology, topology
-from vram_guard.parallel.spec import GPUS_OF_A_NODE, MOST_GPUS, Parallel
+from vram_guard.parallel.spec import GPUS_OF_A_NODE, Parallel
 from vram_guard.plan.layouts import checked_layouts
 from vram_guard.plan.source import Source
 from vram_guard.step import TrainingStep

@@ -17,9 +17,10 @@ from typing import NamedTuple
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
+from vram_guard.limits import MOST_GPUS
 from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.outside import outside_allocator
-from vram_guard.parallel.spec import MOST_GPUS, Parallel
+from vram_guard.parallel.spec import Parallel
 from vram_guard.plan._depth import by_depth
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication

@@ -10,12 +10,10 @@ from vram_guard.budget import GPU, Budget
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_BATCH_ASKED
 from vram_guard.plan.comparison import Compared, Comparison, Configuration, compared_rows
 from vram_guard.step import TrainingStep
 from vram_guard.units import format_bytes
-
-#: Batch sizes are tried up to here unless the caller says otherwise.
-LARGEST_BATCH_ASKED = 2**20
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from vram_guard.limits import CALLS_FOLLOWED
 from vram_guard.user_code import is_installed_file
-
-#: Functions that are followed from a method: itself, what it calls by name, and what that calls.
-_DEEPEST = 2
 
 
 def used_by_class(kind: type) -> Iterator[tuple[str, Any]]:
@@ -19,7 +17,7 @@ def used_by_class(kind: type) -> Iterator[tuple[str, Any]]:
     for method in vars(kind).values():
         method = getattr(method, "__func__", getattr(method, "fget", method))  # noqa: PLW2901 - out of its descriptor
         if isinstance(method, FunctionType):
-            yield from _used(method, seen, _DEEPEST)
+            yield from _used(method, seen, CALLS_FOLLOWED)
 
 
 def _used(function: FunctionType, seen: set[FunctionType], deeper: int) -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.limits import MOST_CANDIDATES
 from vram_guard.patching import replaced
 from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import told, unknown_functions
@@ -33,9 +34,6 @@ from vram_guard.tensors import storage_of, tensors_of, without_modes
 
 if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
-
-#: Candidates that are followed, each in two runs of the step.
-MOST_CANDIDATES = 3
 
 #: The share of what the modules compute that a body computes at least: less would save little.
 LEAST_SHARE = 0.5

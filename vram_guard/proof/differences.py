@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from vram_guard.language import Message, _, marked
+from vram_guard.limits import CHARACTERS_SHOWN
 from vram_guard.proof._norms import distance, norm_of_finite
 from vram_guard.proof.observed import Observed
 
@@ -74,8 +75,6 @@ _BY_VALUE: Final = {
     Kind.WRITES: marked("{name} was written {other} instead of {one}"),
 }
 _MISSING: Final = Message(marked("missing"))
-#: Characters of a value in a sentence.
-MOST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -323,7 +322,7 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.8g}"
     text = repr(value)
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+    return text if len(text) <= CHARACTERS_SHOWN else text[:CHARACTERS_SHOWN] + "..."
 
 
 def _times(count: object) -> str:

@@ -17,6 +17,7 @@ from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import _
+from vram_guard.limits import REHEARSED_SAMPLES
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
 from vram_guard.proof._cost import memory_lacking, seconds_needed
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.plan.model import SmallerEvaluation
     from vram_guard.proof.loss_graph import LossGraph
-
-#: Samples of a rehearsed batch: two and two against four. One more, three and two, where a last batch is short.
-SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -220,10 +218,10 @@ class _Prover:
     def _by_running(self) -> Proof | Disproof:
         if not self._seconds:
             raise _NotRun(_("proof_seconds is 0"))
-        if self._splits and self._short_batches() and self._plan.batch_size > SAMPLES:
+        if self._splits and self._short_batches() and self._plan.batch_size > REHEARSED_SAMPLES:
             with contextlib.suppress(_NotRun):  # a step may want an even number
-                return self._run_on(SAMPLES + 1)
-        return self._run_on(min(self._plan.batch_size, SAMPLES))
+                return self._run_on(REHEARSED_SAMPLES + 1)
+        return self._run_on(min(self._plan.batch_size, REHEARSED_SAMPLES))
 
     def _short_batches(self) -> bool:
         """True where the last batch of an epoch may be cut into unequal parts."""

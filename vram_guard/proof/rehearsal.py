@@ -33,9 +33,6 @@ from vram_guard.state.random_generators import RandomState
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
-#: Loaded batches for one optimizer step, of the accumulated ones: a first and a further one.
-MOST_ACCUMULATED = 2
-
 _POSITION = re.compile(r"\[\d+\]")
 
 

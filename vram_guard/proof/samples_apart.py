@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
-from vram_guard.capture.loader import LARGEST_APART
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_APART, VALUES_COMPARED
 from vram_guard.patching import replaced
 from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, key_of, nothing
 from vram_guard.proof._rules import _SIZES, FACTS, Call, label_of
@@ -47,8 +47,6 @@ _ELEMENTWISE = frozenset(("all_reduce", "all_reduce_", "wait_tensor", "_wrap_ten
 _COUNTS = frozenset((("native_group_norm", "N"),))
 #: Operators that hand over a tensor that was made of numbers of Python.
 _NEW = frozenset(("lift", "lift_fresh", "lift_fresh_copy"))
-#: Elements of a real tensor whose values are told apart.
-_LARGEST = 4096
 #: Modules and functions of libraries that read values of a batch, and compute the same whatever they find, or fail.
 _READ_IN = frozenset(
     (
@@ -395,7 +393,7 @@ def _known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _values(tensor: torch.Tensor) -> Any:
     """What tells two tensors apart that are made anew in every step: the values of small ones, where they are known."""
-    if tensor.numel() > _LARGEST or (tensor.is_floating_point() and tensor.requires_grad):
+    if tensor.numel() > VALUES_COMPARED or (tensor.is_floating_point() and tensor.requires_grad):
         return tuple(tensor.shape)
     known = _known(tensor)
     if known is None or known.layout != torch.strided or known.is_meta:

@@ -16,20 +16,13 @@ from typing import Any
 import torch
 
 from vram_guard.language import _
+from vram_guard.limits import SMALL_STEPS, STAND_IN_ELEMENTS, STAND_INS
 from vram_guard.proof._norms import distance, norm
 from vram_guard.proof.differences import TOLERANCES
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
 from vram_guard.techniques.optimizers import eight_bit_library, needs_closure
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
-
-#: Steps that are compared: the second one reads the states that the first has made.
-STEPS = 3
-#: Elements of a weight's stand-in at most: more than the 4,096 from which torchao takes a weight to the host, and both
-#: libraries keep states in 8 bits.
-MOST_ELEMENTS = 8192
-#: Weights of a group that have a stand-in, for each number of dimensions, on which some optimizers decide.
-EACH = 2
 
 
 @dataclass(frozen=True)
@@ -60,13 +53,15 @@ class SmallSteps:
         if self.why_not:
             return _("the optimizer's other form was not run for a proof ({why})", why=self.why_not)
         if self.exact:
-            return _("the optimizer: {count} steps of small weights were run, and their updates are equal", count=STEPS)
+            return _(
+                "the optimizer: {count} steps of small weights were run, and their updates are equal", count=SMALL_STEPS
+            )
         return _(
             "8-bit states round: after {count} steps of small weights, updates differ by {amount}", **self._figures()
         )
 
     def _figures(self) -> dict[str, Any]:
-        return {"count": STEPS, "amount": f"{self.difference * 100:.2g}%"}
+        return {"count": SMALL_STEPS, "amount": f"{self.difference * 100:.2g}%"}
 
 
 def small_steps(make: Callable[[], torch.optim.Optimizer], recipe: Recipe) -> SmallSteps | None:
@@ -111,14 +106,14 @@ def _stand_ins(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[lis
     for group in optimizer.param_groups:
         shapes: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for weight in group["params"]:
-            if weight.requires_grad and len(shapes[weight.dim()]) < EACH:
+            if weight.requires_grad and len(shapes[weight.dim()]) < STAND_INS:
                 shapes[weight.dim()].append(_smaller(tuple(weight.shape)))
         made.append([torch.randn(shape, dtype=dtype, generator=draws) for found in shapes.values() for shape in found])
     return made
 
 
 def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while torch.Size(shape).numel() > MOST_ELEMENTS:
+    while torch.Size(shape).numel() > STAND_IN_ELEMENTS:
         longest = shape.index(max(shape))
         shape = (*shape[:longest], -(-shape[longest] // 2), *shape[longest + 1 :])
     return shape
@@ -147,7 +142,7 @@ def _stepped(optimizer: torch.optim.Optimizer, groups: Sequence[list[torch.nn.Pa
     """The weights after some steps, whose gradients come out of a backward pass, as hooks of optimizers expect."""
     weights = [weight for group in groups for weight in group]
     draws = torch.Generator().manual_seed(1)
-    for _step in range(STEPS):
+    for _step in range(SMALL_STEPS):
         for weight in weights:
             (weight * torch.randn(weight.shape, dtype=weight.dtype, generator=draws)).sum().backward()
         optimizer.step()

@@ -17,13 +17,11 @@ from packaging.version import InvalidVersion, Version
 from vram_guard.config_file import load_toml, read_text
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_LISTING
 from vram_guard.releases.installed import PACKAGES, Releases
 
 #: Canonical names of the packages that matter.
 RELEVANT: Final = frozenset(canonicalize_name(name) for name in PACKAGES.values())
-
-#: Locks name every package with its hashes: those of large projects have some MB.
-LARGEST_LOCK: Final = 2**25
 
 #: Files of other tools that could be meant, and are not read.
 _OTHER_FILES: Final = frozenset(
@@ -112,7 +110,7 @@ def _allows(wanted: tuple[SpecifierSet, ...], release: str) -> bool:
 
 def _locked(path: Path) -> dict[str, tuple[SpecifierSet, ...]]:
     """The releases of a lock, in which a package may stand once for each platform."""
-    table = load_toml(path, LARGEST_LOCK)
+    table = load_toml(path, LARGEST_LISTING)
     entries: Any = table.get("packages", table.get("package"))
     if not isinstance(entries, list) or not all(isinstance(one, Mapping) for one in entries):
         raise InvalidInputError(_("{path} holds no list of packages", path=path))
@@ -144,7 +142,7 @@ def _merged(asked: Iterator[tuple[str, SpecifierSet]]) -> dict[str, tuple[Specif
 def _requirements(path: Path, seen: frozenset[Path]) -> Iterator[tuple[str, SpecifierSet]]:
     """The requirements of a file in pip's format, with the files that it includes by ``-r`` and ``-c``."""
     seen |= {path.resolve()}
-    lines = re.sub(r"\\\r?\n", " ", read_text(path, LARGEST_LOCK)).splitlines()
+    lines = re.sub(r"\\\r?\n", " ", read_text(path, LARGEST_LISTING)).splitlines()
     for text in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines):
         include = _INCLUDE.match(text)
         if include is not None:

@@ -12,6 +12,7 @@ from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.module_names import with_class
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
@@ -26,9 +27,6 @@ HEADROOM = 1.18
 
 #: Phases narrower than this share of the width have no room for their name.
 LEAST_LABELLED = 0.05
-
-#: A split step is traced with two micro-batches: the later ones repeat the second.
-DRAWN_MICRO_BATCHES = 2
 
 
 class Span(NamedTuple):
@@ -159,7 +157,7 @@ def _planned_size(plan: Plan) -> str:
     if plan.splits == 1:
         return _("batch {count}", count=plan.batch_size)
     words = _("{count} micro-batches of {size}", count=plan.splits, size=plan.micro_batch_size)
-    return _("{words} (two are drawn)", words=words) if plan.splits > DRAWN_MICRO_BATCHES else words
+    return _("{words} (two are drawn)", words=words) if plan.splits > ROUNDS_FOLLOWED else words
 
 
 def _scale_top(peaks: Sequence[int], usable: int | None) -> int:

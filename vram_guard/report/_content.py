@@ -8,6 +8,7 @@ from typing import Literal
 
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
+from vram_guard.limits import NAMED
 from vram_guard.module_names import in_a_sentence, with_class
 from vram_guard.plan.descriptions import COUNTED, EXPLANATIONS, Why
 from vram_guard.plan.model import Plan
@@ -30,15 +31,10 @@ _TIERS = {
     "formula": marked("formula (a lower bound: not known to fit)"),
 }
 
-#: Categories that a short report names.
-BRIEF_PARTS = 3
-
 #: A plan whose step takes so many times as long as written is said to be slow right behind the verdict.
 MUCH_SLOWER = 3.0
 #: Host memory of a node with eight GPUs as many have it, in bytes (NVIDIA's data sheet of the DGX A100: 1 TB).
 USUAL_NODE = 10**12
-#: Notes that a short report shows.
-BRIEF_NOTES = 3
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class Content:
     def brief_facts(self) -> list[tuple[str, str]]:
         """(name, value): what there is to know in a dozen lines."""
         estimate = self.estimate
-        held = sorted(estimate.breakdown.items(), key=lambda item: -item[1])[:BRIEF_PARTS]
+        held = sorted(estimate.breakdown.items(), key=lambda item: -item[1])[:NAMED]
         facts = [
             *([] if self.budget else [(_("peak reserved"), format_bytes(estimate.peak_reserved))]),
             *([] if self.budget is None else [(_("budget"), self.budget.explain(brief=True))]),
@@ -199,7 +195,7 @@ class Content:
 
     def brief_notes(self) -> list[str]:
         """The first notes of an answer that is not exact: its reasons point to them."""
-        return self.notes(BRIEF_NOTES) if self.estimate.tier == "partly symbolic" else []
+        return self.notes(NAMED) if self.estimate.tier == "partly symbolic" else []
 
     def phase_heads(self) -> list[str]:
         """Titles of the columns of :meth:`phase_rows`."""

@@ -10,6 +10,7 @@ from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import GPU, Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_BATCH_ASKED
 from vram_guard.timeline import Timeline, largest_that_fits
 
 #: Drawn where no cards are named: common ones from 8 to 80 GB, one of each size.
@@ -17,9 +18,6 @@ COMMON_CARDS = ("RTX 3070", "RTX 3060 12GB", "RTX 4080", "RTX 4090", "L40S", "A1
 
 #: Points of the curve between 1 and its end.
 POINTS = 40
-
-#: Larger batches are not looked for: a curve that is still below a card there never reaches it in practice.
-LARGEST_DRAWN = 2**16
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Limit:
     @property
     def open_ended(self) -> bool:
         """True where the search ended before the memory did."""
-        return self.largest >= LARGEST_DRAWN
+        return self.largest >= LARGEST_BATCH_ASKED
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,9 @@ def close_together(limits: Iterable[Limit], share: float = 0.07) -> list[list[Li
 
 
 def _limit(name: str, budget: Budget, timeline: Timeline, peak: Callable[[int], int]) -> Limit:
-    largest = largest_that_fits(lambda size: budget.holds(peak(size), timeline.tier, timeline.network), LARGEST_DRAWN)
+    largest = largest_that_fits(
+        lambda size: budget.holds(peak(size), timeline.tier, timeline.network), LARGEST_BATCH_ASKED
+    )
     return Limit(name, budget.usable, largest, peak(largest) if largest else None)
 
 

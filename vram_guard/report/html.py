@@ -19,6 +19,7 @@ from vram_guard.budget import GPU, Budget
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, language
+from vram_guard.limits import FILES_KEPT, LISTED_ON_PAGE
 from vram_guard.plan.model import Plan
 from vram_guard.plan.spread import Spread
 from vram_guard.report._charts import Chart, batch_chart, lines_drawn, timeline_charts
@@ -36,10 +37,6 @@ from vram_guard.units import format_bytes
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 )
-
-MOST_MODULES, MOST_REJECTED, MOST_NOTES = 12, 20, 40
-#: Pages of :func:`where_to_read_on` that are kept.
-MOST_PAGES = 50
 
 
 def html_report(
@@ -130,7 +127,7 @@ def where_to_read_on(page: str, how: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotWrittenWarning)
         written = write_atomically(path, page)
-    forget_oldest(path.parent, MOST_PAGES, ("*.html",))
+    forget_oldest(path.parent, FILES_KEPT, ("*.html",))
     return (
         _("Full report ({how} prints it here): {page}", page=path, how=how)
         if written
@@ -181,7 +178,7 @@ def _numbers(content: Content) -> str:
         parts.append(f"<h3>{escape(_('Peak of each phase'))}</h3>")
         parts.append(_table(content.phase_heads(), phases))
     parts.append(_list(_("Memory that grows"), content.leaks()))
-    modules = [_row(f"<code>{escape(name)}</code>", cells) for name, *cells in content.modules(MOST_MODULES)]
+    modules = [_row(f"<code>{escape(name)}</code>", cells) for name, *cells in content.modules(LISTED_ON_PAGE)]
     if modules:
         parts.append(f"<h3>{escape(_('Modules that hold most at the peak'))}</h3>")
         parts.append(_table([_("module"), _("bytes"), _("share")], modules))
@@ -263,7 +260,7 @@ def _plan(plan: Plan, reasons: list[str]) -> str:
         _facts(plan_facts(plan)),
         *_spread(plan.spread),
         _list(_("Why"), reasons),
-        _list(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED)),
+        _list(_("Alternatives considered, closest first"), alternatives(plan, LISTED_ON_PAGE)),
     ]
     return _tag("section", parts)
 
@@ -284,7 +281,7 @@ def _spread(spread: Spread | None) -> Iterator[str]:
 
 
 def _notes(content: Content) -> str:
-    lines = content.notes(MOST_NOTES)
+    lines = content.notes(LISTED_ON_PAGE)
     return _tag("section", [f"<h2>{escape(_('Notes'))}</h2>", _list("", lines)]) if lines else ""
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from vram_guard.budget import Budget
 from vram_guard.language import _
+from vram_guard.limits import LISTED_MODULES, LISTED_REJECTED
 from vram_guard.plan import Plan
 from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
@@ -26,9 +27,6 @@ from vram_guard.units import format_bytes
 DEFAULT_WIDTH = 80
 BAR_WIDTH = 40
 BAR_NAME = 11
-TOP_MODULES = 5
-MOST_REJECTED = 6
-
 _STYLES = {"fits": "bold green", "over": "bold red", "unknown": "bold yellow"}
 
 
@@ -137,7 +135,7 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     phases = content.phase_rows()
     if phases:
         yield from _ways(_("Peak of each phase"), [content.phase_heads(), *phases], signs)
-    modules = content.modules(TOP_MODULES)
+    modules = content.modules(LISTED_MODULES)
     if modules:
         yield _heading(_("Modules that hold most at the peak"))
         yield _grid(modules, right=True)
@@ -155,7 +153,7 @@ def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
             yield from _ways(_("Ways to spread it, the simplest first"), spread_rows(plan.spread), signs)
             yield from _ways(_("The same training on other numbers of GPUs"), count_rows(plan.spread), signs)
         yield from _bullets(_("Why"), content.reasons(), signs)
-        yield from _bullets(_("Alternatives considered, closest first"), alternatives(plan, MOST_REJECTED), signs)
+        yield from _bullets(_("Alternatives considered, closest first"), alternatives(plan, LISTED_REJECTED), signs)
 
 
 def _heading(title: str) -> Text:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from vram_guard.allocator import Placement
 from vram_guard.language import Message
+from vram_guard.limits import TRACES_KEPT
 from vram_guard.plain_model import as_step
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Affine, Collective, Estimate, Note, Timeline, merge_affine
@@ -29,9 +30,6 @@ DEFAULT_CAPABILITY = (8, 0)
 #: Where the law is checked unless the caller names a size: far from the traced ones, a multiple of nothing. Sizes that
 #: grow with the square of the batch, padding to multiples and code for large batches show here.
 CHECKED_SIZE = 37
-
-#: Timelines that are kept where a law does not hold: a plan asks for each of a handful of sizes many times.
-KEPT_TRACES = 16
 
 LAW_BROKEN = Note(Message("the sequence of allocations differs between batch sizes: every size asked for is traced"))
 
@@ -167,7 +165,7 @@ class _AtEachSize:
 
 def each_once(run: Callable[P, Timeline]) -> Callable[P, Timeline]:
     """``run``, which keeps the last :data:`KEPT_TRACES` timelines that it made."""
-    return cast("Callable[P, Timeline]", functools.lru_cache(maxsize=KEPT_TRACES)(run))
+    return cast("Callable[P, Timeline]", functools.lru_cache(maxsize=TRACES_KEPT)(run))
 
 
 def trace_at(

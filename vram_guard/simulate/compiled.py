@@ -12,6 +12,7 @@ from vram_guard.forks.exclusive import in_copy
 from vram_guard.forks.fork import ForkRefusedError
 from vram_guard.forks.waiting import WaitingCopy
 from vram_guard.language import Message, _
+from vram_guard.limits import COMPILE_SECONDS
 from vram_guard.private_names import missing_names
 from vram_guard.settings import settings
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from vram_guard.timeline import Timeline
 
 A = TypeVar("A")
-
-#: Seconds of processor time that the compiler may take where the setting ``compile_seconds`` does not say: GPT-2 small,
-#: ViT-B/16, ResNet-50 and a U-Net as whole models take 40 to 170 s on two cores.
-USUAL_SECONDS: Final = 300.0
 
 
 #: What a trace says that lets compiled code run uncompiled.
@@ -56,7 +53,7 @@ def allowed_seconds() -> float:
         InvalidInputError: the setting is negative or not finite.
     """
     found = settings().get("compile_seconds")
-    seconds = USUAL_SECONDS if found is None else float(found.value)
+    seconds = COMPILE_SECONDS if found is None else float(found.value)
     if not 0 <= seconds < float("inf"):
         raise InvalidInputError(
             _("compile_seconds must be 0 or more seconds, not {value}", value=repr(found and found.value))

@@ -29,12 +29,10 @@ from torch.utils import checkpoint
 
 from vram_guard.errors import RecomputationError
 from vram_guard.language import _
+from vram_guard.limits import VALUES_OF_A_TENSOR
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
 from vram_guard.techniques.comparing import comparing
 from vram_guard.tensors import inner_tensors, is_dense
-
-#: Values of each saved tensor that are compared: 1 KiB of float32.
-PLACES = 256
 
 #: The longest sums that are reckoned with: over the inputs of a layer, or the positions of a sequence.
 TERMS = 2**14
@@ -158,7 +156,9 @@ class _Pair(NamedTuple):
     def is_apart(self) -> bool:
         """True where they differ by more than rounding."""
         with torch.no_grad():
-            return bool(_differ(self.first.view(-1, PLACES), self.again.view(-1, PLACES), self.rounding))
+            return bool(
+                _differ(self.first.view(-1, VALUES_OF_A_TENSOR), self.again.view(-1, VALUES_OF_A_TENSOR), self.rounding)
+            )
 
 
 class _Flag(NamedTuple):
@@ -307,7 +307,7 @@ class BlockCall:
         places = self._places.get(at)
         if places is None:
             step = int(tensor.numel() * _GOLDEN) | 1
-            places = torch.arange(0, PLACES * step, step, device=tensor.device).remainder_(tensor.numel())
+            places = torch.arange(0, VALUES_OF_A_TENSOR * step, step, device=tensor.device).remainder_(tensor.numel())
             self._places[at] = places
         if tensor.is_floating_point() and tensor.itemsize == 1:
             return tensor.view(torch.uint8).take(places).view(tensor.dtype)
@@ -332,11 +332,11 @@ def _places(numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     The step between the places of a row has no divisor in common with the size, so that they lie in all columns.
     """
-    row = min(PLACES // 2, 1 << (numel.bit_length() - 1))
+    row = min(VALUES_OF_A_TENSOR // 2, 1 << (numel.bit_length() - 1))
     step = max(numel // row, 1)
     while math.gcd(step, numel) > 1:
         step -= 1
-    return (PLACES // 2 // row, 2, row), (0, numel - 1 - (row - 1) * step, step)
+    return (VALUES_OF_A_TENSOR // 2 // row, 2, row), (0, numel - 1 - (row - 1) * step, step)
 
 
 class _Kind(NamedTuple):

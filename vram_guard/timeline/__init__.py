@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vram_guard.timeline._estimate import FOLLOWED_STEPS, Estimate, OutOfMemoryPoint
+from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
 from vram_guard.timeline._law import merge_affine
 from vram_guard.timeline._timeline import Timeline, largest_that_fits
 from vram_guard.timeline._values import (
@@ -47,7 +47,6 @@ __all__ = [
     "ASSUMED_CARD",
     "CATEGORIES",
     "COMPARED",
-    "FOLLOWED_STEPS",
     "PHASE_NAMES",
     "STEP_PHASES",
     "SYNCHRONISED_NORM",

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 
 from vram_guard.budget import Budget
 from vram_guard.budget.margins import Network
+from vram_guard.limits import FIRST_STEPS
 from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.releases.installed import Releases
 from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
 from vram_guard.units import format_bytes
-
-#: Steps after which growth is told: what the first two set up is there by then.
-FOLLOWED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Estimate(ShownInNotebooks):
         """Optimizer steps after which leaks have filled the budget; None where nothing grows."""
         if not self._grows:
             return None
-        return FOLLOWED_STEPS + max(0, budget.usable - self.peak_reserved) // self._grows
+        return FIRST_STEPS + max(0, budget.usable - self.peak_reserved) // self._grows
 
     @property
     def _grows(self) -> int:
@@ -128,7 +126,7 @@ class Estimate(ShownInNotebooks):
     @property
     def grown(self) -> int:
         """Bytes that leaks have added by the last step of the run; 0 also where the number of steps is not known."""
-        return self._grows * max(0, (self.steps or 0) - FOLLOWED_STEPS)
+        return self._grows * max(0, (self.steps or 0) - FIRST_STEPS)
 
     def corrected(self, correction: float) -> int:
         """The reserved peak as it is compared with a budget, in bytes: with what leaks add until the run ends."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from vram_guard.language import _
+from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.timeline import Note
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate.dry_run.phases import OTHER_BATCHES, BatchIterator, calls_next
+from vram_guard_accelerate.dry_run.phases import BatchIterator, calls_next
 
 if TYPE_CHECKING:
     from vram_guard.simulate.memory.recorder import Recorder
@@ -96,7 +97,7 @@ class EvaluationRounds:
         self.close(key)
         self._seen[key] = self._seen.get(key, 0) + 1
         base = getattr(loader, "base_dataloader", loader)
-        if self._seen[key] == OTHER_BATCHES and self._stands(base) and not calls_next():
+        if self._seen[key] == ROUNDS_FOLLOWED and self._stands(base) and not calls_next():
             stack = self._open[key] = contextlib.ExitStack()
             stack.enter_context(self._recorder.repeat(self._rounds_of(loader)))
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.language import _
+from vram_guard.limits import COPY_SECONDS
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_accelerate.apply.checkpoints import loaded_folder
@@ -27,9 +28,6 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_again, longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-
-#: Seconds that planning may take, in a copy of a process that does not know yet whether it trains.
-PATIENCE = 1800.0
 
 
 class FollowingPhase(LoopPhase):
@@ -81,7 +79,7 @@ class FollowingPhase(LoopPhase):
         """True if the caller that asks for a batch now is about to train on it."""
         if not torch.is_grad_enabled() or not self.loop.models:
             return False
-        return any(model.training for model in self.loop.models) or self._probe.trains_from_here(PATIENCE)
+        return any(model.training for model in self.loop.models) or self._probe.trains_from_here(COPY_SECONDS)
 
     def _forked(self, loader: Any) -> ForkedPhase:
         """The same for the training's loader."""

@@ -14,6 +14,7 @@ import torch
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
+from vram_guard.limits import ROUNDS_FOLLOWED, TRACE_SECONDS
 from vram_guard.proof.effects import Listening
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.memory.leftovers import Leftovers
@@ -39,12 +40,6 @@ if TYPE_CHECKING:
 
 #: Hooks and wrappers that lie around what is compiled.
 _ADAPTER = str(Path(__file__).parents[1]) + os.sep
-
-#: Seconds that one copy may take for two optimizer steps.
-PATIENCE = 300.0
-
-#: Slices of a batch that are followed: the first makes gradients, every other one adds to them.
-SLICES = 2
 
 
 class ForkedPhase(LoopPhase):
@@ -80,7 +75,7 @@ class ForkedPhase(LoopPhase):
         if self._request.compiled:
             processor_limit(allowed_seconds(), self._out_of_time)
         else:
-            limit(PATIENCE, self._out_of_time)
+            limit(TRACE_SECONDS, self._out_of_time)
         self._change()
         loop.tracer.recorder.phase("forward", 1)
 
@@ -106,7 +101,7 @@ class ForkedPhase(LoopPhase):
                 request.slices * request.batch_size,
                 request.batch_size,
                 returns_loss=not request.forward_again,
-                at_most=SLICES,
+                at_most=ROUNDS_FOLLOWED,
                 on_slice=lambda *_slice: self.loop.tracer.forward_begins(),
             )
 
@@ -234,7 +229,7 @@ class ForkedPhase(LoopPhase):
     def _out_of_time(self, frame: Any) -> NoReturn:
         if self._request.compiled:
             self._parent.send(DryRunFailure.of(LostCopyError(too_late(allowed_seconds()))))
-        reason = _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{PATIENCE:.0f}")
+        reason = _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{TRACE_SECONDS:.0f}")
         self._parent.send(DryRunFailure.of(LostCopyError(at_line(reason, frame))))
 
     def ended(self) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from vram_guard.apply.microbatch import CannotSplitError, batch_size
 from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_IN_DOUBLE
 from vram_guard.patching import replace_attributes
 from vram_guard.proof.draws import RowDraws
 from vram_guard.proof.effects import Listening
@@ -41,9 +42,6 @@ from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPh
 from vram_guard_accelerate.dry_run.results import DryRunFailure, stopped
 
 _LESS_PRECISE = (torch.float32, torch.float16, torch.bfloat16)
-
-#: Tensors with more elements stay in single precision; a step that needs them is not run in double precision then.
-LARGEST_IN_DOUBLE = 2**26
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,8 @@ from vram_guard.apply.microbatch import batch_size, split
 from vram_guard.capture.apart import arranged
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import SAMPLES_READ, VALUES_COMPARED
 from vram_guard.state.containers import leaves
-
-#: Samples of the batch among which the few are chosen.
-LOOKED_AT = 32
-
-#: Numbers of a sample that are compared: labels and masks of long texts are told apart by fewer.
-_NUMBERS = 4096
 
 
 def few_samples(loader: Any, count: int) -> Any:
@@ -40,9 +35,9 @@ def few_samples(loader: Any, count: int) -> Any:
         batch = next(iter(loader.dataset if isinstance(loader, DataLoader) else loader))
         return split(batch, batch_size(batch), count)[0].data
     if isinstance(loader.dataset, IterableDataset):
-        found = list(islice(loader.dataset, LOOKED_AT))
+        found = list(islice(loader.dataset, SAMPLES_READ))
     else:
-        found = [loader.dataset[index] for index in islice(next(iter(loader.batch_sampler)), LOOKED_AT)]
+        found = [loader.dataset[index] for index in islice(next(iter(loader.batch_sampler)), SAMPLES_READ)]
     if len(found) < count:
         raise UnsupportedStepError(_("its batch has {count} samples", count=len(found)))
     different = most_different(found, count)
@@ -76,7 +71,7 @@ def _whole_numbers(sample: Any) -> dict[Any, float]:
         except (TypeError, ValueError, RuntimeError):  # text, pictures
             continue
         if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
-            values = tensor.flatten()[:_NUMBERS].tolist()
+            values = tensor.flatten()[:VALUES_COMPARED].tolist()
             for value, times in Counter(values).items():
                 shares[place, value] = times / len(values)
     return shares

@@ -14,8 +14,9 @@ from torch.utils.data import BatchSampler
 
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
+from vram_guard.limits import EPOCHS_FOLLOWED, FIRST_STEPS, JOB_SECONDS, JOB_WALL_SECONDS
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.timeline import FOLLOWED_STEPS, STEP_PHASES, Note, Timeline
+from vram_guard.timeline import STEP_PHASES, Note, Timeline
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
@@ -26,14 +27,6 @@ from vram_guard_accelerate.dry_run.loop_profile import batches_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
-
-#: Seconds of processor time that what follows the first steps may take; what was seen until then is the answer.
-SECONDS = 60
-#: Seconds that it may take on a machine that others use too, or if it waits. A copy is given up after 310.
-MOST_SECONDS = 100
-
-#: Epochs that are followed, a few steps of each, to what a script does after its last one.
-EPOCHS = 3
 
 #: Methods of Accelerate and Transformers that save; all of them write nothing here.
 _SAVING = {
@@ -112,11 +105,11 @@ class WholeJobPhase(ForkedPhase):
             return True
         if self._over is None:
             # Accelerate's loaders ask for a batch ahead: a step more will be taken.
-            return steps >= FOLLOWED_STEPS - self.loop.rounds.asks_ahead(batches.loader)
+            return steps >= FIRST_STEPS - self.loop.rounds.asks_ahead(batches.loader)
         if batches is self._later:
             return steps > self._began
-        if self._epochs == EPOCHS:
-            self._missing(_("its loop goes on after {count} epochs", count=EPOCHS))
+        if self._epochs == EPOCHS_FOLLOWED:
+            self._missing(_("its loop goes on after {count} epochs", count=EPOCHS_FOLLOWED))
             self.answer()
         if self._epochs == 1:
             self.left.differs()
@@ -132,7 +125,7 @@ class WholeJobPhase(ForkedPhase):
                     _(
                         "an epoch ends after {count} steps here: an evaluation or a checkpoint that comes later inside "
                         "it was not followed",
-                        count=FOLLOWED_STEPS,
+                        count=FIRST_STEPS,
                     )
                 )
             )
@@ -178,9 +171,9 @@ class WholeJobPhase(ForkedPhase):
         """Both first steps were taken: from here on time is short."""
         steps = self.loop.tracer.steps
         if steps == 2:
-            processor_limit(SECONDS, self._late(_("not within {seconds} s of processor time", seconds=SECONDS)))
-            limit(MOST_SECONDS, self._late(_("not within {seconds} s", seconds=MOST_SECONDS)))
-        if self._by_next and steps >= FOLLOWED_STEPS:
+            processor_limit(JOB_SECONDS, self._late(_("not within {seconds} s of processor time", seconds=JOB_SECONDS)))
+            limit(JOB_WALL_SECONDS, self._late(_("not within {seconds} s", seconds=JOB_WALL_SECONDS)))
+        if self._by_next and steps >= FIRST_STEPS:
             self._missing(_("its loop calls next for its batches, and the end of a loader does not end it"))
             self.answer()
 

@@ -9,8 +9,8 @@ from functools import partial
 from vram_guard.apply.microbatch import Layout
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import UnsupportedStepError, VramGuardError
-from vram_guard.forks.fork import MOST_SECONDS
 from vram_guard.language import _
+from vram_guard.limits import ANSWER_SECONDS, COPY_SECONDS, TRACE_SECONDS
 from vram_guard.longest.choice import choose
 from vram_guard.longest.wish import Wish
 from vram_guard.plan.source import TraceRequest
@@ -28,7 +28,7 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, Trac
 _TraceKey = tuple[TraceRequest, bool, int | None]
 
 #: Seconds that one copy may take, which says itself where it stands when its time is over.
-PATIENCE = 310.0
+PATIENCE = TRACE_SECONDS + ANSWER_SECONDS
 
 
 class ForkedTraces:
@@ -135,7 +135,7 @@ class ForkedTraces:
         try:
             ask, begun = partial(self._fork, request, whole_job, most), self._running.pop((request, whole_job, most))
             # One that compiles counts its processor's seconds itself; it is given up where it does not work.
-            seconds = MOST_SECONDS if request.compiled else PATIENCE
+            seconds = COPY_SECONDS if request.compiled else PATIENCE
             answer = _answer_of(ask, _what(request), begun, seconds, watched=request.compiled)
             self._answers[request, whole_job, most] = answer
         except VramGuardError as error:

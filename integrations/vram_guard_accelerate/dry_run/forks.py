@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
-from vram_guard.forks import ended, hanging
+from vram_guard.forks import ended
 from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.fork import fork_with_generators, write_all
 from vram_guard.forks.hanging import HangsError, Patience, abort
 from vram_guard.forks.side_effects import discard_writes, way
 from vram_guard.forks.tied import Child
 from vram_guard.language import _
-
-#: Seconds that a copy has for its end once it has answered.
-_END_SECONDS = 5.0
+from vram_guard.limits import END_SECONDS, LOOK_SECONDS
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Fork:
         try:
             data = _read_to_end(self._pipe, time.monotonic() + seconds, patience)
             if data is not None:
-                self._process.ends_within(_END_SECONDS)
+                self._process.ends_within(END_SECONDS)
         except HangsError as error:
             hangs = str(error)
             abort(self._process.process)
@@ -225,7 +223,7 @@ def _read_to_end(pipe: int, deadline: float, patience: Patience | None) -> bytes
     parts: list[bytes] = []
     while True:
         left = max(0.0, deadline - time.monotonic())
-        ready, *_rest = select.select([pipe], [], [], left if patience is None else hanging.LOOK_SECONDS)
+        ready, *_rest = select.select([pipe], [], [], left if patience is None else LOOK_SECONDS)
         if not ready:
             if patience is None:
                 return None

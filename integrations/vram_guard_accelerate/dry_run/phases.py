@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.language import _
+from vram_guard.limits import BATCHES_AHEAD, ROUNDS_FOLLOWED
 from vram_guard.longest.wish import Wish
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
@@ -29,12 +30,6 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure
 if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
-
-#: Real batches that a loop over other data than the training's gets to see: an evaluation before training.
-OTHER_BATCHES = 2
-
-#: The same where no model was called since the last one: a loop loads the batches of a step ahead.
-BATCHES_AHEAD = 64
 
 _CALLS_NEXT = re.compile(r"(?<![\w.])next\(")
 
@@ -121,7 +116,7 @@ class BatchIterator:
         """The same, until a loop that does not train has seen enough; one that calls ``next`` counts by itself."""
         forwards = self._run.phase.forwards
         used, self._forwards = forwards > self._forwards, forwards
-        if self._given >= (OTHER_BATCHES if used else BATCHES_AHEAD) and not calls_next():
+        if self._given >= (ROUNDS_FOLLOWED if used else BATCHES_AHEAD) and not calls_next():
             raise StopIteration
         self._given += 1
         return self.next_real()

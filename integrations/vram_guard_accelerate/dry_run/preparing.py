@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vram_guard.language import _, marked
+from vram_guard.limits import LARGEST_PROVEN
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
@@ -43,9 +44,6 @@ _FRAMEWORKS = dict.fromkeys(
         "with --cfg-options runner_type=vram_guard_mmengine.GuardRunner vram_guard.budget=10GiB"
     )
 }
-
-#: Bytes of weights and buffers. A model that is larger takes too long on a CPU, and its weights would stay in memory.
-LARGEST_PROVEN = 4 * 2**30
 
 
 class PreparingPhase(DryRunPhase):

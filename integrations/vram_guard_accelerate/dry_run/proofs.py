@@ -10,6 +10,7 @@ import torch
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import NAMED
 from vram_guard.proof.differences import TOLERANCES, differences
 from vram_guard.proof.observed import Observed
 from vram_guard.techniques.recipe import AS_WRITTEN
@@ -25,9 +26,6 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 
 #: Samples that copies train on: as many as the time allows.
 SAMPLES = (4, 2)
-
-#: Differences that are named; the others are counted.
-NAMED = 3
 
 
 @dataclass(frozen=True)

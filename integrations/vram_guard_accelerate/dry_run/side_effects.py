@@ -16,10 +16,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from vram_guard.language import _
+from vram_guard.limits import ENDS_OF_INPUT
 from vram_guard_accelerate._patching import wrap
-
-#: How many programs of a script may read its standard input and find its end.
-_ENDS = 1000
 
 #: Methods of the Accelerator that write.
 ACCELERATOR = ("save", "save_state", "save_model", "init_trackers", "log", "end_training")
@@ -119,7 +117,7 @@ def _open_terminal() -> None:
     with contextlib.suppress(OSError):  # the system has none to give: it is as without a terminal
         held, terminal = os.openpty()  # held open until the process ends
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", size.lines, size.columns, 0, 0))
-        os.write(held, termios.tcgetattr(terminal)[6][termios.VEOF] * _ENDS)
+        os.write(held, termios.tcgetattr(terminal)[6][termios.VEOF] * ENDS_OF_INPUT)
         os.dup2(terminal, 0)
         os.close(terminal)
     wrap(os, "get_terminal_size", lambda original, *at: _size_of(original, at, size))

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from vram_guard.language import _
+from vram_guard.limits import RELAUNCHES_TRIED
 from vram_guard.plan.descriptions import StepTime
 from vram_guard.units import format_bytes
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch
-
-#: Relaunches that are run dry for one launch, at most: each costs the script's start once more. Other ways to divide
-#: the model come on top.
-MOST = 3
 
 
 def best_of(
@@ -31,7 +28,7 @@ def best_of(
     """
     best, waiting, notes, seconds = first, list(first.relaunches), list[str](), dict(first.seconds)
     tried = set[LaunchChange]()  # several ways lead to one
-    for _number in range(MOST + sum(bool(one.change.sharding.kind) for one in first.relaunches)):
+    for _number in range(RELAUNCHES_TRIED + sum(bool(one.change.sharding.kind) for one in first.relaunches)):
         if not waiting:
             break
         change = waiting[0].change

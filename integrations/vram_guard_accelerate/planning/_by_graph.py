@@ -7,13 +7,11 @@ from typing import Literal
 
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.language import _
+from vram_guard.limits import NAMED
 from vram_guard.proof.effects import other_draws
 from vram_guard.proof.samples_apart import form_over_samples
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-
-#: Names that are told of what changes.
-NAMED = 3
 
 
 class GraphProof:

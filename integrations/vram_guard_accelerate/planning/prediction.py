@@ -22,6 +22,7 @@ from vram_guard.codec import from_json, to_json
 from vram_guard.errors import EndedCopyError
 from vram_guard.forks import ended
 from vram_guard.language import _, language
+from vram_guard.limits import FILES_KEPT
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 #: Libraries whose version decides what a step allocates, or how a script is launched.
 LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
-
-#: Launches whose plans are remembered; the longest ago go first.
-MOST_REMEMBERED = 64
 
 #: Files that say what a model or a training is, rather than hold what came of it.
 DESCRIPTIONS = (".json", ".yaml", ".yml", ".toml", ".py", ".cfg")
@@ -87,7 +85,7 @@ def predict(
             return known
     log = _log_beside(remembered)
     if remembered is not None:
-        forget_oldest(remembered.parent, MOST_REMEMBERED, ("*.json", "*.log"))
+        forget_oldest(remembered.parent, FILES_KEPT, ("*.json", "*.log"))
     first = _run(request, log)
     if isinstance(first, DryRunFailure):
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:

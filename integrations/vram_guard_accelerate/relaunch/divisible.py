@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
+from vram_guard.limits import NAMED
 from vram_guard.private_names import missing_in_words
 from vram_guard.techniques.sharding import check_torch
 from vram_guard_accelerate.private_api import FSDP2
@@ -17,9 +18,6 @@ from vram_guard_accelerate.private_api import FSDP2
 if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run.first_batch import FirstBatch
     from vram_guard_accelerate.dry_run.results import LoopFacts
-
-#: Buffers that are named; the others are left out.
-NAMED = 3
 
 
 def why_not_fsdp2(first: FirstBatch) -> str:

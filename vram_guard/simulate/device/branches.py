@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from vram_guard.language import Message
+from vram_guard.limits import EQUAL_ROUNDS, GROWING_ROUNDS
 from vram_guard.simulate.device.raising import raising_calls
 from vram_guard.simulate.memory.recorder import Recorder
 
@@ -34,9 +35,6 @@ _KEEPS = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "NOT_TAKEN", "TO_B
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
 _JUMPING = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 _LOADS = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"})
-
-#: Rounds of a loop that leave the same memory allocated, before it is left; and rounds of one that takes more and more.
-_EQUAL_ROUNDS, _ROUNDS = 8, 1000
 
 
 class _Path(NamedTuple):
@@ -101,7 +99,7 @@ def _is_round_enough(recorder: Recorder, asking: FrameType | None) -> bool:
     allocated = recorder.allocated
     before, equal, rounds = recorder.asked.get(question, (-1, 0, 0))
     equal = equal + 1 if before == allocated else 0
-    enough = equal >= _EQUAL_ROUNDS or rounds >= _ROUNDS
+    enough = equal >= EQUAL_ROUNDS or rounds >= GROWING_ROUNDS
     recorder.asked[question] = (allocated, 0, 0) if enough else (allocated, equal, rounds + 1)
     return enough
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
+from vram_guard.limits import LARGEST_COMPUTED
 from vram_guard.simulate.device import ranges
 from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.tensors import map_tensors_in, tensors_in
-
-#: Larger tensors carry no computation: a question about them would cost real memory and time.
-LARGEST_COMPUTED = 2**20
 
 _ATTRIBUTE = "_vram_guard_constant"
 #: Tests for NaN and infinity, whose answer is taken for granted where nothing is known: a healthy step.

@@ -8,12 +8,13 @@ import inspect
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
+from vram_guard.limits import CALLS_FOLLOWED
+
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD", "CALL_FUNCTION_EX"})
 _NAMES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_DEREF", "LOAD_CLOSURE"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "YIELD_FROM", "SEND"})
 _BEGUN_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_DEEPEST = 4
 _MISSING = object()
 
 
@@ -55,7 +56,7 @@ def _called(call: _Call, known: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _only_raises(function: Any, owner: Any, depth: int) -> bool:
-    if not isinstance(function, FunctionType) or depth >= _DEEPEST or function.__code__.co_flags & _BEGUN_LATER:
+    if not isinstance(function, FunctionType) or depth >= CALLS_FOLLOWED or function.__code__.co_flags & _BEGUN_LATER:
         return False
     code = function.__code__
     known = {**function.__globals__, **dict.fromkeys(code.co_varnames[: min(1, code.co_argcount)], owner)}

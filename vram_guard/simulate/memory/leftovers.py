@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vram_guard.limits import FIRST_STEPS
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.timeline import FOLLOWED_STEPS, Growth
+from vram_guard.timeline import Growth
 
 
 class Leftovers:
@@ -34,7 +35,7 @@ class Leftovers:
     def ended(self, number: int) -> None:
         """A step has ended, the so many-th."""
         grown = () if self._before is None else self._recorder.grown(self._first, self._before)
-        if self._before is not None and number >= FOLLOWED_STEPS:
+        if self._before is not None and number >= FIRST_STEPS:
             self.growth = grown
-        self.unsettled = bool(grown) and number < FOLLOWED_STEPS
+        self.unsettled = bool(grown) and number < FIRST_STEPS
         self._before = self._recorder.alive()

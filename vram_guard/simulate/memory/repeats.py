@@ -6,11 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from vram_guard.limits import EVENTS_WRITTEN
 from vram_guard.timeline import Timeline
-
-#: The events of untraced rounds that are written down with their temporaries, so that what they leave behind lies where
-#: it would; beyond, of all rounds only what they leave behind. The number of events is the same at every batch size.
-MOST_EVENTS = 20_000
 
 
 class Repeat(NamedTuple):
@@ -90,6 +87,6 @@ def _round(events: Sequence[int], repeat: Repeat) -> list[int]:
     """The events of a round that is not traced: what it leaves behind, and its temporaries where they are few."""
     left = set(repeat.left)
     kept = left
-    if len(events) * repeat.others <= MOST_EVENTS:
+    if len(events) * repeat.others <= EVENTS_WRITTEN:
         kept = left | ({event for event in events if event >= 0} & {~event for event in events if event < 0})
     return [event for event in events if (event in kept if event >= 0 else ~event in kept and ~event not in left)]

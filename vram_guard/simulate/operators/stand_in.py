@@ -8,14 +8,12 @@ import torch
 
 from vram_guard.errors import UnsupportedOperatorError
 from vram_guard.language import Message, _
+from vram_guard.limits import LARGEST_STAND_IN
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Place, Recorder
 from vram_guard.tensors import map_tensors_in, tensors_in
-
-#: Larger stand-ins are not computed for real: it would cost host memory and time.
-LARGEST_STAND_IN = 64 * 2**20
 
 #: Namespaces of the operators that torch itself registers, in the releases supported.
 _TORCHS_OWN = frozenset(
