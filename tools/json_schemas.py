@@ -110,7 +110,7 @@ def definitions() -> dict[str, Any]:
     from vram_guard.closed_form.calculator import Network
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Leak, PhasePeak
-    from vram_guard.watch.throughput import Measured
+    from vram_guard.watch.throughput import MeasuredBatch
 
     place = {"module": "str", "source": "str", "operator": "str"}
     phase = {"phase": "str", "step": "int", "label?": "str"}
@@ -196,7 +196,7 @@ def definitions() -> dict[str, Any]:
     written = {"estimate": estimate, "budget": budget, "plan": PLAN, "way": way, "spread": spread}
     written |= {"symbolic": symbolic, "rule_of_thumb": rule}
     made = {name: schema(one) for name, one in written.items()}
-    classes = {"recipe": Recipe, "network": Network, "leak": Leak, "phase_peak": PhasePeak, "measured": Measured}
+    classes = {"recipe": Recipe, "network": Network, "leak": Leak, "phase_peak": PhasePeak, "measured": MeasuredBatch}
     return {**made, **{name: of_class(kind) for name, kind in classes.items()}}
 
 

@@ -32,7 +32,7 @@ from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.terminal import fitting_log, in_log, log_draws
 from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
-from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import forks, patches
@@ -77,7 +77,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     under ``VRAM_GUARD_DISABLE=1`` it does nothing.
 
     Args:
-        **settings: see :class:`vram_guard_accelerate._settings.Settings`: budget, gpu, margin, allow, host_budget.
+        **settings: see :class:`vram_guard_accelerate._settings.LaunchSettings`: budget, gpu, margin, allow.
 
     Attributes:
         text: the plan in words, on the first rank; "" before, and on other ranks.
@@ -106,7 +106,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
                     "launch --grow"
                 )
             )
-        self.settings = Settings.of(settings)
+        self.settings = LaunchSettings.of(settings)
         if self.settings.grow:
             _logger.warning(
                 "%s",
@@ -210,7 +210,7 @@ def _nothing() -> None:
     """In place of an undo, where nothing was changed."""
 
 
-def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, settings: Settings) -> None:
+def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, settings: LaunchSettings) -> None:
     """In the copy: nothing is printed or written from here on, and there is one process with a GPU."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
@@ -260,7 +260,7 @@ def _report(text: str) -> None:
         say(text)
 
 
-def _decided(first: FirstBatch, settings: Settings, budget: Budget, parent: ParentPipe) -> NoReturn:
+def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent: ParentPipe) -> NoReturn:
     from vram_guard.report.html import page_to_keep
     from vram_guard_accelerate.planning.decide import decide
 

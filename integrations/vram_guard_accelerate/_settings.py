@@ -45,7 +45,7 @@ ONLY_BY_NAME = frozenset({"offload_parameters"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(PlanSettings):
+class LaunchSettings(PlanSettings):
     """The guard's own options.
 
     Args:

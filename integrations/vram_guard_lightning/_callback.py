@@ -17,7 +17,7 @@ from vram_guard.settings import disabled, filled_from_settings
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
 from vram_guard_lightning._evaluation import KINDS, capture_evaluation, capture_later, comes_later
-from vram_guard_lightning._settings import Settings
+from vram_guard_lightning._settings import CallbackSettings
 from vram_guard_lightning._training import LightningTraining, write
 from vram_guard_lightning._utilization import Utilization, log_metrics
 
@@ -110,9 +110,9 @@ class VramGuard(CallbackBase):
         verbose: bool = False,
         monitor: float | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in Settings.names()}
+        given = {name: value for name, value in locals().items() if name in CallbackSettings.names()}
         super().__init__()
-        self.settings = Settings(**given)
+        self.settings = CallbackSettings(**given)
         self.plan: Plan | None = None
         self._guard: Guard | None = None
         """Between setup and teardown, and only in the callback that works."""
@@ -134,8 +134,8 @@ class VramGuard(CallbackBase):
         if stage != "fit":
             return
         self.plan, self._logged = None, False
-        wish = self.settings.wish
-        training = LightningTraining(trainer, pl_module, whole_job=self.settings.whole_job, wish=wish)
+        planned_batch = self.settings.planned_batch
+        training = LightningTraining(trainer, pl_module, whole_job=self.settings.whole_job, planned_batch=planned_batch)
         guard = self._guard = Guard(training, self.settings)
         lightnings_own, barrier = trainer.strategy.setup, trainer.strategy.barrier
         begins_early = _layouts.shards_in_configure_model(trainer)
@@ -146,7 +146,9 @@ class VramGuard(CallbackBase):
             finally:
                 self.plan = guard.plan
             for later in comes_later(trainer) if self.settings.whole_job else ():
-                self._foresee(training, later, functools.partial(capture_later, trainer, pl_module, later, wish))
+                self._foresee(
+                    training, later, functools.partial(capture_later, trainer, pl_module, later, planned_batch)
+                )
 
         def barrier_after_setup(name: str | None = None, *args: Any, **kwargs: Any) -> None:
             barrier(name, *args, **kwargs)
@@ -180,7 +182,9 @@ class VramGuard(CallbackBase):
                 return own(*args, **kwargs)
             del vars(strategy)[point]
             self._foresee(
-                training, stage, functools.partial(capture_evaluation, trainer, module, stage, self.settings.wish)
+                training,
+                stage,
+                functools.partial(capture_evaluation, trainer, module, stage, self.settings.planned_batch),
             )
             return own(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.language import _
-from vram_guard.longest.wish import LARGEST, Wish
+from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.parallel import deepspeed, in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.resharding import divided_by_fsdp2
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
     from vram_guard_lightning._epochs import LaterEpochs
-    from vram_guard_lightning._validation import Rounds
+    from vram_guard_lightning._validation import EvaluationBatches
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
 @dataclass(frozen=True)
-class Captured(CapturedTraining):
+class CapturedFit(CapturedTraining):
     """A training of a Trainer, see :class:`vram_guard.guard.training.CapturedTraining`."""
 
     trainer: Trainer
@@ -100,7 +100,7 @@ class Captured(CapturedTraining):
         return _smaller_validation.rehearse(self.trainer, self.model, self._validation, rehearsal)
 
     @property
-    def _validation(self) -> Rounds | None:
+    def _validation(self) -> EvaluationBatches | None:
         return None if self.step.job is None else validation_in(self.step.job)
 
     def rehearses(self, sharding: Sharding) -> bool:
@@ -132,14 +132,16 @@ class Captured(CapturedTraining):
         return found or (None if self.later is None else self.later.objection(plan.recipe))
 
 
-def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True, wish: Wish = LARGEST) -> Captured:
+def capture(
+    trainer: Trainer, module: LightningModule, *, whole_job: bool = True, planned_batch: PlannedBatch = LARGEST
+) -> CapturedFit:
     """Read one training from a Trainer whose strategy is not set up yet. Changes nothing.
 
     Args:
         trainer: whose ``fit`` is running.
         module: that it trains.
         whole_job: True: also what it does besides its steps, see :mod:`._job`.
-        wish: the longest batch of its validation.
+        planned_batch: the longest batch of its validation.
 
     Raises:
         UnsupportedStepError: this training cannot be predicted; the message says what stands in the way.
@@ -167,7 +169,7 @@ def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True
             batch_of=lambda sample: _batch_of(trainer, module, sample),
             view=lambda shadow: _view(shadow, found, batches),
             heard=heard,
-            wish=wish,
+            planned_batch=planned_batch,
         )
     step = TrainingStep(
         model=module,
@@ -192,7 +194,7 @@ def capture(trainer: Trainer, module: LightningModule, *, whole_job: bool = True
         job=job,
     )
     notes = (*found.notes, *_notes(module), *job_notes)
-    return Captured(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, heard, later)
+    return CapturedFit(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, heard, later)
 
 
 def _shardings(

@@ -17,14 +17,14 @@ from vram_guard.forks.exclusive import in_copy
 from vram_guard.forks.fork import can_fork
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import PhaseName
 from vram_guard_lightning import _deepspeed, _layouts, _namespaces, _shadow, _trainer_proxy, private_api
 from vram_guard_lightning._capture import check_precision, silent_view
 from vram_guard_lightning._job import logging_own
 from vram_guard_lightning._precision import plugin_of_trace
-from vram_guard_lightning._validation import Rounds, read_rounds
+from vram_guard_lightning._validation import EvaluationBatches, read_rounds
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
-class Kind(NamedTuple):
+class EvaluationKind(NamedTuple):
     """One of the Trainer's functions besides ``fit``."""
 
     phase: PhaseName
@@ -44,9 +44,9 @@ class Kind(NamedTuple):
 
 #: Stage of Lightning's ``setup`` hook -> what runs then.
 KINDS = {
-    "validate": Kind("validation", "validate_loop", "limit_val_batches"),
-    "test": Kind("test", "test_loop", "limit_test_batches"),
-    "predict": Kind("prediction", "predict_loop", "limit_predict_batches"),
+    "validate": EvaluationKind("validation", "validate_loop", "limit_val_batches"),
+    "test": EvaluationKind("test", "test_loop", "limit_test_batches"),
+    "predict": EvaluationKind("prediction", "predict_loop", "limit_predict_batches"),
 }
 
 
@@ -60,14 +60,16 @@ def comes_later(trainer: Trainer) -> Iterator[str]:
             yield stage
 
 
-def capture_later(trainer: Trainer, module: LightningModule, stage: str, wish: Wish) -> CapturedEvaluation:
+def capture_later(
+    trainer: Trainer, module: LightningModule, stage: str, planned_batch: PlannedBatch
+) -> CapturedEvaluation:
     """Read an evaluation that comes after the training, in a copy of the process, as if it had begun.
 
     Args:
         trainer: whose ``fit`` is running.
         module: that it trains.
         stage: of :data:`KINDS`.
-        wish: its longest batch.
+        planned_batch: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
@@ -79,17 +81,19 @@ def capture_later(trainer: Trainer, module: LightningModule, stage: str, wish: W
     for part in (trainer.datamodule, module):  # type: ignore[attr-defined]
         if part is not None:
             part.setup(stage)
-    return capture_evaluation(trainer, module, stage, wish)
+    return capture_evaluation(trainer, module, stage, planned_batch)
 
 
-def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str, wish: Wish) -> CapturedEvaluation:
+def capture_evaluation(
+    trainer: Trainer, module: LightningModule, stage: str, planned_batch: PlannedBatch
+) -> CapturedEvaluation:
     """Read an evaluation from a Trainer whose strategy is not set up yet. Changes nothing.
 
     Args:
         trainer: that is about to run it.
         module: that it evaluates.
         stage: of :data:`KINDS`.
-        wish: its longest batch.
+        planned_batch: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
@@ -102,13 +106,13 @@ def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str, wi
     kind = KINDS[stage]
     source: Any = getattr(trainer, kind.loop)._data_source
     with random_state_kept():
-        rounds = read_rounds(trainer, source.dataloader(), getattr(trainer, kind.limit), _(kind.phase), wish)
+        rounds = read_rounds(trainer, source.dataloader(), getattr(trainer, kind.limit), _(kind.phase), planned_batch)
     if rounds is None:
         raise UnsupportedStepError(_("its loaders have no batches"))
     step = evaluation_step(
         module,
         lambda size: rounds.loaders[0].of_at_most(size)[0],
-        _Play(trainer, module, rounds, kind),
+        _EvaluationJob(trainer, module, rounds, kind),
         precision=trainer.precision,
         parallel=_layouts.layout_of(trainer),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
@@ -118,13 +122,13 @@ def capture_evaluation(trainer: Trainer, module: LightningModule, stage: str, wi
 
 
 @dataclass(frozen=True)
-class _Play:
+class _EvaluationJob:
     """``Job.play``."""
 
     trainer: Trainer
     module: LightningModule
-    rounds: Rounds
-    kind: Kind
+    rounds: EvaluationBatches
+    kind: EvaluationKind
 
     def __call__(self, run: JobRun) -> None:
         trainer, module = self.trainer, self.module

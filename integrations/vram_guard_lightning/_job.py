@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vram_guard.job import Job, JobRun
 from vram_guard.language import Message, _
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_lightning import _deepspeed, _namespaces, _shadow
@@ -25,7 +25,7 @@ from vram_guard_lightning._epochs import LaterEpochs
 from vram_guard_lightning._play import Heard, Playing
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
-from vram_guard_lightning._validation import Rounds, read_validation
+from vram_guard_lightning._validation import EvaluationBatches, read_validation
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def job_of(
     batch_of: Callable[[Sample], Callable[[int], Any]],
     view: View,
     heard: Heard,
-    wish: Wish,
+    planned_batch: PlannedBatch,
 ) -> tuple[Job, LaterEpochs, list[str]]:
     """The job of this training, its later epochs, and remarks for a reader of the prediction. Changes nothing.
 
@@ -59,13 +59,13 @@ def job_of(
         batch_of: loader -> the batches of a step.
         view: of the Trainer's copy, for user code.
         heard: told of every training_step.
-        wish: the longest batch of its validation.
+        planned_batch: the longest batch of its validation.
     """
     notes: list[str] = []
     validation = None
     try:
         with random_state_kept():
-            validation = read_validation(trainer, wish)
+            validation = read_validation(trainer, planned_batch)
     except Exception as error:  # noqa: BLE001 - the user's own code makes the loaders
         why = f"{type(error).__name__}: {error}"
         notes.append(_("validation is not included in the prediction: {error}", error=why))
@@ -79,12 +79,16 @@ def job_of(
         read=lambda: _read_again(trainer),
         batch_of=batch_of,
     )
-    return Job(_Play(trainer, module, validation, later, view, heard), steps=_steps(trainer, later)), later, notes
+    return (
+        Job(_TrainingJob(trainer, module, validation, later, view, heard), steps=_steps(trainer, later)),
+        later,
+        notes,
+    )
 
 
-def validation_in(job: Job) -> Rounds | None:
+def validation_in(job: Job) -> EvaluationBatches | None:
     """The validation of a job of :func:`job_of`."""
-    return job.play.validation if isinstance(job.play, _Play) else None
+    return job.play.validation if isinstance(job.play, _TrainingJob) else None
 
 
 def _epochs(trainer: Trainer, batches: float) -> float:
@@ -111,12 +115,12 @@ def _read_again(trainer: Trainer) -> Sample:
 
 
 @dataclass(frozen=True)
-class _Play:
+class _TrainingJob:
     """``Job.play``: every call is another trace, and begins with the user's objects as they are."""
 
     trainer: Trainer
     module: LightningModule
-    validation: Rounds | None
+    validation: EvaluationBatches | None
     later: LaterEpochs
     view: View
     heard: Heard
@@ -127,7 +131,7 @@ class _Play:
         """See :class:`~vram_guard.job.Resizable`."""
         return None if self.validation is None or name != "validation" else self.validation.batch_size
 
-    def with_evaluation_batch_size(self, _name: str, size: int) -> _Play:
+    def with_evaluation_batch_size(self, _name: str, size: int) -> _TrainingJob:
         """See :class:`~vram_guard.job.Resizable`."""
         return replace(self, most=size)
 

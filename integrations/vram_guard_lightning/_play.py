@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.guard.places import Asked
+from vram_guard.guard.places import StepDecisions
 from vram_guard.language import Message
 from vram_guard.patching import replaced
 from vram_guard.proof.effects import StepEffects
@@ -58,7 +58,7 @@ class Playing:
     heard: Heard
     seen: Any
     failed: set[str] = field(default_factory=set)
-    asked: Asked = field(default_factory=Asked)
+    asked: StepDecisions = field(default_factory=StepDecisions)
 
     def train(self, steps: int, label: str = "", **changes: Any) -> None:
         """Steps of the run, which are heard asking how far the training is."""

@@ -81,7 +81,7 @@ def rehearse(
     _count_logging(step, trainer)
     batch = make_batch(rehearsal.samples)
     loop: Any = trainer.fit_loop
-    loop._data_source = type(loop._data_source)(_Batches(batch), "")
+    loop._data_source = type(loop._data_source)(_RepeatedBatch(batch), "")
     loop._combined_loader = None
     trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, ROUNDS_FOLLOWED)
     trainer.callbacks.append(_callback(namespace, step))  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def _count_logging(step: RehearsedStep, trainer: Trainer) -> None:
     step.count_calls(silent.experiment, ("log", "add_scalar", "add_scalars", "log_metric"), "logger.experiment.")
 
 
-class _Batches:
+class _RepeatedBatch:
     """The same batch for as long as the loop asks for one."""
 
     def __init__(self, batch: Any) -> None:

@@ -9,7 +9,7 @@ from vram_guard.watch.monitor import checked_interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(GuardSettings):
+class CallbackSettings(GuardSettings):
     """See :class:`vram_guard_lightning.VramGuard`, whose arguments these are."""
 
     monitor: float | None = None

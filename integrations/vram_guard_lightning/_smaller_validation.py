@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.applied import Applied
     from vram_guard.plan.model import SmallerEvaluation
     from vram_guard.proof.observed import Observed
-    from vram_guard_lightning._validation import Rounds
+    from vram_guard_lightning._validation import EvaluationBatches
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 _NUMBERED = {"validation_step": 1, "on_validation_batch_start": 1, "on_validation_batch_end": 2}
 
 
-def samples(rounds: Rounds | None) -> tuple[int, ...]:
+def samples(rounds: EvaluationBatches | None) -> tuple[int, ...]:
     """Samples of the data sets of its loaders."""
     return () if rounds is None else tuple(one.sample.dataset_size or 0 for one in rounds.loaders)
 
 
 def objection(
-    trainer: Trainer, module: LightningModule, rounds: Rounds | None, size: int, training: Sample
+    trainer: Trainer, module: LightningModule, rounds: EvaluationBatches | None, size: int, training: Sample
 ) -> Refusal | None:
     """The refusal of smaller batches of validation; None where only a run can tell.
 
@@ -59,7 +59,7 @@ def objection(
 
 
 def _why_not(
-    trainer: Trainer, module: LightningModule, rounds: Rounds | None, size: int, training: Sample
+    trainer: Trainer, module: LightningModule, rounds: EvaluationBatches | None, size: int, training: Sample
 ) -> Iterator[str]:
     limit = trainer.limit_val_batches
     if not isinstance(limit, float) or limit != 1.0 or trainer.overfit_batches:  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def install(trainer: Trainer, change: SmallerEvaluation, applied: Applied) -> No
 
 
 def rehearse(
-    trainer: Trainer, module: LightningModule, rounds: Rounds | None, rehearsal: EvaluationRehearsal
+    trainer: Trainer, module: LightningModule, rounds: EvaluationBatches | None, rehearsal: EvaluationRehearsal
 ) -> Observed:
     """Run validation for real on the CPU; what is done to the Trainer is not undone.
 

@@ -21,7 +21,7 @@ from vram_guard.patching import replaced
 from vram_guard_lightning._step_metrics import Origin, StepMetrics
 
 
-class _Call(NamedTuple):
+class _LogCall(NamedTuple):
     value: Any
     samples: int
     arguments: dict[str, Any]
@@ -40,7 +40,7 @@ class StepLog:
         self._metrics = StepMetrics(module)
         self._origin: Origin | None = None
         """Of the value that is being logged."""
-        self._calls: dict[tuple[str, str, int], list[_Call]] = {}
+        self._calls: dict[tuple[str, str, int], list[_LogCall]] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._samples = 0
         self._losses: list[tuple[float, Any] | None] = []
@@ -88,10 +88,10 @@ class StepLog:
         self._seen[fx, name] = occurrence + 1
         if isinstance(value, torch.Tensor) and not arguments.get("enable_graph"):
             value = value.detach().clone()
-        call = _Call(value, self._samples, arguments, self._origin, len(self._losses) - 1)
+        call = _LogCall(value, self._samples, arguments, self._origin, len(self._losses) - 1)
         self._calls.setdefault((fx, name, occurrence), []).append(call)
 
-    def _combined(self, calls: list[_Call]) -> Any:
+    def _combined(self, calls: list[_LogCall]) -> Any:
         """The step's value; of the loss itself, the sum that makes it the batch's."""
         losses = [self._losses[call.micro_batch] if call.micro_batch >= 0 else None for call in calls]
         if len(calls) > 1 and all(map(_is_loss, calls, losses)):
@@ -99,7 +99,7 @@ class StepLog:
         return _combined(calls)
 
 
-def _combined(calls: list[_Call]) -> Any:
+def _combined(calls: list[_LogCall]) -> Any:
     """The step's value: a metric's own, or reduced over its micro-batches as Lightning reduces it over batches."""
     origin = calls[0].origin
     if origin is not None and all(origin.same(call.origin) for call in calls):
@@ -121,7 +121,7 @@ def _combined(calls: list[_Call]) -> Any:
     return torch.tensordot(weights / weights.sum(), values, dims=1)
 
 
-def _combined_arguments(calls: list[_Call]) -> dict[str, Any]:
+def _combined_arguments(calls: list[_LogCall]) -> dict[str, Any]:
     """The arguments of the one call that is passed on: batch sizes that the user counted are summed."""
     arguments = dict(calls[-1].arguments)
     if arguments.get("batch_size") is not None and not _constant(calls):
@@ -129,18 +129,18 @@ def _combined_arguments(calls: list[_Call]) -> dict[str, Any]:
     return arguments
 
 
-def _constant(calls: list[_Call]) -> bool:
+def _constant(calls: list[_LogCall]) -> bool:
     """True where the user gave the same batch size for micro-batches of whatever size: that of a whole batch."""
     given = {call.arguments.get("batch_size") for call in calls}
     return len(given) == 1 and any(call.arguments.get("batch_size") != call.samples for call in calls)
 
 
-def _weight(call: _Call) -> float:
+def _weight(call: _LogCall) -> float:
     given = call.arguments.get("batch_size")
     return float(call.samples if given is None or given > call.samples else given)
 
 
-def _is_loss(call: _Call, loss: tuple[float, Any] | None) -> bool:
+def _is_loss(call: _LogCall, loss: tuple[float, Any] | None) -> bool:
     """True for a logged value that is the loss which training_step returned."""
     value = call.value
     if loss is None or not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
@@ -148,6 +148,6 @@ def _is_loss(call: _Call, loss: tuple[float, Any] | None) -> bool:
     return math.isclose(float(value), loss[0], rel_tol=1e-6) and _is_mean(call)
 
 
-def _is_mean(call: _Call) -> bool:
+def _is_mean(call: _LogCall) -> bool:
     reduction = call.arguments.get("reduce_fx", "mean")
     return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")).lower() == "mean"

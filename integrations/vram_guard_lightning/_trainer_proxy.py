@@ -21,7 +21,7 @@ from vram_guard_lightning import _namespaces
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from vram_guard.guard.places import Asked
+    from vram_guard.guard.places import StepDecisions
 
 
 #: What a Trainer answers alike in every step, or what steps use to log: anything else moves on with the training.
@@ -43,7 +43,7 @@ _STANDS = frozenset(
 class TrainerView:
     """A Trainer, or a callback, as user code sees it during a trace: some answers replaced, it stays as it is."""
 
-    _asked: Asked | None = None
+    _asked: StepDecisions | None = None
     """Told of what steps do with the place in the training; None: nobody wants to know."""
     _effects: StepEffects | None = None
     """Told of what steps read; None: nobody wants to know."""

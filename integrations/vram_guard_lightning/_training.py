@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.longest.wish import LARGEST, Wish
+from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.printable import beside_progress_bars, printable
 from vram_guard.terminal import shown_on
 from vram_guard.user_code import level_of_user
 from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
-from vram_guard_lightning._capture import Captured, capture
+from vram_guard_lightning._capture import CapturedFit, capture
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
 
 
-class Ranks:
+class TrainerRanks:
     """A Trainer's processes, through its strategy."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -52,13 +52,18 @@ class LightningTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, *, whole_job: bool = True, wish: Wish = LARGEST
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        whole_job: bool = True,
+        planned_batch: PlannedBatch = LARGEST,
     ) -> None:
         self.trainer = trainer
         self._whole_job = whole_job
-        self._wish = wish
+        self._planned_batch = planned_batch
         self.module = module
-        self.ranks = Ranks(trainer)
+        self.ranks = TrainerRanks(trainer)
 
     @property
     def device(self) -> torch.device:
@@ -80,9 +85,9 @@ class LightningTraining:
         with Console(stderr=True, quiet=quiet).status(_("vram_guard: reading the training")) as status:
             yield lambda line: status.update(Text(f"vram_guard: {printable(line)}"))
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedFit:
         """See :func:`vram_guard_lightning._capture.capture`."""
-        return capture(self.trainer, self.module, whole_job=self._whole_job, wish=self._wish)
+        return capture(self.trainer, self.module, whole_job=self._whole_job, planned_batch=self._planned_batch)
 
     def why_left_alone(self) -> str:
         """Another callback may try out batch sizes itself."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.language import _
 from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.longest.choice import longest_beside
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.patching import replaced
 from vram_guard_lightning import _layouts, _namespaces
 from vram_guard_lightning._sample import loaders_in, read
@@ -71,7 +71,7 @@ class _Batches:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class EvaluationBatches:
     """The batches of an evaluation's loaders, and remarks for a reader of the prediction."""
 
     loaders: tuple[Loader, ...]
@@ -130,14 +130,14 @@ class Rounds:
             start()
 
 
-def read_validation(trainer: Trainer, wish: Wish) -> Rounds | None:
+def read_validation(trainer: Trainer, planned_batch: PlannedBatch) -> EvaluationBatches | None:
     """A batch of each validation loader; None where nothing is validated.
 
     The user's hook is asked once more. Call it inside :func:`vram_guard.state.random_generators.random_state_kept`.
 
     Args:
         trainer: that validates.
-        wish: its longest batch.
+        planned_batch: its longest batch.
 
     Raises:
         Exception: whatever the user's code raises, or the reason for which a loader's batches cannot be had.
@@ -147,10 +147,12 @@ def read_validation(trainer: Trainer, wish: Wish) -> Rounds | None:
     if not trainer.enable_validation or (never and not trainer.num_sanity_val_steps):
         return None
     source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
-    return read_rounds(trainer, source.dataloader(), trainer.limit_val_batches, _("validation"), wish)
+    return read_rounds(trainer, source.dataloader(), trainer.limit_val_batches, _("validation"), planned_batch)
 
 
-def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish) -> Rounds | None:
+def read_rounds(
+    trainer: Trainer, made: Any, limit: float, what: str, planned_batch: PlannedBatch
+) -> EvaluationBatches | None:
     """A batch of each loader of an evaluation; None where there are none.
 
     Args:
@@ -158,7 +160,7 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish
         made: what the user's hook has returned.
         limit: of batches, as the Trainer has it.
         what: the evaluation, for a reader.
-        wish: its longest batch, where all batches are evaluated.
+        planned_batch: its longest batch, where all batches are evaluated.
     """
     mode = getattr(made, "_mode", "sequential")
     found: list[Loader] = []
@@ -170,7 +172,9 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish
         sample = read(loader)
         longest, said = None, sample.notes
         if type(limit) is float and limit == 1:
-            longest, said = longest_beside(functools.partial(read, loader), wish, ranks=_layouts.data_ranks(trainer))
+            longest, said = longest_beside(
+                functools.partial(read, loader), planned_batch, ranks=_layouts.data_ranks(trainer)
+            )
         found.append(Loader(sample, count or ROUNDS_FOLLOWED, longest))
         notes += [_("{phase}: {note}", phase=what, note=note) for note in said]
         if count is None:
@@ -182,7 +186,7 @@ def read_rounds(trainer: Trainer, made: Any, limit: float, what: str, wish: Wish
                     count=ROUNDS_FOLLOWED,
                 )
             )
-    return Rounds(tuple(found), tuple(dict.fromkeys(notes))) if found else None
+    return EvaluationBatches(tuple(found), tuple(dict.fromkeys(notes))) if found else None
 
 
 def _count(trainer: Trainer, loader: Any, mode: str, limit: float) -> int | None:

@@ -31,7 +31,7 @@ from vram_guard.guard.refusals import Refusal
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
-from vram_guard.longest.wish import LARGEST, Wish
+from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.parallel.data_parallel import options_of
 from vram_guard.patching import replaced
 from vram_guard.proof.effects import StepEffects
@@ -48,7 +48,7 @@ from vram_guard_mmengine import (
     _symbolic_run,
 )
 from vram_guard_mmengine._evaluation import (
-    Rounds,
+    EvaluationLoop,
     built,
     capture_evaluation,
     is_endless,
@@ -79,7 +79,7 @@ WRAPPERS = ("MMDistributedDataParallel",)
 
 
 @dataclass(frozen=True)
-class Captured(CapturedTraining):
+class CapturedRun(CapturedTraining):
     """A training of a runner, see :class:`vram_guard.guard.training.CapturedTraining`."""
 
     runner: Any
@@ -125,7 +125,7 @@ class Captured(CapturedTraining):
         return sharding.fsdp2
 
     @property
-    def _validation(self) -> Rounds | None:
+    def _validation(self) -> EvaluationLoop | None:
         return None if self.step.job is None else cast("RunnerJob", self.step.job.play).validation
 
     @property
@@ -135,7 +135,7 @@ class Captured(CapturedTraining):
 
     def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:
         """See :mod:`vram_guard_mmengine._smaller_validation`."""
-        return _smaller_validation.rehearse(self.runner, cast("Rounds", self._validation), rehearsal)
+        return _smaller_validation.rehearse(self.runner, cast("EvaluationLoop", self._validation), rehearsal)
 
     def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
         """See :mod:`vram_guard_mmengine._rehearsal`."""
@@ -330,7 +330,9 @@ class _AccumulatedLoss(_Loss):
         return super().__call__(model, batch)
 
 
-def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wish: Wish = LARGEST) -> Captured:
+def capture(
+    runner: Any, *, whole_job: bool = True, loss_said: bool = False, planned_batch: PlannedBatch = LARGEST
+) -> CapturedRun:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
     The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
@@ -339,7 +341,7 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
         runner: to read.
         whole_job: also what the training does besides its steps.
         loss_said: the user has said how losses of micro-batches are weighed.
-        wish: the longest batch of its evaluations.
+        planned_batch: the longest batch of its evaluations.
 
     Raises:
         InvalidInputError: an epoch of this training has no iterations.
@@ -383,15 +385,15 @@ def capture(runner: Any, *, whole_job: bool = True, loss_said: bool = False, wis
     schedule = None
     if whole_job:
         schedule = _schedule(runner, sample)
-        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes, wish))
+        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes, planned_batch))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
-    return Captured(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
+    return CapturedRun(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
 
 
-def evaluation(runner: Any, kind: Literal["val", "test"], wish: Wish) -> CapturedEvaluation:
+def evaluation(runner: Any, kind: Literal["val", "test"], planned_batch: PlannedBatch) -> CapturedEvaluation:
     """Read an evaluation that is about to begin, see :func:`vram_guard_mmengine._evaluation.capture_evaluation`."""
     _check_strategy(runner)
-    return capture_evaluation(runner, kind, _plain_model(runner), wish)
+    return capture_evaluation(runner, kind, _plain_model(runner), planned_batch)
 
 
 def _job(
@@ -402,7 +404,7 @@ def _job(
     recorder: RecordingOptimWrapper,
     schedule: Schedule,
     notes: list[str],
-    wish: Wish,
+    planned_batch: PlannedBatch,
 ) -> Job:
     """What the training does besides its steps."""
     length = _length(runner, sample.loader)
@@ -445,11 +447,11 @@ def _job(
             shadow,
             recorder.begin,
             lambda: recorder.outputs,
-            None if begins > most else rounds_of_training(runner, "val", notes, wish),
+            None if begins > most else rounds_of_training(runner, "val", notes, planned_batch),
             None if sharded else checkpoint_of(runner, notes),
             not sharded,
             schedule,
-            test=rounds_of_training(runner, "test", notes, wish) if later_calls("test") else None,
+            test=rounds_of_training(runner, "test", notes, planned_batch) if later_calls("test") else None,
         ),
         steps=None if _stops_early(runner) else length[1] // facts.accumulate or None,
     )

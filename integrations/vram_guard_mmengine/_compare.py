@@ -22,7 +22,7 @@ from vram_guard.plan.comparison import Comparison, Configuration
 from vram_guard.plan.comparison import compare as compare_configurations
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.step import Precision, checked_count
-from vram_guard_mmengine._capture import Captured, capture
+from vram_guard_mmengine._capture import CapturedRun, capture
 from vram_guard_mmengine._configs import refuse_before_mmengine, unregistered_types_said
 from vram_guard_mmengine._training import auto_scaled
 
@@ -105,7 +105,7 @@ def _unbuildable_said() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _captured(config: Any) -> Iterator[tuple[Any, Captured]]:
+def _captured(config: Any) -> Iterator[tuple[Any, CapturedRun]]:
     """A runner whose training is not built, in a folder of its own that goes away again; and its step."""
     cfg = copy.deepcopy(config) if isinstance(config, Config) else Config.fromfile(str(config))
     refuse_before_mmengine(cfg)

@@ -16,7 +16,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.language import _
 from vram_guard.longest.choice import longest_beside
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.proof.effects import StepEffects
 from vram_guard.state.containers import leaves
 from vram_guard.state.objects import objects_kept
@@ -38,7 +38,7 @@ Kind = Literal["val", "test"]
 
 
 @dataclass(frozen=True)
-class Rounds:
+class EvaluationLoop:
     """The rounds of an evaluation's loop.
 
     Attributes:
@@ -119,7 +119,7 @@ class Rounds:
 class _Loader:
     """In place of the loader: a first batch, one that stands for those that follow, a shorter last one, the longest."""
 
-    def __init__(self, run: JobRun, rounds: Rounds, most: int | None) -> None:
+    def __init__(self, run: JobRun, rounds: EvaluationLoop, most: int | None) -> None:
         self.dataset = rounds.loader.dataset
         self._followed = rounds.followed(most)
         self.batch_size = rounds.sizes(most)[0][0]
@@ -145,14 +145,14 @@ class _Loader:
             batches.close()
 
 
-def rounds_of(runner: Any, kind: Kind, notes: list[str], wish: Wish) -> Rounds | None:
+def rounds_of(runner: Any, kind: Kind, notes: list[str], planned_batch: PlannedBatch) -> EvaluationLoop | None:
     """The rounds of an evaluation, of which two samples are read; None where there are none.
 
     Args:
         runner: whose loop may not be built yet.
         kind: of evaluation.
         notes: remarks for a reader of the prediction.
-        wish: its longest batch.
+        planned_batch: its longest batch.
 
     Raises:
         Exception: whatever the user's code raises that reads the data.
@@ -177,25 +177,25 @@ def rounds_of(runner: Any, kind: Kind, notes: list[str], wish: Wish) -> Rounds |
         )
         batches = None
     samples = sample.dataset_size if sample.dataset_size is None else len(loader.sampler)
-    longest, said = longest_beside(functools.partial(read_loader, loader), wish)
+    longest, said = longest_beside(functools.partial(read_loader, loader), planned_batch)
     what = _("validation") if kind == "val" else _("test")
     notes += [_("{phase}: {note}", phase=what, note=note) for note in said if longest is not None]
-    return Rounds(runner, kind, sample, loader, evaluator, batches, samples, longest)
+    return EvaluationLoop(runner, kind, sample, loader, evaluator, batches, samples, longest)
 
 
-def rounds_of_training(runner: Any, kind: Kind, notes: list[str], wish: Wish) -> Rounds | None:
+def rounds_of_training(runner: Any, kind: Kind, notes: list[str], planned_batch: PlannedBatch) -> EvaluationLoop | None:
     """The validation of a training, or the test that the script calls after it; what is in the way is among the notes.
 
     Args:
         runner: whose loops are not built yet.
         kind: of evaluation.
         notes: remarks for a reader of the prediction.
-        wish: its longest batch.
+        planned_batch: its longest batch.
     """
     if getattr(runner, f"_{kind}_loop", None) is None:
         return None
     try:
-        return rounds_of(runner, kind, notes, wish)
+        return rounds_of(runner, kind, notes, planned_batch)
     except Exception as error:  # noqa: BLE001 - the user's own code reads the data
         why = f"{type(error).__name__}: {error}"
         if kind == "val":
@@ -232,20 +232,20 @@ def number_of_batches(loader: Any) -> int | None:
 # --- by itself --------------------------------------------------------------------------------------------------
 
 
-def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, wish: Wish) -> CapturedEvaluation:
+def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, planned_batch: PlannedBatch) -> CapturedEvaluation:
     """Read ``Runner.val`` or ``Runner.test``, which are about to begin. Changes nothing.
 
     Args:
         runner: whose loop may not be built yet.
         kind: of evaluation.
         model: the runner's, without its wrapper.
-        wish: its longest batch.
+        planned_batch: its longest batch.
 
     Raises:
         UnsupportedStepError: it cannot be predicted; the message says what stands in the way.
     """
     notes: list[str] = []
-    rounds = rounds_of(runner, kind, notes, wish)
+    rounds = rounds_of(runner, kind, notes, planned_batch)
     if rounds is None:
         raise UnsupportedStepError(_("its loaders have no batches"))
     states = [(one.shape, one.dtype) for one in _left_of_training(runner)]

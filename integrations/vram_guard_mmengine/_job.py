@@ -18,7 +18,7 @@ from vram_guard.patching import replaced
 from vram_guard.state.containers import mapped
 from vram_guard.state.objects import objects_kept
 from vram_guard_mmengine._checkpoints import resumable
-from vram_guard_mmengine._evaluation import Rounds
+from vram_guard_mmengine._evaluation import EvaluationLoop
 from vram_guard_mmengine._schedule import Schedule
 from vram_guard_mmengine._shadow import Shadow, quiet_mmengine
 
@@ -60,12 +60,12 @@ class RunnerJob:
     shadow: Callable[[JobRun], Shadow]
     batch_ends: Callable[[], None]
     outputs: Callable[[], Any]
-    validation: Rounds | None
+    validation: EvaluationLoop | None
     checkpoint: Checkpoint | None
     saves: bool
     schedule: Schedule
     most: int | None = None
-    test: Rounds | None = None
+    test: EvaluationLoop | None = None
     """Of ``Runner.test``, which the script calls after the training; None where it does not."""
 
     def evaluation_batch_size(self, name: str) -> int | None:

@@ -34,7 +34,7 @@ def layout_of(runner: Any) -> Parallel | None:
     ranks = int(runner.world_size)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun says it
     frees = other_strategy(_kept(strategy), reshard=True) is None
-    return Parallel(gpus=ranks, node=of_node, apply=StrategyLayout(strategy), reshard=frees, offload=on_host(runner))
+    return Parallel(gpus=ranks, node=of_node, apply=RunnerLayout(strategy), reshard=frees, offload=on_host(runner))
 
 
 def shardings_of(runner: Any, layout: Parallel) -> dict[Sharding, Parallel]:
@@ -84,7 +84,7 @@ def _kept(strategy: Any) -> str:
     return str(getattr(given, "name", given))
 
 
-class StrategyLayout:
+class RunnerLayout:
     """``Parallel.apply``: what MMEngine does to a model before it builds the optimizer.
 
     It travels between processes without its strategy: what has been traced is not traced there again.
@@ -96,9 +96,9 @@ class StrategyLayout:
         self.made: list[nn.Module] = []
         """The wrapper of the latest trace, over whose parameters the optimizer is built."""
 
-    def with_(self, sharding: Sharding) -> StrategyLayout:
+    def with_(self, sharding: Sharding) -> RunnerLayout:
         """The same under a change of it."""
-        other = StrategyLayout(self._strategy, sharding)
+        other = RunnerLayout(self._strategy, sharding)
         other.made = self.made
         return other
 

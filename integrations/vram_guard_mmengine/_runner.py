@@ -8,7 +8,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import FlexibleRunner, Runner
 
 from vram_guard_mmengine._configs import refuse_before_mmengine
-from vram_guard_mmengine._settings import Settings, of_config_and_hook
+from vram_guard_mmengine._settings import HookSettings, of_config_and_hook
 from vram_guard_mmengine.hook import VramGuardHook, first_hook
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ def check_config(cfg: Any) -> None:
     """
     refuse_before_mmengine(cfg)
     shared = cfg.get("vram_guard") or {}
-    Settings.of(shared)
+    HookSettings.of(shared)
     hooks = [*(cfg.get("default_hooks") or {}).values(), *(cfg.get("custom_hooks") or [])]
     for hook in hooks:
         if isinstance(hook, dict) and "VramGuardHook" in str(hook.get("type")):
             own = {key: value for key, value in hook.items() if key != "type"}
-            Settings.of(of_config_and_hook(shared, own))
+            HookSettings.of(of_config_and_hook(shared, own))
 
 
 class _Guarded:

@@ -10,12 +10,12 @@ from typing import Any
 from mmengine.hooks import Hook
 
 from vram_guard.capture.loader import Sample
-from vram_guard.guard.places import Asked, train_differently
+from vram_guard.guard.places import StepDecisions, train_differently
 from vram_guard.job import JobRun
 from vram_guard.language import Message, _
 from vram_guard.limits import LATER_SECONDS, LATER_STEPS, LONGEST_SWITCHES, PLACES_LOOKED_AT
 from vram_guard_mmengine._shadow import Shadow, is_users
-from vram_guard_mmengine._step_look import StepLook
+from vram_guard_mmengine._step_switches import StepSwitches
 
 _OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
 _OF_ITERATIONS = ("before_train_iter", "after_train_iter")
@@ -46,7 +46,7 @@ class Schedule:
     batch: Callable[[Callable[[int], Any]], Callable[[int], Any]]
     by_epoch: bool
     batches: int | None
-    asked: Asked = field(default_factory=Asked)
+    asked: StepDecisions = field(default_factory=StepDecisions)
     _found: dict[int, _Found] | None = None
     unproven: str = ""
     """A later step whose loss may be another one, in words: a proof by the first step says nothing of it."""
@@ -99,7 +99,7 @@ class Schedule:
         found: dict[int, _Found] = {}
         if not places:
             return found
-        look = StepLook(run, shadow, self.sample)
+        look = StepSwitches(run, shadow, self.sample)
         self.asked.followed({"epoch": shadow.loop._epoch, "iter": shadow.loop._iter})  # noqa: SLF001 - as the loops' own
         self._looked = 0
         ends, left_out = time.process_time() + LATER_SECONDS, 0

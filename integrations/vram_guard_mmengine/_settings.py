@@ -18,7 +18,7 @@ PRIORITIES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(GuardSettings):
+class HookSettings(GuardSettings):
     """See :class:`vram_guard_mmengine.VramGuardHook`, whose arguments these are."""
 
     recover: bool = False

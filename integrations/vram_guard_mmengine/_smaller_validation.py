@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.applied import Applied
     from vram_guard.plan.model import SmallerEvaluation
     from vram_guard.proof.observed import Observed
-    from vram_guard_mmengine._evaluation import Rounds
+    from vram_guard_mmengine._evaluation import EvaluationLoop
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _DRAWN = ("add_config", "add_datasample", "add_graph", "add_image", "add_scalar", "add_scalars")
 
 
-def objection(runner: Any, rounds: Rounds | None, size: int, training: Any) -> Refusal | None:
+def objection(runner: Any, rounds: EvaluationLoop | None, size: int, training: Any) -> Refusal | None:
     """The refusal of smaller batches of validation; None where only a run can tell.
 
     Args:
@@ -43,7 +43,7 @@ def objection(runner: Any, rounds: Rounds | None, size: int, training: Any) -> R
     return Refusal("evaluation", why) if why else None
 
 
-def _why_not(runner: Any, rounds: Rounds | None, size: int, training: Any) -> Iterator[str]:
+def _why_not(runner: Any, rounds: EvaluationLoop | None, size: int, training: Any) -> Iterator[str]:
     for hook in runner.hooks:
         for name in ("before_val_iter", "after_val_iter"):
             if is_users(hook) and getattr(type(hook), name) is not getattr(Hook, name):
@@ -76,7 +76,7 @@ def install(runner: Any, change: SmallerEvaluation, applied: Applied) -> None:
         smaller_batches(given, change.batch_size, applied)
 
 
-def rehearse(runner: Any, rounds: Rounds, rehearsal: EvaluationRehearsal) -> Observed:
+def rehearse(runner: Any, rounds: EvaluationLoop, rehearsal: EvaluationRehearsal) -> Observed:
     """Run validation for real on the CPU; what is done to the runner is not undone.
 
     Args:

@@ -69,10 +69,10 @@ class SplitTrainStep:
         return self._batches.run(data, work)
 
     def _one(self, share: Share, optim_wrapper: Any, attempt: Attempt | None) -> Any:
-        return self._as_written(share.data, optim_wrapper=Part(optim_wrapper, share, attempt))
+        return self._as_written(share.data, optim_wrapper=MicroBatchOptimWrapper(optim_wrapper, share, attempt))
 
 
-class Part:
+class MicroBatchOptimWrapper:
     """The user's optimizer wrapper for one micro-batch: it updates only with the last one.
 
     Where recovery is armed, ``attempt`` runs the backward, and agrees before anything is updated.

@@ -21,20 +21,20 @@ from vram_guard.forks.fork import Progress
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.decision import Decision
 from vram_guard.language import _
-from vram_guard.longest.wish import LARGEST, Wish
+from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.plan import Plan
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.terminal import fitting_log, in_log, log_draws
 from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
-from vram_guard_mmengine._capture import Captured, by_epoch, capture
+from vram_guard_mmengine._capture import CapturedRun, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
 
-class Ranks:
+class RunnerRanks:
     """MMEngine's own view of torch.distributed; one process where that is not used."""
 
     @property
@@ -57,12 +57,14 @@ class Ranks:
 class RunnerTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(self, runner: Any, *, whole_job: bool = True, loss_said: bool = False, wish: Wish = LARGEST) -> None:
+    def __init__(
+        self, runner: Any, *, whole_job: bool = True, loss_said: bool = False, planned_batch: PlannedBatch = LARGEST
+    ) -> None:
         self.runner = runner
         self._whole_job = whole_job
         self._loss_said = loss_said
-        self._wish = wish
-        self.ranks = Ranks()
+        self._planned_batch = planned_batch
+        self.ranks = RunnerRanks()
 
     @property
     def device(self) -> torch.device:
@@ -81,9 +83,11 @@ class RunnerTraining:
         """Nothing: the runner's log is for what came out."""
         yield lambda _line: None
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedRun:
         """See :func:`vram_guard_mmengine._capture.capture`."""
-        return capture(self.runner, whole_job=self._whole_job, loss_said=self._loss_said, wish=self._wish)
+        return capture(
+            self.runner, whole_job=self._whole_job, loss_said=self._loss_said, planned_batch=self._planned_batch
+        )
 
     def why_left_alone(self) -> str:
         """Nothing of MMEngine's keeps the guard from changing a training."""

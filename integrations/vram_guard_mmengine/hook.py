@@ -21,7 +21,7 @@ from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import _dividing, _recovery, _split_step
 from vram_guard_mmengine._capture import evaluation
 from vram_guard_mmengine._checkpoints import resumable
-from vram_guard_mmengine._settings import Settings, checked_priority, of_config_and_hook
+from vram_guard_mmengine._settings import HookSettings, checked_priority, of_config_and_hook
 from vram_guard_mmengine._summary import CONFIG_KEY, META_KEY, summary
 from vram_guard_mmengine._training import RunnerTraining, auto_scaled, install_techniques, save_as_written
 
@@ -64,7 +64,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
 
     def __init__(self, **settings: Any) -> None:
         self._given = settings
-        self.settings = Settings.of(settings)
+        self.settings = HookSettings.of(settings)
         self._priority = self.settings.priority
         self.plan: Plan | None = None
         self._guard: Guard | None = None
@@ -98,7 +98,9 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self.plan, self._iterations = None, 0
         settings = self.settings
         said = settings.said_loss_weight is not None
-        training = RunnerTraining(runner, whole_job=settings.whole_job, loss_said=said, wish=settings.wish)
+        training = RunnerTraining(
+            runner, whole_job=settings.whole_job, loss_said=said, planned_batch=settings.planned_batch
+        )
         guard = self._guard = Guard(training, settings)
         try:
             with guard.applied, resumable():
@@ -121,13 +123,13 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         if not self.settings.whole_job:
             return
         training, what = RunnerTraining(runner), f"Runner.{kind}"
-        found = foresee(training, lambda: evaluation(runner, kind, self.settings.wish), self.settings, what)
+        found = foresee(training, lambda: evaluation(runner, kind, self.settings.planned_batch), self.settings, what)
         if found is not None:
             training.tell([found.words(what), *found.notes] if found.fits else found.notes)
 
     def _read_settings(self, runner: Any) -> None:
         given = of_config_and_hook(runner.cfg.get("vram_guard") or {}, self._given)
-        self.settings = Settings.of(filled(given, Settings.names()))
+        self.settings = HookSettings.of(filled(given, HookSettings.names()))
 
     # --- MMEngine's hooks -----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from guard_imports import PLANS
 from vram_guard.budget import Budget
 from vram_guard.codec import to_json
 from vram_guard_accelerate._launch_plan import VARIABLE
-from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunRequest
 
@@ -111,7 +111,7 @@ def request(
     given = Budget.resolve(budget, gpu, margin=0.0)
     given = replace(given, compute_capability=given.compute_capability or (8, 0))
     asked = DryRunRequest(
-        tuple(map(str, command)), False, Settings.of(settings), given, ranks, local_ranks=local_ranks or ranks
+        tuple(map(str, command)), False, LaunchSettings.of(settings), given, ranks, local_ranks=local_ranks or ranks
     )
     (folder / REQUEST).write_text(to_json(asked), encoding="utf-8")
 

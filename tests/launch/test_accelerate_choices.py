@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402 - what is tested has to be there
 
-from vram_guard_accelerate._settings import Settings  # noqa: E402
+from vram_guard_accelerate._settings import LaunchSettings  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards, save_whole  # noqa: E402
 from vram_guard_accelerate.planning import _sharding_notes, decide  # noqa: E402
@@ -62,7 +62,7 @@ def made(**given: Any) -> Any:
 
 
 def own(first: Any, look: Any, plan: Any, splits: int = 1, *, allow: tuple[str, ...] = ("accumulate",)) -> list[str]:
-    return list(decide._own_options(first, look.facts, Settings.of({"allow": allow}), plan, splits))
+    return list(decide._own_options(first, look.facts, LaunchSettings.of({"allow": allow}), plan, splits))
 
 
 def test_smaller_batches_by_the_scripts_own_options_are_named_exactly() -> None:
@@ -134,15 +134,15 @@ def test_what_deepspeed_can_do_besides() -> None:
 def test_settings_of_deepspeed_change_where_they_are_named(
     allow: tuple[str, ...], kind: str, changes: list[dict[str, Any]]
 ) -> None:
-    candidates = RelaunchCandidates(engine_of(kind), seen(), Settings.of({"allow": allow}))
+    candidates = RelaunchCandidates(engine_of(kind), seen(), LaunchSettings.of({"allow": allow}))
     assert candidates._divided(ShardingChange()) == [ShardingChange(**change) for change in changes]
 
 
 # --- what a reader is told ------------------------------------------------------------------------------------------
 
 
-def settings(*allow: str) -> Settings:
-    return Settings.of({"allow": allow} if allow else {})
+def settings(*allow: str) -> LaunchSettings:
+    return LaunchSettings.of({"allow": allow} if allow else {})
 
 
 @pytest.mark.torch_since(2, 6)

@@ -23,7 +23,7 @@ from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
 from vram_guard.techniques import Recipe  # noqa: E402
 from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
-from vram_guard_accelerate._settings import Settings  # noqa: E402
+from vram_guard_accelerate._settings import LaunchSettings  # noqa: E402
 from vram_guard_accelerate.dry_run._real_samples import few_samples, most_different  # noqa: E402
 from vram_guard_accelerate.planning._proven import _parts  # noqa: E402
 
@@ -286,4 +286,4 @@ def test_few_samples_of_loaders_of_all_kinds() -> None:
 @pytest.mark.parametrize("seconds", [-1, True, "20", float("nan"), float("inf")])
 def test_seconds_that_make_no_sense(seconds: Any) -> None:
     with pytest.raises(InvalidInputError, match="proof_seconds"):
-        Settings(proof_seconds=seconds)
+        LaunchSettings(proof_seconds=seconds)

@@ -27,7 +27,7 @@ from vram_guard.optimize.host import usable_cores
 from vram_guard.optimize.names import SETTINGS, check, find
 from vram_guard.optimize.rules import Situation, advise
 from vram_guard.watch import throughput
-from vram_guard.watch.throughput import Measured, measure
+from vram_guard.watch.throughput import MeasuredBatch, measure
 
 STEP = """
 import torch
@@ -569,7 +569,7 @@ def small_step(**more) -> TrainingStep:
 
 
 def test_throughput_of_real_steps():
-    told: list[Measured] = []
+    told: list[MeasuredBatch] = []
     results = measure(small_step(accumulate=2), [4, 1, 2], "cpu", seconds=0.05, patience=9, tell=told.append)
     assert results == told
     assert [one.batch_size for one in results] == [1, 2, 4]
@@ -629,7 +629,7 @@ def test_another_error_is_not_swallowed():
 
 def test_nothing_gained_ends_the_search(monkeypatch):
     monkeypatch.setattr(
-        throughput, "_one_size", lambda loop, size, seconds, device: Measured(size, 1.0, 100.0, 0.0, 3, None)
+        throughput, "_one_size", lambda loop, size, seconds, device: MeasuredBatch(size, 1.0, 100.0, 0.0, 3, None)
     )
     assert [one.batch_size for one in measure(small_step(), [1, 2, 4, 8, 16], "cpu")] == [1, 2, 4]
 

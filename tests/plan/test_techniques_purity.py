@@ -23,7 +23,7 @@ from vram_guard.plan.source import Source, TraceRequest, source_of
 from vram_guard.simulate.tracing.run import run_step, with_built_model
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe, find_blocks, install
-from vram_guard.timeline import Change
+from vram_guard.timeline import StateChange
 
 WIDTH = 8
 
@@ -358,7 +358,7 @@ def test_an_impure_block_is_left_out_or_put_back(kind: type[Block], what: str, n
         left = trained(kinds, Recipe(checkpoint=("1", "3")))
         assert not same(trained(kinds, Recipe()), left), "there is nothing to find"
     step = step_of(*kinds)
-    assert run_step(step, 2, (8, 0), ["1", "3"]).changes == (Change("1", what, name), Change("3", what, name))  # type: ignore[arg-type]
+    assert run_step(step, 2, (8, 0), ["1", "3"]).changes == (StateChange("1", what, name), StateChange("3", what, name))  # type: ignore[arg-type]
     made = plan(step, 64, "1GiB", blocks=["0", "1", "2", "3"], pin={"checkpoint": "all"})
     assert made.checkpointed_modules == ("0", "2")
     reason = next(reason for reason in made.reason_values if reason.kind is Why.NOT_CHECKPOINTED)
@@ -431,7 +431,7 @@ def test_a_block_that_is_called_several_times_and_one_whose_part_is_shared() -> 
 
     step = TrainingStep(Recurrent(), lambda size: torch.randn(size, WIDTH), square, sgd)
     changes = run_step(step, 2, (8, 0), ["blocks.0", "blocks.1", "blocks.2"]).changes
-    assert changes == (Change("blocks.2", "object", "queue"),)
+    assert changes == (StateChange("blocks.2", "object", "queue"),)
 
 
 def test_a_model_is_copied_while_its_blocks_are_watched() -> None:
@@ -460,7 +460,7 @@ def test_a_forward_without_gradients_does_not_run_twice_and_may_write() -> None:
     step.model[0].eval()  # type: ignore[index]
     assert run_step(step, 2, (8, 0), ["0"]).changes == ()
     step.model[0].train()  # type: ignore[index]
-    assert run_step(step, 2, (8, 0), ["0"]).changes == (Change("0", "parameter", "teacher.weight"),)
+    assert run_step(step, 2, (8, 0), ["0"]).changes == (StateChange("0", "parameter", "teacher.weight"),)
 
 
 TABLES: list[torch.Tensor] = []
@@ -486,7 +486,7 @@ def test_what_a_forward_writes_of_others() -> None:
 
     step = TrainingStep(Whole(), lambda size: torch.randn(size, WIDTH), square, sgd)
     changes = run_step(step, 2, (8, 0), ["first", "second"]).changes
-    assert changes == (Change("first", "input", ""), Change("second", "elsewhere", ""))
+    assert changes == (StateChange("first", "input", ""), StateChange("second", "elsewhere", ""))
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

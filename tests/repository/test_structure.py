@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,19 @@ def test_an_adapter_is_imported_by_itself_only(graph):
 def test_underscore_modules_are_imported_within_their_package_only(graph):
     wrong = foreign_imports(graph)
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_classes_have_one_name():
+    """A name that is read in a traceback or a message belongs to one idea."""
+    places = defaultdict(list)
+    for folder in ("vram_guard", "integrations"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert len(places) > 500
+    assert not twice, "\n".join(f"{name}: {', '.join(found)}" for name, found in twice.items())
 
 
 def write(root, **sources):

@@ -18,7 +18,7 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 
-from vram_guard.longest.wish import LARGEST
+from vram_guard.longest.planned_batch import LARGEST
 from vram_guard_lightning import _capture, _job, _layouts, _namespaces, _sample, _validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard_lightning import VramGuard, _closure, _namespaces
-from vram_guard_lightning._step_log import _Call, _combined, _combined_arguments, _is_loss
+from vram_guard_lightning._step_log import _combined, _combined_arguments, _is_loss, _LogCall
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -446,11 +446,11 @@ def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(
 
 def calls(
     *values: Any, samples: tuple[int, ...] = (3, 1), sizes: tuple[Any, ...] = (), **arguments: Any
-) -> list[_Call]:
+) -> list[_LogCall]:
     """Calls of ``self.log`` in micro-batches, each with a ``batch_size=`` of its own where ``sizes`` are given."""
     given = [{**arguments, "batch_size": size} for size in sizes] or [arguments] * len(values)
     together = zip(values, samples, given, strict=False)
-    return [_Call(value, count, own, None, at) for at, (value, count, own) in enumerate(together)]
+    return [_LogCall(value, count, own, None, at) for at, (value, count, own) in enumerate(together)]
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ def calls(
         (calls(torch.tensor(1.0), torch.tensor(5.0), sizes=(4, 4)), torch.tensor(2.0)),
     ],
 )
-def test_a_value_is_combined_as_its_reduction_says(made: list[_Call], value: torch.Tensor) -> None:
+def test_a_value_is_combined_as_its_reduction_says(made: list[_LogCall], value: torch.Tensor) -> None:
     torch.testing.assert_close(_combined(made), value)
 
 

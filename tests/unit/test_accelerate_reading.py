@@ -15,7 +15,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
 
 from torch import nn  # noqa: E402 - what is tested has to be there
 
-from vram_guard_accelerate._settings import Settings  # noqa: E402
+from vram_guard_accelerate._settings import LaunchSettings  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
 from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates  # noqa: E402
@@ -118,7 +118,7 @@ def test_a_precision_that_the_script_acts_on_is_set_by_another_launch(
     settings: dict[str, Any], allowed: tuple[str, ...], mixed: str, reserved: bool
 ) -> None:
     facts: Any = SimpleNamespace(advances=())
-    found = RelaunchCandidates(first(**settings), facts, Settings.of({"allow": allowed}))
+    found = RelaunchCandidates(first(**settings), facts, LaunchSettings.of({"allow": allowed}))
     assert found._mixed == mixed
     assert found.reserved == ({"precision"} if reserved else set())
 
@@ -153,7 +153,7 @@ def test_a_model_is_divided_otherwise_as_its_plugin_can(
 ) -> None:
     look: Any = SimpleNamespace(facts=SimpleNamespace(advances=()))
     script = first(fsdp_plugin=given, ranks=ranks)
-    candidates = RelaunchCandidates(script, look, Settings.of({"allow": allowed}))
+    candidates = RelaunchCandidates(script, look, LaunchSettings.of({"allow": allowed}))
     made = candidates._divided(ShardingChange())
     assert [(one.introduced, one.reshard, one.strategy, one.offload) for one in made] == [
         tuple({"introduced": False, "reshard": False, "strategy": "", "offload": False, **change}.values())
@@ -166,6 +166,6 @@ def test_a_model_is_divided_otherwise_as_its_plugin_can(
 
 def test_why_a_launch_is_not_divided_is_among_the_notes() -> None:
     look: Any = SimpleNamespace(facts=SimpleNamespace(advances=("scale",)))
-    candidates = RelaunchCandidates(first(), look, Settings.of({"allow": ("shard",)}))
+    candidates = RelaunchCandidates(first(), look, LaunchSettings.of({"allow": ("shard",)}))
     assert candidates._divided(ShardingChange()) == []
     assert ["(scale)" in note for note in candidates.notes] == [True]

@@ -7,7 +7,7 @@ from each import each
 from vram_guard.closed_form._weights import Weights
 from vram_guard.closed_form.folder import Component
 from vram_guard.closed_form.inputs import USUAL_LENGTH, InputSizes, sample_of
-from vram_guard.closed_form.tuning import Shape, Tuning
+from vram_guard.closed_form.tuning import TransformerShape, Tuning
 
 VIDEO = {
     "_class_name": "CogVideoXTransformer3DModel",
@@ -75,7 +75,7 @@ def test_a_language_model_is_trained_with_its_context_up_to_a_usual_length(
 @each(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_activations_are_those_of_the_cited_equation(dtype: str, size: int) -> None:
     trained = (Component("x", {}, Weights({"F32": 10})),)
-    tuning = Tuning(trained, (), 3, dtype, shape=Shape(layers=5, hidden=64, tokens=7))
+    tuning = Tuning(trained, (), 3, dtype, shape=TransformerShape(layers=5, hidden=64, tokens=7))
     numbers = 3 * 7 * 64
     one_layer = 34 * numbers * size // 2  # Korthikanti et al. 2022: 34 bytes in 16 bit
     assert tuning.activations() == 5 * one_layer

@@ -20,7 +20,7 @@ from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedSte
 from vram_guard.forks.fork import can_fork, is_ours, line_that_failed, run_in_fork
 from vram_guard.guard import collectives
 from vram_guard.guard._decide import decide_alone, why_not_split
-from vram_guard.guard._ranks import Failure, Outcome, attempt, from_rank_zero, gather
+from vram_guard.guard._ranks import Outcome, RankFailure, attempt, from_rank_zero, gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.guard import Guard
@@ -149,22 +149,22 @@ def test_other_modes_warn_or_say_nothing() -> None:
 
 
 def test_without_a_prediction() -> None:
-    unsupported = Outcome[Any](None, Failure("UnsupportedStepError", "odd", 1))
+    unsupported = Outcome[Any](None, RankFailure("UnsupportedStepError", "odd", 1))
     assert judge_failure(unsupported, "fit", verbose=False).endswith("left unchanged: odd")
     with pytest.raises(UnsupportedStepError, match="rank 1 could not plan: odd"):
         judge_failure(unsupported, "strict", verbose=False)
-    wrong = Outcome[Any](None, Failure("ValueError", "odd", 0), ValueError("odd"))
+    wrong = Outcome[Any](None, RankFailure("ValueError", "odd", 0), ValueError("odd"))
     for mode in ("fit", "report"):  # whether the user's code is wrong, the training itself shows
         assert judge_failure(wrong, mode, verbose=False).endswith("ValueError: odd\n")
     with pytest.raises(ValueError, match="odd"):
         judge_failure(wrong, "strict", verbose=False)
-    setting = Outcome[Any](None, Failure("InvalidInputError", "odd", 0), InvalidInputError("odd"))
+    setting = Outcome[Any](None, RankFailure("InvalidInputError", "odd", 0), InvalidInputError("odd"))
     with pytest.raises(InvalidInputError, match="odd"):
         judge_failure(setting, "fit", verbose=False)
 
 
 def test_the_users_line_that_fails_is_named_instead_of_a_traceback() -> None:
-    failure = Failure("ValueError", "odd.", 0, "train.py, line 12")
+    failure = RankFailure("ValueError", "odd.", 0, "train.py, line 12")
     here, elsewhere = (Outcome[Any](None, failure, error) for error in (ValueError("odd."), None))
     for outcome in (here, elsewhere):
         said = judge_failure(outcome, "fit", verbose=False)
@@ -266,7 +266,7 @@ def test_every_rank_has_every_value_in_the_order_of_ranks() -> None:
 
 
 def test_a_failure_on_one_rank_is_everybodys() -> None:
-    elsewhere = Failure("InvalidInputError", "odd", 0)
+    elsewhere = RankFailure("InvalidInputError", "odd", 0)
     found = attempt(Recorded(1, [elsewhere, None]), lambda: "value")
     assert (found.value, found.failure, found.error) == (None, elsewhere, None)
     with pytest.raises(InvalidInputError, match="rank 0 could not plan: odd"):
@@ -277,13 +277,13 @@ def test_a_failure_on_one_rank_is_everybodys() -> None:
 
     here = attempt(Recorded(1, [None, None, None]), fails)
     line = f"test_guard.py, line {fails.__code__.co_firstlineno + 1}"
-    assert here.failure == Failure("KeyError", "'mine'", 1, line)
+    assert here.failure == RankFailure("KeyError", "'mine'", 1, line)
     with pytest.raises(KeyError, match="mine"):
         here.unwrap()
     second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
     assert (second.failure, second.error) == (elsewhere, None)
-    assert str(Failure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
-    assert type(Failure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
+    assert str(RankFailure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
+    assert type(RankFailure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
 
 
 def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
@@ -297,7 +297,7 @@ def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
     assert failure is not None
     assert (failure.kind, failure.message, failure.rank) == ("UnsupportedStepError", "odd", 0)
     assert failure.unsupported
-    assert not Failure("ValueError", "odd", 0).unsupported
+    assert not RankFailure("ValueError", "odd", 0).unsupported
     assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3
 
 

@@ -10,7 +10,7 @@ from vram_guard.closed_form.inputs import InputSizes
 pytest.importorskip("transformers")
 
 from vram_guard.capture.hugging_face import _text_encoder, inputs_of, step_of
-from vram_guard.capture.lora import Weights
+from vram_guard.capture.lora import AdapterWeights
 
 BERT = {
     "model_type": "bert",
@@ -39,7 +39,7 @@ def test_labels_are_those_of_the_task(architecture: str, labels: tuple[int, ...]
     assert given["input_ids"].shape == (3, 8)
     found = given.get("labels")
     assert (None if found is None else tuple(found.shape)) == labels
-    step = step_of(config, SIZES, Weights())
+    step = step_of(config, SIZES, AdapterWeights())
     loss = step.loss(step.model(), given)
     assert loss.shape == ()
     assert torch.isfinite(loss)

@@ -124,7 +124,7 @@ def test_loggers_of_a_rehearsal_write_nothing_and_are_heard(tmp_path: Any) -> No
     (silent,) = trainer.loggers
     assert type(silent).__name__ == "DummyLogger"
     assert [label for _owner, label in heard] == ["logger.", "logger.experiment."]
-    batches = _rehearsal._Batches("batch")
+    batches = _rehearsal._RepeatedBatch("batch")
     assert list(batches) == ["batch"] * len(batches)
     assert len(batches) >= 2
 

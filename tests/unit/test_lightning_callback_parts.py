@@ -23,7 +23,7 @@ from vram_guard_lightning import (
     _namespaces,
     _recovery,
 )
-from vram_guard_lightning._settings import Settings
+from vram_guard_lightning._settings import CallbackSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -37,8 +37,8 @@ def elsewhere(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_given_is_what_every_guard_takes() -> None:
-    assert VramGuard().settings == Settings()
-    assert VramGuard(budget="1GiB", max_recoveries=3).settings == Settings(budget="1GiB", max_recoveries=3)
+    assert VramGuard().settings == CallbackSettings()
+    assert VramGuard(budget="1GiB", max_recoveries=3).settings == CallbackSettings(budget="1GiB", max_recoveries=3)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_rank_0s_gpu_is_watched_where_that_is_wanted(
     monkeypatch.setattr(_callback, "log_metrics", lambda _trainer, values: logged.append(values))
     monkeypatch.setattr(_callback, "_predicted", lambda _plan: {"batch_size": 32})
     callback = guarded(scale_learning_rates=lambda: None, training_starts=lambda: None)
-    callback.settings = Settings(budget="1GiB", monitor=monitor)
+    callback.settings = CallbackSettings(budget="1GiB", monitor=monitor)
     trainer: Any = SimpleNamespace(fast_dev_run=fast, is_global_zero=zero, lr_scheduler_configs=[])
     for _fit in range(2):
         callback.on_train_start(trainer, None)
@@ -303,7 +303,7 @@ def test_recovery_begins_with_the_plan(
     plan = SimpleNamespace(fits=facts.get("fits", True), batch_size=32)
     guard: Any = SimpleNamespace(
         **{
-            "plan": plan, "changes": True, "applied": Applied(), "loss_weight": "mean", "settings": Settings(),
+            "plan": plan, "changes": True, "applied": Applied(), "loss_weight": "mean", "settings": CallbackSettings(),
             "decision": SimpleNamespace(splitter=SimpleNamespace(micro_batch_size=2), spare="spare"),
             "training": SimpleNamespace(warn=None), "prediction": None, "out_of_memory": None, **facts,
         }

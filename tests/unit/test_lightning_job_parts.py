@@ -17,7 +17,7 @@ import lightning_cases as cases
 from torch.utils.data import DataLoader
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.longest.wish import LARGEST
+from vram_guard.longest.planned_batch import LARGEST
 from vram_guard_lightning import _evaluation, _job, _namespaces, _play, _shadow, _utilization
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -105,7 +105,7 @@ class Rounds:
 
 
 def play(trainer: Any, validation: Any = None, module: Any = None) -> Any:
-    return _job._Play(trainer, module or cases.make_module(), validation, Later(), None, _play.Heard())  # type: ignore[arg-type]
+    return _job._TrainingJob(trainer, module or cases.make_module(), validation, Later(), None, _play.Heard())  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -347,7 +347,7 @@ def test_an_evaluation_that_comes_later_is_read_in_a_copy_as_if_it_had_begun(
 ) -> None:
     monkeypatch.setattr(_evaluation, "in_copy", lambda: copy)
     monkeypatch.setattr(
-        _evaluation, "capture_evaluation", lambda trainer, _module, stage, _wish: (trainer.state.fn, stage)
+        _evaluation, "capture_evaluation", lambda trainer, _module, stage, _planned_batch: (trainer.state.fn, stage)
     )
     trainer, setups = cases.make_trainer(NAMESPACE, tmp_path), []
     module: Any = SimpleNamespace(setup=lambda stage: setups.append(("module", stage)))

@@ -19,7 +19,7 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.capture.loader import read_loader
-from vram_guard.guard.places import Asked
+from vram_guard.guard.places import StepDecisions
 from vram_guard_lightning import _epochs, _namespaces, _shadow
 from vram_guard_lightning._epochs import LaterEpochs
 
@@ -46,7 +46,7 @@ class Play:
         self.root, self.hooks = root, True
         self.trained: list[tuple[str, int, Any]] = []
         self.called: list[tuple[str, int]] = []
-        self.asks: Callable[[Asked, int], None] = lambda _asked, _step: None
+        self.asks: Callable[[StepDecisions, int], None] = lambda _asked, _step: None
         self.said: list[str] = []
         self.phases: list[str] = []
         monkeypatch.setattr(LaterEpochs, "_signature", lambda _self, _playing, _first, epoch: of_epoch(epoch))
@@ -66,7 +66,7 @@ class Play:
 
         run = SimpleNamespace(accumulate=1, optimizer=None, allocated=0, phase=phase, batch_size=8, loaded_samples=8)
         run.note = lambda message: self.said.append(str(message))
-        asked = Asked()
+        asked = StepDecisions()
 
         def train(_steps: int, label: str = "", **changes: Any) -> None:
             self.trained.append((label, shadow.global_step, changes))
@@ -131,12 +131,12 @@ def test_a_step_by_its_number_is_followed_in_its_epoch(tmp_path: Any, monkeypatc
     """Of the first epoch too, where it is named by its number."""
     play = Play(tmp_path, monkeypatch, 4, lambda _epoch: signature(0))
 
-    def asks(asked: Asked, step: int) -> None:
+    def asks(asked: StepDecisions, step: int) -> None:
         assert asked.answer("global_step", step) not in (3, 9)
 
     play.asks = lambda asked, step: asked.answer("global_step", step) in (3, 9)  # type: ignore[assignment]
     assert play.trace() == [("global_step 3", 3), ("epoch 2", 9)]
-    asks(Asked(), 0)
+    asks(StepDecisions(), 0)
 
 
 @pytest.mark.parametrize(("total", "words"), [(9, "(9 epochs)"), (math.inf, "(an unlimited number of epochs)")])

@@ -17,7 +17,7 @@ import lightning_cases as cases
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from vram_guard.capture.loader import read_loader
-from vram_guard.guard.places import Asked
+from vram_guard.guard.places import StepDecisions
 from vram_guard.techniques import Recipe
 from vram_guard_lightning import _epochs, _growth, _recovery, _refusals, _sample, _trainer_proxy, _validation
 from vram_guard_lightning._epochs import LaterEpochs, _groups, _State, _switches
@@ -164,7 +164,7 @@ def test_hooks_between_epochs_see_the_counters_that_a_trainer_has_then(tmp_path:
 
 
 def test_steps_that_decide_otherwise_are_looked_for_in_one_epoch() -> None:
-    playing: Any = SimpleNamespace(asked=Asked())
+    playing: Any = SimpleNamespace(asked=StepDecisions())
     assert list(epochs()._differing(playing, 1, 4)) == []
     assert playing.asked.answer("global_step", 0) not in (2, 5, 9)
     playing.asked.followed({"current_epoch": 0, "global_step": 0})
@@ -203,7 +203,7 @@ def test_a_step_of_a_later_epoch_meets_what_the_validation_left(
     monkeypatch.setattr(LaterEpochs, "_signature", lambda *_: FROZEN)
     playing: Any = SimpleNamespace(
         run=SimpleNamespace(accumulate=1),
-        asked=Asked(),
+        asked=StepDecisions(),
         shadow=SimpleNamespace(global_step=4, optimizers=[]),
         has=lambda _name: False,
         train=trained.append,

@@ -26,7 +26,7 @@ from vram_guard_lightning import (
     _trainer_proxy,
     _validation,
 )
-from vram_guard_lightning._settings import Settings
+from vram_guard_lightning._settings import CallbackSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -118,7 +118,7 @@ def test_what_a_trainer_does_not_go_with(settings: dict[str, Any], technique: st
     trainer, module = pl.Trainer(**{**quiet, **settings}), cases.make_module()
     found = [
         one.reason
-        for one in _refusals.refusals(trainer, module, Settings(), growable="")
+        for one in _refusals.refusals(trainer, module, CallbackSettings(), growable="")
         if one.technique == technique and one.reason
     ]
     assert len(found) == (said is not None)
@@ -319,7 +319,7 @@ def test_whole_weights_stay_on_the_gpu_unless_they_may_be_divided(
     )
     found = {
         one.technique
-        for one in _refusals.refusals(trainer, cases.make_module(), Settings(allow=allow), growable="")
+        for one in _refusals.refusals(trainer, cases.make_module(), CallbackSettings(allow=allow), growable="")
         if one.reason
     }
     assert ("offload_parameters" in found) is refused

@@ -33,7 +33,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.longest import longest_batch
 from vram_guard.longest._batches import Batches, Sizes, batches_of, candidates
 from vram_guard.longest.choice import choose
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 
 COUNT = 10_000
 
@@ -537,7 +537,7 @@ def test_a_data_set_that_cannot_be_looked_at_is_read_as_before():
 
 def test_a_look_tells_how_far_it_is():
     lines = []
-    choose(read_loader(DataLoader(Slow(), 4, collate_fn=padded)), Wish(seconds=2.5), progress=lines.append)
+    choose(read_loader(DataLoader(Slow(), 4, collate_fn=padded)), PlannedBatch(seconds=2.5), progress=lines.append)
     assert any("of 10000 samples" in line for line in lines)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from vram_guard import plan, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
-from vram_guard.longest.wish import LARGEST
+from vram_guard.longest.planned_batch import LARGEST
 from vram_guard.proof.effects import StepEffects
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import Sharding
@@ -255,7 +255,7 @@ def test_a_validation_that_begins_after_the_training_is_not_read(
 def test_a_loader_of_a_trace_has_a_few_batches_for_all(samples: int, sizes: list[int]) -> None:
     sample: Any = SimpleNamespace(batch_size=min(8, samples), make=torch.zeros)
     loader = DataLoader(torch.ones(samples), 8)  # type: ignore[arg-type]
-    rounds = _evaluation.Rounds(None, "val", sample, loader, None, len(loader), samples)
+    rounds = _evaluation.EvaluationLoop(None, "val", sample, loader, None, len(loader), samples)
     repeated: list[int] = []
 
     @contextlib.contextmanager
@@ -282,7 +282,7 @@ def test_each_batch_that_is_followed_stands_for_one_at_least(samples: int, longe
     sample: Any = SimpleNamespace(batch_size=min(8, samples), make=lambda count: count)
     padded: Any = None if longest is None else sample
     loader = DataLoader(range(samples), 8)  # type: ignore[arg-type]
-    found = _evaluation.Rounds(None, "val", sample, loader, None, len(loader), samples, padded).followed(None)
+    found = _evaluation.EvaluationLoop(None, "val", sample, loader, None, len(loader), samples, padded).followed(None)
     assert all(count >= 1 for _batch, count in found)
 
 

@@ -24,7 +24,7 @@ from vram_guard.guard.applied import Applied
 from vram_guard.techniques import Recipe
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_mmengine import _evaluation, _recovery, _refusals, _smaller_validation, _split_step, _training, hook
-from vram_guard_mmengine._settings import Settings
+from vram_guard_mmengine._settings import HookSettings
 from vram_guard_mmengine._summary import META_KEY
 
 
@@ -374,7 +374,9 @@ def test_one_of_several_micro_batches_updates_nothing(attempted: bool) -> None:
     wrapper = OptimWrapper(torch.optim.SGD([weight], lr=1.0))
     attempt: Any = SimpleNamespace(backward=lambda run: run()) if attempted else None
     for number, share in enumerate((0.25, 0.75)):
-        part: Any = _split_step.Part(wrapper, SimpleNamespace(weight=share, last=number == 1), attempt)
+        part: Any = _split_step.MicroBatchOptimWrapper(
+            wrapper, SimpleNamespace(weight=share, last=number == 1), attempt
+        )
         assert isinstance(part, OptimWrapper)
         assert part.optimizer is wrapper.optimizer
         with part.optim_context(nn.Linear(1, 1)):
@@ -431,7 +433,7 @@ def test_micro_batches_are_planned_or_found_by_recovery(
     decision = SimpleNamespace(splitter=splitter, spare=facts.get("spare", "spare"))
     guard: Any = SimpleNamespace(
         **{
-            "decision": decision, "changes": True, "no_recovery": no_recovery, "settings": Settings(),
+            "decision": decision, "changes": True, "no_recovery": no_recovery, "settings": HookSettings(),
             "loss_weight": "mean", "applied": Applied(), "prediction": None, "out_of_memory": None,
             "training_starts": lambda: None, **facts,
         }

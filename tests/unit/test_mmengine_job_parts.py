@@ -21,7 +21,7 @@ from mmengine.hooks import CheckpointHook, Hook, LoggerHook
 from mmengine.logging import MessageHub
 from torch import nn
 
-from vram_guard.guard.places import Asked
+from vram_guard.guard.places import StepDecisions
 from vram_guard_mmengine import _job, _shadow
 from vram_guard_mmengine._job import Checkpoint, RunnerJob
 
@@ -73,7 +73,7 @@ class Traced:
             call=lambda name, **given: order.append((name, given)), at=lambda *at: order.append(("at", *at)),
         )  # fmt: skip
         self.saved: list[Any] = []
-        schedule = SimpleNamespace(asked=Asked(), play=self.later)
+        schedule = SimpleNamespace(asked=StepDecisions(), play=self.later)
         evaluation = SimpleNamespace(play=lambda _run, _shadow, *most: order.append(("evaluated", *most)))
         known = {"validation": None, "test": None, "checkpoint": None, "saves": True, **parts}
         for name in ("validation", "test"):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from vram_guard.capture.loader import read_loader
 from vram_guard_mmengine import _schedule
 from vram_guard_mmengine._schedule import Schedule
-from vram_guard_mmengine._step_look import StepLook
+from vram_guard_mmengine._step_switches import StepSwitches
 
 
 class Pictures(Dataset[torch.Tensor]):
@@ -69,7 +69,7 @@ def looked() -> tuple[Any, Any]:
     shadow: Any = SimpleNamespace(loader=loader, runner=SimpleNamespace(model=model, optim_wrapper=wrapper))
     run: Any = SimpleNamespace(notes=[])
     run.note = run.notes.append
-    return StepLook(run, shadow, read_loader(loader)), model
+    return StepSwitches(run, shadow, read_loader(loader)), model
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ class Playing:
         owner = self
 
         class Look:
-            """In place of a StepLook."""
+            """In place of StepSwitches."""
 
             counters, other_loss, accumulative_counts = frozenset(), True, 3
 
@@ -169,7 +169,7 @@ class Playing:
             def batches(self) -> Any:
                 return lambda size: ("batch", size)
 
-        monkeypatch.setattr(_schedule, "StepLook", Look)
+        monkeypatch.setattr(_schedule, "StepSwitches", Look)
 
     def play(self, train: Any = None) -> list[str]:
         """One trace; what it said."""

@@ -19,7 +19,7 @@ from mmengine.optim import OptimWrapper
 
 from vram_guard.proof.effects import StepEffects
 from vram_guard_mmengine._schedule import Schedule, _numbers_of
-from vram_guard_mmengine._step_look import StepLook, _parts_of, _simple
+from vram_guard_mmengine._step_switches import StepSwitches, _parts_of, _simple
 from vram_guard_mmengine._symbolic_run import symbolic_run
 
 
@@ -230,7 +230,7 @@ def test_a_model_that_counts_may_name_the_epoch_at_which_it_changes(
 
 def looking(**state: Any) -> Any:
     """A look at a step, in this state."""
-    look: Any = object.__new__(StepLook)
+    look: Any = object.__new__(StepSwitches)
     look.counters, look.other_loss, look._gone, look._state = set(), False, {}, state
     return look
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from vram_guard.errors import InvalidInputError
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard_mmengine import _capture, _checkpoints, _compare, _dividing, _layouts, _recovery, _rehearsal
-from vram_guard_mmengine._evaluation import Rounds, is_endless, number_of_batches
+from vram_guard_mmengine._evaluation import EvaluationLoop, is_endless, number_of_batches
 from vram_guard_mmengine._settings import checked_priority
 from vram_guard_mmengine.commands import write_base
 
@@ -54,7 +54,7 @@ def test_batches_that_are_followed_stand_for_those_that_a_loader_delivers(
     delivered = [len(batch) for batch in DataLoader(range(samples), batch_size=min(8, most or 8))]  # type: ignore[arg-type]
     sample: Any = SimpleNamespace(batch_size=min(8, samples), make=lambda count: (count, "first"))
     padded: Any = None if longest is None else SimpleNamespace(batch_size=8, make=lambda count: (count, "longest"))
-    found = Rounds(None, "val", sample, loader, None, len(loader), samples, padded).followed(most)
+    found = EvaluationLoop(None, "val", sample, loader, None, len(loader), samples, padded).followed(most)
     kinds = [kind for (_size, kind), _count in found]
     assert kinds == ["first"] * (len(found) - bool(longest)) + ["longest"] * bool(longest)
     sizes = [size for (size, _kind), count in found for _ in range(count)]
@@ -66,7 +66,7 @@ def test_batches_that_are_followed_stand_for_those_that_a_loader_delivers(
 
 def test_a_loader_without_an_end_is_followed_for_two_batches() -> None:
     sample: Any = SimpleNamespace(batch_size=8, make=lambda count: count)
-    rounds = Rounds(None, "val", sample, DataLoader(Stream(), 8), None, None, None)
+    rounds = EvaluationLoop(None, "val", sample, DataLoader(Stream(), 8), None, None, None)
     assert rounds.followed(None) == [(8, 1), (8, 1)]
     assert rounds.followed(3) == [(3, 1), (3, 1)]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vram_guard.closed_form._weights import Weights
 from vram_guard.closed_form.folder import Component
 from vram_guard.closed_form.recommend import combined_savings, individual_savings
-from vram_guard.closed_form.tuning import Shape, Tuning
+from vram_guard.closed_form.tuning import TransformerShape, Tuning
 from vram_guard.step import LARGEST_BATCH
 
 components = st.integers(0, 10**10).map(lambda count: Component("x", {}, Weights({"F32": count})))
@@ -21,7 +21,7 @@ tunings = st.builds(
     batch=st.integers(1, 64),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     sample_numbers=st.integers(0, 10**6),
-    shape=st.builds(Shape, st.integers(1, 40), st.integers(1, 4096), st.integers(1, 4096)),
+    shape=st.builds(TransformerShape, st.integers(1, 40), st.integers(1, 4096), st.integers(1, 4096)),
 )
 amounts = st.integers(0, 10**12)
 
@@ -60,7 +60,7 @@ def under(tuning, keys):
 def adamw(parameters, batch=1, shape=None):
     """A training of float32 weights with small activations."""
     component = Component("x", {}, Weights({"F32": parameters}))
-    return Tuning((component,), (), batch, "float32", shape=shape or Shape(2, 8, 8))
+    return Tuning((component,), (), batch, "float32", shape=shape or TransformerShape(2, 8, 8))
 
 
 @given(tunings, st.floats(0, 1))
@@ -87,7 +87,7 @@ def test_what_the_last_measure_makes_needless_is_not_taken():
 
 
 def test_of_two_measures_of_which_one_suffices_the_milder_is_taken():
-    tuning = adamw(10**6, batch=4, shape=Shape(4, 64, 64))
+    tuning = adamw(10**6, batch=4, shape=TransformerShape(4, 64, 64))
     either = ["checkpoint", "8bit"], ["accumulate", "8bit"]
     usable = max(under(tuning, keys) for keys in either)
     assert min(under(tuning, ["8bit"]), under(tuning, ["checkpoint", "accumulate"])) > usable

@@ -225,15 +225,15 @@ def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):
 def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, monkeypatch):
     pytest.importorskip("accelerate")
     from vram_guard.budget import Budget
-    from vram_guard_accelerate._settings import Settings
+    from vram_guard_accelerate._settings import LaunchSettings
     from vram_guard_accelerate.cli.target import budget_for
 
     (project / "vram_guard.toml").write_text('margin = 0.2\ngrow = true\ngpu = "T4"\n')
     monkeypatch.setenv("VRAM_GUARD_LR_RULE", "sqrt")
     options = {"budget": "8GiB", "gpu": None, "margin": 0, "grow": False, "json": True}
-    found = Settings.of_options(options)
+    found = LaunchSettings.of_options(options)
     assert (found.budget, found.gpu, found.margin, found.grow, found.lr_rule) == ("8GiB", None, 0, True, "sqrt")
-    assert budget_for(Settings.of_options({"gpu_memory": "16", "margin": 0}), 2, "all").total == 16 * 10**9
+    assert budget_for(LaunchSettings.of_options({"gpu_memory": "16", "margin": 0}), 2, "all").total == 16 * 10**9
 
     # A budget is a part of the GPU that is here, and a script that asks finds the whole one.
     here = Budget.resolve(gpu="RTX 4090")

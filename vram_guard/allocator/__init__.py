@@ -1,7 +1,7 @@
 """PyTorch's CUDA caching allocator, replayed without a device."""
 
 from vram_guard.allocator._caching import CachingAllocator, SimulatedOutOfMemory
-from vram_guard.allocator._comparison import Difference, RecordingComparison, SegmentCount, compare
+from vram_guard.allocator._comparison import Divergence, RecordingComparison, SegmentCount, compare
 from vram_guard.allocator._driver import PLACEMENTS, Placement
 from vram_guard.allocator._host import host_peak, pinned_size
 from vram_guard.allocator._recording import Recording, read_recording, read_recordings
@@ -13,7 +13,7 @@ __all__ = [
     "PLACEMENTS",
     "AllocatorSettings",
     "CachingAllocator",
-    "Difference",
+    "Divergence",
     "Placement",
     "Recording",
     "RecordingComparison",

@@ -16,7 +16,7 @@ from vram_guard.allocator.blocks import PoolBlock, Segment, SegmentType, TraceEn
 from vram_guard.language import _
 
 
-class Difference(NamedTuple):
+class Divergence(NamedTuple):
     """The first point at which the simulation left the recorded run."""
 
     event: int
@@ -49,9 +49,9 @@ class RecordingComparison:
     """The segments at the end, by type, stream and size."""
     simulated: tuple[Segment, ...]
     """The simulated segments at the end, by address."""
-    first_difference: Difference | None
+    first_difference: Divergence | None
     """The first action at which the two took or kept different segments."""
-    first_displaced_block: Difference | None
+    first_displaced_block: Divergence | None
     """The first block that the simulation put elsewhere, while the segments may well be the same."""
 
     @property
@@ -94,8 +94,8 @@ class _Follower:
         self.allocator = CachingAllocator(settings, place=self._place)
         self.blocks: dict[int, PoolBlock] = self.allocator.restore(recording.initial)
         self.recorded = self.recorded_peak = self.allocator.reserved
-        self.first_difference: Difference | None = None
-        self.first_displaced: Difference | None = None
+        self.first_difference: Divergence | None = None
+        self.first_displaced: Divergence | None = None
         #: Recorded growth since the last allocation: it belongs to the one that follows.
         self._growth: deque[TraceEntry] = deque()
         self._unmapping = False
@@ -136,7 +136,7 @@ class _Follower:
         elif self.recorded != self.allocator.reserved:
             self._differ(entry, *(_("{size} bytes reserved", size=n) for n in (self.recorded, self.allocator.reserved)))
         if block.address != entry.address and self.first_displaced is None:
-            self.first_displaced = Difference(entry.position, f"{entry.address:#x}", f"{block.address:#x}")
+            self.first_displaced = Divergence(entry.position, f"{entry.address:#x}", f"{block.address:#x}")
 
     def _give_back(self, entry: TraceEntry) -> None:
         if entry.action == "segment_unmap":
@@ -167,7 +167,7 @@ class _Follower:
 
     def _differ(self, entry: TraceEntry, recorded: str, simulated: str) -> None:
         if self.first_difference is None:
-            self.first_difference = Difference(entry.position, recorded, simulated)
+            self.first_difference = Divergence(entry.position, recorded, simulated)
 
 
 def _told(growth: Sequence[tuple[str, int]]) -> str:

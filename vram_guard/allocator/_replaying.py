@@ -91,7 +91,7 @@ def replay(
         InvalidInputError: for a negative size, a block that is not in ``sizes``, is allocated twice, or is
             freed while it is not allocated.
     """
-    run = _Run(list(map(operator.index, events)), list(map(operator.index, sizes)), streams, optional)
+    run = _Replay(list(map(operator.index, events)), list(map(operator.index, sizes)), streams, optional)
     allocator = CachingAllocator(settings, capacity, placement=placement)
     curves: tuple[list[int], list[int]] | None = ([], []) if curve else None
     stretches = []
@@ -125,7 +125,7 @@ def replay(
     )
 
 
-class _Run:
+class _Replay:
     """The blocks of a running replay."""
 
     def __init__(

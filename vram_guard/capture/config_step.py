@@ -25,7 +25,7 @@ _WEIGHTS: Final = frozenset({"precision", "dtype", "lora", "qlora"})
 _SAYS_NOTHING: Final = frozenset({"name", "type", "model_type", "pretrained", "weights", "checkpoint"})
 
 
-class Kind(NamedTuple):
+class ConfigKind(NamedTuple):
     """One way of naming a model, and what is read besides its name."""
 
     words: str
@@ -33,12 +33,12 @@ class Kind(NamedTuple):
     reads: frozenset[str]
 
 
-STEP: Final = Kind(marked("a training step of your own (module:function)"), frozenset({"precision", "dtype"}))
-PLAIN: Final = Kind(marked("a model with --input"), _WEIGHTS | {"input"})
-TEXT: Final = Kind(marked("a model of texts"), _WEIGHTS | {"seq_length"})
-PICTURE: Final = Kind(marked("a model of pictures"), _WEIGHTS | {"height", "width"})
-LATENTS: Final = Kind(marked("a diffusion model"), _WEIGHTS | {"height", "width", "pixels"})
-VIDEO: Final = Kind(marked("a diffusion model of videos"), LATENTS.reads | {"num_frames"})
+STEP: Final = ConfigKind(marked("a training step of your own (module:function)"), frozenset({"precision", "dtype"}))
+PLAIN: Final = ConfigKind(marked("a model with --input"), _WEIGHTS | {"input"})
+TEXT: Final = ConfigKind(marked("a model of texts"), _WEIGHTS | {"seq_length"})
+PICTURE: Final = ConfigKind(marked("a model of pictures"), _WEIGHTS | {"height", "width"})
+LATENTS: Final = ConfigKind(marked("a diffusion model"), _WEIGHTS | {"height", "width", "pixels"})
+VIDEO: Final = ConfigKind(marked("a diffusion model of videos"), LATENTS.reads | {"num_frames"})
 KINDS: Final = (STEP, PLAIN, TEXT, PICTURE, LATENTS, VIDEO)
 
 
@@ -71,7 +71,7 @@ def other_network(request: EstimateRequest, config: Mapping[str, Any]) -> str | 
     )
 
 
-def kind_of(request: EstimateRequest) -> Kind:
+def kind_of(request: EstimateRequest) -> ConfigKind:
     """The way in which a buildable model is named, with the numbers that it reads.
 
     Raises:
@@ -141,12 +141,12 @@ def _named(name: str, request: EstimateRequest, config: Mapping[str, Any]) -> Tr
     arguments = {**entries, **request.numbers}
     if request.inputs is None:
         return load_step(name, arguments)
-    from vram_guard.capture.lora import Weights
+    from vram_guard.capture.lora import AdapterWeights
     from vram_guard.plain_model import InputShape, step_of_model
 
     if request.four_bits:
         raise InvalidInputError(_("--qlora is for models of transformers"))
-    weights = Weights.of(request)
+    weights = AdapterWeights.of(request)
     model = weights.applied(load_model(name, arguments))
     return step_of_model(model, InputShape.parse(request.inputs), precision=weights.precision)
 

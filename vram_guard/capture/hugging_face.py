@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vram_guard.capture.lora import Weights
+from vram_guard.capture.lora import AdapterWeights
 from vram_guard.closed_form.inputs import (
     LATENT_CHANNELS,
     InputSizes,
@@ -61,7 +61,7 @@ def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
     return lambda: quantise(_built(transformers_class(made)))
 
 
-def weights_of(request: EstimateRequest, config: Mapping[str, Any]) -> Weights:
+def weights_of(request: EstimateRequest, config: Mapping[str, Any]) -> AdapterWeights:
     """The weights that a request asks for, of the model of a config.json: in the type that it names, unless it says so.
 
     Raises:
@@ -69,10 +69,10 @@ def weights_of(request: EstimateRequest, config: Mapping[str, Any]) -> Weights:
     """
     if request.four_bits and "model_type" not in config:
         raise InvalidInputError(_("--qlora is for models of transformers"))
-    return Weights.of(request, config.get("dtype") or config.get("torch_dtype"))
+    return AdapterWeights.of(request, config.get("dtype") or config.get("torch_dtype"))
 
 
-def step_of(config: Mapping[str, Any], sizes: InputSizes, weights: Weights) -> TrainingStep:
+def step_of(config: Mapping[str, Any], sizes: InputSizes, weights: AdapterWeights) -> TrainingStep:
     """Training of one model alone, by AdamW.
 
     Raises:
@@ -162,7 +162,7 @@ def tuning_of(
         as :func:`step_of`.
     """
     if not isinstance(trained.get("_class_name"), str) and not frozen:
-        return step_of(trained, sizes, Weights()).with_(precision=precision)
+        return step_of(trained, sizes, AdapterWeights()).with_(precision=precision)
     builders = {name: constructor(config) for name, config in frozen.items()}
     build, make = constructor(trained), inputs_of(trained, sizes)
     text = _text_encoder(trained, {name: config for name, config in frozen.items() if name != twin})

@@ -37,7 +37,7 @@ _FOUR_BITS: Final = {
 
 
 @dataclass(frozen=True)
-class Weights:
+class AdapterWeights:
     """What is asked of a model's weights.
 
     Attributes:
@@ -51,7 +51,7 @@ class Weights:
     four_bits: bool = False
 
     @classmethod
-    def of(cls, request: EstimateRequest, stored: object = None) -> Weights:
+    def of(cls, request: EstimateRequest, stored: object = None) -> AdapterWeights:
         """Read what a request asks for.
 
         Args:

@@ -77,7 +77,7 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
     Raises:
         UnsupportedStepError: it is not known what the model's input looks like, or it is more than tensors.
     """
-    from vram_guard.capture.lora import Weights
+    from vram_guard.capture.lora import AdapterWeights
 
     library, numbers = library_of(name), request.numbers
     build: Callable[[], torch.nn.Module]
@@ -94,14 +94,14 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
         if request.inputs is None or (length is not None and takes_tokens(config)):
             sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, length)
             return step_of(config, sizes, weights_of(request, config))
-        build, shape = constructor(Weights.of(request).quantised(config)), _PICTURE
+        build, shape = constructor(AdapterWeights.of(request).quantised(config)), _PICTURE
     elif library == "timm":
         timm: Any = _library("timm")
         build = lambda: timm.create_model(name)  # noqa: E731 - as the others are: built symbolically, later
         shape = tuple(timm.get_pretrained_cfg(name).input_size) if timm.is_model_pretrained(name) else _PICTURE
     else:
         build, shape = _torchvision_model(name, is_shape_given=request.inputs is not None)
-    weights = Weights.of(request)
+    weights = AdapterWeights.of(request)
     return step_of_model(weights.applied(build), _inputs(request, shape), precision=weights.precision)
 
 

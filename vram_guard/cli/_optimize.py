@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vram_guard.optimize.document import Document, Entry
     from vram_guard.optimize.rules import Advice
     from vram_guard.step import TrainingStep
-    from vram_guard.watch.throughput import Measured
+    from vram_guard.watch.throughput import MeasuredBatch
 
 
 def _setting_names() -> Iterable[str]:
@@ -178,7 +178,7 @@ def _batch(
     keep: frozenset[str],
     *,
     can_accumulate: bool,
-) -> tuple[BatchChoice, list[Measured]]:
+) -> tuple[BatchChoice, list[MeasuredBatch]]:
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
     from vram_guard.plan.layout_facts import budget_of_rank
@@ -208,7 +208,7 @@ def _batch(
 
 def _measured(
     options: argparse.Namespace, step: TrainingStep, batch_size: int, largest: int
-) -> tuple[list[Measured], str]:
+) -> tuple[list[MeasuredBatch], str]:
     """Throughput from a quarter of the batch up to its largest growth, as far as the prediction says that it fits."""
     import torch
 
@@ -222,13 +222,13 @@ def _measured(
     sizes = {batch_size, *(max(1, batch_size * 2**power // 4) for power in range((4 * MOST_GROWTH).bit_length()))}
     fitting = {size for size in sizes if size <= max(largest, 1)} or {1}
 
-    def show(one: Measured) -> None:
+    def show(one: MeasuredBatch) -> None:
         say(_measured_line(one), sys.stderr)
 
     return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=show), name
 
 
-def _measured_line(one: Measured) -> str:
+def _measured_line(one: MeasuredBatch) -> str:
     if one.seconds is None or one.samples_per_second is None or one.spread is None:
         return _("  batch {batch}: out of memory", batch=one.batch_size)
     return _(
@@ -246,7 +246,7 @@ def _answer(
     text: str,
     advice: Advice,
     budget: Budget,
-    measured: list[Measured],
+    measured: list[MeasuredBatch],
     output: Path,
 ) -> None:
     if options.json:
@@ -280,7 +280,7 @@ def _shown(value: Any) -> str:
 
 
 def _as_dict(
-    options: argparse.Namespace, advice: Advice, budget: Budget, measured: list[Measured], output: Path
+    options: argparse.Namespace, advice: Advice, budget: Budget, measured: list[MeasuredBatch], output: Path
 ) -> dict[str, Any]:
     from dataclasses import asdict
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from vram_guard.capture.config_step import KINDS, NUMBERS, Kind
+from vram_guard.capture.config_step import KINDS, NUMBERS, ConfigKind
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _, marked
 
@@ -25,26 +25,26 @@ DESCRIBING: Final = frozenset(
     }
 )
 
-RULE: Final = Kind(
+RULE: Final = ConfigKind(
     marked("the rule of thumb"),
     _CONFIG | (NUMBERS - {"num_frames"}) | {"precision", "dtype", "threshold", "resolutions"},
 )
-FOLDER: Final = Kind(
+FOLDER: Final = ConfigKind(
     marked("a model folder (--model-path)"),
     NUMBERS & {"height", "width", "num_frames", "seq_length"}
     | {"model_path", "train", "frozen", "recommend", "dtype", "pixels", "batch", "quick"}
     | _TRACE,
 )
-CARDS: Final = Kind(marked("the list of GPUs"), frozenset({"margin"}))
+CARDS: Final = ConfigKind(marked("the list of GPUs"), frozenset({"margin"}))
 
 
-def of_model(kind: Kind) -> Kind:
+def of_model(kind: ConfigKind) -> ConfigKind:
     """What is read where a model is named in this way and traced."""
     sized = frozenset({"resolutions"}) if "height" in kind.reads else frozenset[str]()
-    return Kind(kind.words, kind.reads | (_CONFIG - {"quick"}) | _TRACE | sized)
+    return ConfigKind(kind.words, kind.reads | (_CONFIG - {"quick"}) | _TRACE | sized)
 
 
-def check_read(options: argparse.Namespace, way: Kind) -> None:
+def check_read(options: argparse.Namespace, way: ConfigKind) -> None:
     """Refuse an option that is given and that this way of asking does not read.
 
     Args:

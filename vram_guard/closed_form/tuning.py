@@ -42,7 +42,7 @@ STATES: Final = 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class TransformerShape:
     """A transformer as the rule for activations sees it."""
 
     layers: int
@@ -77,7 +77,7 @@ class Tuning:
     text_numbers: int = 0
     sample: tuple[int, ...] = ()
     source: tuple[int, int, int] | None = None
-    shape: Shape | None = None
+    shape: TransformerShape | None = None
     checkpointed: bool = False
     state_bytes: int | None = None
     states_on_host: bool = False
@@ -156,7 +156,7 @@ def stored_dtype(components: tuple[Component, ...]) -> str:
     return STORED.get((largest.weights.dtype if largest else None) or "", "float32")
 
 
-def transformer_shape(config: Mapping[str, Any], tokens: int) -> Shape | None:
+def transformer_shape(config: Mapping[str, Any], tokens: int) -> TransformerShape | None:
     """Layers, width and tokens of the transformer that a config describes; None where it describes another network."""
     layers = _count(config, "num_layers", "num_hidden_layers", "n_layer", "n_layers")
     hidden = _count(config, "hidden_size", "n_embd", "d_model", "inner_dim")
@@ -165,7 +165,7 @@ def transformer_shape(config: Mapping[str, Any], tokens: int) -> Shape | None:
         hidden = heads * width
     if layers is None or hidden is None or "UNet" in str(config.get("_class_name")):
         return None
-    return Shape(layers, hidden, tokens)
+    return TransformerShape(layers, hidden, tokens)
 
 
 def _count(config: Mapping[str, Any], *names: str) -> int | None:

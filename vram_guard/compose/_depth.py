@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vram_guard.compose._errors import CannotComposeError
-from vram_guard.compose._loops import Item, Part, parts_of
+from vram_guard.compose._loops import Item, SequencePart, parts_of
 from vram_guard.compose._names import NumberedNames
 from vram_guard.state.collector import collector_paused
 from vram_guard.timeline import Affine, Block, Border, HostBlock, Marks, Scratch, Timeline, Work
@@ -79,7 +79,7 @@ class DepthLaw:
             and all(getattr(said, name) == getattr(direct, name) for name in _COMPARED)
         )
 
-    def _values(self, parts: Sequence[Part], depth: int, kind: _Kind) -> Iterator[Any]:
+    def _values(self, parts: Sequence[SequencePart], depth: int, kind: _SequenceKind) -> Iterator[Any]:
         more, names = depth - self._depth, self._names
         for part in parts:
             numbers = [
@@ -120,7 +120,7 @@ def _as_launched(one: Sequence[Work], other: Sequence[Work]) -> tuple[Work, ...]
 _Decoder = Callable[[Any, Sequence[int], NumberedNames], Any]
 
 
-class _Kind(NamedTuple):
+class _SequenceKind(NamedTuple):
     """A kind of sequence.
 
     Attributes:
@@ -323,18 +323,18 @@ def _collective(value: Any, numbers: Sequence[int], _names: NumberedNames) -> An
     return value._replace(position=position, after=after, needed=needed, bytes=Affine(*size))
 
 
-_KINDS: dict[str, _Kind] = {
-    "events": _Kind(_event, 2, _moved_event),
-    "host_events": _Kind(_host_event),
-    "phases": _Kind(lambda value, numbers, _names: value._replace(start=numbers[0])),
-    "work": _Kind(_work, 1, _moved_work),
-    "collectives": _Kind(_collective),
-    "deferred": _Kind(lambda value, numbers, _names: type(value)(*numbers)),
-    "borders": _Kind(
+_KINDS: dict[str, _SequenceKind] = {
+    "events": _SequenceKind(_event, 2, _moved_event),
+    "host_events": _SequenceKind(_host_event),
+    "phases": _SequenceKind(lambda value, numbers, _names: value._replace(start=numbers[0])),
+    "work": _SequenceKind(_work, 1, _moved_work),
+    "collectives": _SequenceKind(_collective),
+    "deferred": _SequenceKind(lambda value, numbers, _names: type(value)(*numbers)),
+    "borders": _SequenceKind(
         lambda value, numbers, names: Border(
             numbers[0], names.joined(value.module, numbers[2]), value.entered, numbers[1]
         )
     ),
-    "accumulated": _Kind(lambda _value, numbers, _names: tuple(numbers)),
-    "used": _Kind(lambda _value, numbers, _names: tuple(numbers)),
+    "accumulated": _SequenceKind(lambda _value, numbers, _names: tuple(numbers)),
+    "used": _SequenceKind(lambda _value, numbers, _names: tuple(numbers)),
 }

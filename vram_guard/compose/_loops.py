@@ -21,7 +21,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """A piece of a sequence that is there once, or a loop.
 
     Attributes:
@@ -37,7 +37,7 @@ class Part:
     rounds: int = 0
 
 
-def parts_of(small: Sequence[Item], large: Sequence[Item]) -> Iterator[Part]:
+def parts_of(small: Sequence[Item], large: Sequence[Item]) -> Iterator[SequencePart]:
     """The pieces and loops of a sequence, from it at two depths.
 
     Raises:
@@ -122,10 +122,10 @@ def _differences(one: Sequence[Item], other: Sequence[Item]) -> list[tuple[int, 
     ]
 
 
-def _piece(small: Sequence[Item], large: Sequence[Item]) -> Part:
+def _piece(small: Sequence[Item], large: Sequence[Item]) -> SequencePart:
     by_depth = _differences(small, large)
-    return Part(small, by_depth, [()] * len(by_depth))
+    return SequencePart(small, by_depth, [()] * len(by_depth))
 
 
-def _loop(small: _Rounds, large: _Rounds) -> Part:
-    return Part(small[0], _differences(small[0], large[0]), _differences(large[0], large[1]), len(small))
+def _loop(small: _Rounds, large: _Rounds) -> SequencePart:
+    return SequencePart(small[0], _differences(small[0], large[0]), _differences(large[0], large[1]), len(small))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vram_guard.timeline import Border, Marks, Timeline
 
 
-class Segment(NamedTuple):
+class BlockEvents(NamedTuple):
     """Consecutive events that belong to one block, or to none."""
 
     unit: str
@@ -109,7 +109,7 @@ class Cut:
                 owners.update({event: unit for event in inside if unit and event >= 0})
         return owners
 
-    def _numbered(self) -> Iterator[Segment]:
+    def _numbered(self) -> Iterator[BlockEvents]:
         """The segments: every phase begins with one that belongs to no block."""
         for index, (phase, end) in enumerate(self.timeline.spans()):
             seen: Counter[str] = Counter()
@@ -120,7 +120,7 @@ class Cut:
                 places += [(border.at, unit) for border, unit in self._forward(self._borders[index])]
             stops = [*(at for at, _unit in places[1:]), end]
             for (at, unit), stop in zip(places, stops, strict=True):
-                yield Segment(unit, index, seen[unit], at, stop)
+                yield BlockEvents(unit, index, seen[unit], at, stop)
                 seen[unit] += 1
 
     def _forward(self, borders: list[Border]) -> Iterator[tuple[Border, str]]:

@@ -53,7 +53,7 @@ class _Mount:
 
 
 @dataclass
-class _View:
+class _Mounts:
     """The state of the mounts of this process.
 
     Attributes:
@@ -74,7 +74,7 @@ class _View:
     layers: list[str] = field(default_factory=list)
 
 
-_view: _View | None = None
+_view: _Mounts | None = None
 
 
 def enter(kept: Iterable[Path] = (), words: Iterable[str] = ()) -> None:
@@ -145,9 +145,9 @@ def _first(kept: Iterable[Path], places: list[str]) -> None:
         binds = [one for one in (*sockets, *shared) if os.path.lexists(f"/old{one}")]
         mounts += [_Mount(one, "bind", f"/old{one}") for one in binds]
         if by_users:
-            view = _View(scratch, mounts, _AS_USER, effective, tuple(places))
+            view = _Mounts(scratch, mounts, _AS_USER, effective, tuple(places))
         else:
-            view = _View(scratch, mounts, _AS_ROOT, None)
+            view = _Mounts(scratch, mounts, _AS_ROOT, None)
         _put_layer(view)
         _set_effective(view.capabilities)
         _try_out(places[0])
@@ -162,7 +162,7 @@ def _first(kept: Iterable[Path], places: list[str]) -> None:
     _view = view
 
 
-def _further(view: _View) -> None:
+def _further(view: _Mounts) -> None:
     if view.capabilities is not None:
         _set_effective(-1)
     os.fchdir(view.scratch)
@@ -180,7 +180,7 @@ def _further(view: _View) -> None:
         _set_effective(view.capabilities)
 
 
-def _put_layer(view: _View) -> None:
+def _put_layer(view: _Mounts) -> None:
     """Mount everything over a new upper layer, and make that the root."""
     layer = f"/{len(os.listdir('/'))}-{os.getpid()}"
     root = f"{layer}/root"
@@ -221,7 +221,7 @@ def _put_overlay(folder: str, lower: list[str], target: str, options: str, insid
     _mount("overlay", target, "overlay", 0, f"lowerdir={below},upperdir={up},workdir={work},{options}")
 
 
-def _above(point: str, view: _View) -> list[str]:
+def _above(point: str, view: _Mounts) -> list[str]:
     """The folders below a mount, and in it, that hold the places where the process will write, and these."""
     found: set[str] = set()
     for place in view.places:

@@ -192,7 +192,7 @@ def longest_batch_of(
 
     chosen = choose(
         captured.sample,
-        settings.wish,
+        settings.planned_batch,
         ranks=1 if layout is None else layout.data_ranks,
         peak=in_symbolic_run,
         progress=progress,

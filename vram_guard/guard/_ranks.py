@@ -35,7 +35,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """An error on some rank, in a form that travels between processes."""
 
     kind: str
@@ -72,7 +72,7 @@ class Outcome(Generic[T]):
     """The outcome of an attempt, agreed upon by all ranks: a value, or the same failure everywhere."""
 
     value: T | None
-    failure: Failure | None
+    failure: RankFailure | None
     error: Exception | None = None
     """The original error, with its traceback, on the rank where it happened."""
 
@@ -97,9 +97,11 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
         value = work()
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         error = caught
-        failure = Failure(_kind(caught), str(caught), ranks.rank, line_that_failed(caught), is_ours(caught))
+        failure = RankFailure(_kind(caught), str(caught), ranks.rank, line_that_failed(caught), is_ours(caught))
     if ranks.world_size > 1 and not all_arrive(ranks.world_size, patience(time.monotonic() - began)):
-        return Outcome(None, Failure(errors.LostCopyError.__name__, late(), ranks.rank), errors.LostCopyError(late()))
+        return Outcome(
+            None, RankFailure(errors.LostCopyError.__name__, late(), ranks.rank), errors.LostCopyError(late())
+        )
     failed = [found for found in gather(ranks, failure) if found is not None]
     if not failed:
         return Outcome(value, None)

@@ -12,11 +12,11 @@ from vram_guard.job import JobRun
 from vram_guard.limits import STEPS_ONE_BY_ONE
 
 
-class Asked:
+class StepDecisions:
     """The decisions of steps that ask how far the training is: two places with the same decisions have equal steps.
 
     Example:
-        >>> asked = Asked()
+        >>> asked = StepDecisions()
         >>> if asked.answer("epoch", 0) % 2 == 1:
         ...     print("every other epoch")
         >>> asked.followed({"epoch": 0})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.plan.checks import (
     Mode,
     check_amounts,
@@ -110,9 +110,9 @@ class PlanSettings:
         return Budget.resolve(self.budget, self.gpu, self.margin, device, self.gpu_memory)
 
     @property
-    def wish(self) -> Wish:
+    def planned_batch(self) -> PlannedBatch:
         """The batch that is planned for."""
-        return Wish(self.longest, self.longest_seconds)
+        return PlannedBatch(self.longest, self.longest_seconds)
 
     @property
     def techniques(self) -> frozenset[str]:

@@ -66,15 +66,15 @@ def longest_batch(
     """
     from vram_guard.capture.loader import read_loader
     from vram_guard.longest.choice import choose, peak_of
-    from vram_guard.longest.wish import Wish
+    from vram_guard.longest.planned_batch import PlannedBatch
     from vram_guard.plan.checks import check_seconds, checked_longest
     from vram_guard.state.random_generators import random_state_kept
 
-    wish = Wish(checked_longest(longest), seconds)
+    planned_batch = PlannedBatch(checked_longest(longest), seconds)
     check_seconds("seconds", seconds)
     ranks = checked_count("ranks", ranks)
     with random_state_kept():
         sample = read_loader(loader)
     peak = None if step is None else peak_of(step.with_(batch=sample.make))
-    chosen = choose(sample, wish, ranks=ranks, peak=peak)
+    chosen = choose(sample, planned_batch, ranks=ranks, peak=peak)
     return LongestBatch(chosen.make, chosen.batch_size, chosen.notes)

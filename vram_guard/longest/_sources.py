@@ -22,7 +22,7 @@ class _UnusableError(VramGuardError):
 
 
 @dataclass(frozen=True)
-class Source:
+class SizeSource:
     """Sizes of samples, each with a name."""
 
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Source:
     """The place, for people."""
 
 
-def source_of(loader: Any, count: int, remarks: list[str]) -> Source | None:
+def source_of(loader: Any, count: int, remarks: list[str]) -> SizeSource | None:
     """The first place that says something about each of the samples; None where there is none.
 
     Args:
@@ -44,7 +44,7 @@ def source_of(loader: Any, count: int, remarks: list[str]) -> Source | None:
         for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
             column = _column(getattr(sampler, "lengths", None), count)  # Transformers' LengthGroupedSampler
             if column is not None and column.shape[1] == 1:
-                return Source(("length",), column, _("the sampler"))
+                return SizeSource(("length",), column, _("the sampler"))
         return _of_dataset(loader.dataset, count)
     except Exception as error:  # noqa: BLE001 - attributes of the user's own class
         said = str(error) if isinstance(error, _UnusableError) else f"{type(error).__name__}: {error}"
@@ -52,7 +52,7 @@ def source_of(loader: Any, count: int, remarks: list[str]) -> Source | None:
         return None
 
 
-def _of_dataset(dataset: Any, count: int) -> Source | None:
+def _of_dataset(dataset: Any, count: int) -> SizeSource | None:
     if isinstance(dataset, Subset):
         return _of_subset(dataset)
     if isinstance(dataset, ConcatDataset):
@@ -64,17 +64,17 @@ def _of_dataset(dataset: Any, count: int) -> Source | None:
     return None
 
 
-def _of_subset(dataset: Subset[Any]) -> Source | None:
+def _of_subset(dataset: Subset[Any]) -> SizeSource | None:
     found = _of_dataset(dataset.dataset, len(dataset.dataset))  # type: ignore[arg-type]
     if found is None:
         return None
     read, numbers = found.read, torch.as_tensor(dataset.indices)
     if isinstance(read, torch.Tensor):
-        return Source(found.names, read[numbers], found.words)
-    return Source(found.names, lambda number: read(int(numbers[number])), found.words)
+        return SizeSource(found.names, read[numbers], found.words)
+    return SizeSource(found.names, lambda number: read(int(numbers[number])), found.words)
 
 
-def _in_a_row(dataset: ConcatDataset[Any]) -> Source | None:
+def _in_a_row(dataset: ConcatDataset[Any]) -> SizeSource | None:
     """Several data sets one after the other, where each has a column of the same name."""
     found = [_of_dataset(one, len(one)) for one in dataset.datasets]  # type: ignore[arg-type]
     columns = [one.read for one in found if one is not None and isinstance(one.read, torch.Tensor)]
@@ -82,7 +82,7 @@ def _in_a_row(dataset: ConcatDataset[Any]) -> Source | None:
     if len(columns) < len(found) or len(names) != 1:
         return None
     words = ", ".join(dict.fromkeys(one.words for one in found if one is not None))
-    return Source(names.pop(), torch.cat(columns), words)
+    return SizeSource(names.pop(), torch.cat(columns), words)
 
 
 def _column(value: Any, count: int) -> torch.Tensor | None:
@@ -106,16 +106,16 @@ def _column(value: Any, count: int) -> torch.Tensor | None:
     return numbers.to(torch.int64)
 
 
-def _attributes(dataset: Any, count: int) -> Source | None:
+def _attributes(dataset: Any, count: int) -> SizeSource | None:
     found: dict[str, torch.Tensor] = {}
     for name in COLUMNS:
         if (column := _column(getattr(dataset, name, None), count)) is not None:
             wide = column.shape[1] > 1
             found |= {(f"{name}[{k}]" if wide else name): part for k, part in enumerate(column.unbind(1))}
-    return Source(tuple(found), torch.stack([*found.values()], 1), ", ".join(found)) if found else None
+    return SizeSource(tuple(found), torch.stack([*found.values()], 1), ", ".join(found)) if found else None
 
 
-def _arrow(dataset: Any, count: int) -> Source | None:
+def _arrow(dataset: Any, count: int) -> SizeSource | None:
     """Columns of Hugging Face's data sets: lengths, or offsets of lists or texts, without their values."""
     table: Any = getattr(getattr(dataset, "data", None), "table", None)
     if not hasattr(table, "schema") or not hasattr(table, "column"):
@@ -141,10 +141,10 @@ def _arrow(dataset: Any, count: int) -> Source | None:
         numbers = numbers[torch.as_tensor(rows.column(0).to_numpy().copy())]
     if len(numbers) != count:
         return None
-    return Source(tuple(found), numbers, _("columns {names}", names=", ".join(found)))
+    return SizeSource(tuple(found), numbers, _("columns {names}", names=", ".join(found)))
 
 
-def _data_info(dataset: Any, _count: int) -> Source | None:
+def _data_info(dataset: Any, _count: int) -> SizeSource | None:
     """MMEngine's data sets know height, width and boxes of a picture before it is read."""
     info = getattr(dataset, "get_data_info", None)
     if not callable(info):
@@ -157,10 +157,10 @@ def _data_info(dataset: Any, _count: int) -> Source | None:
         found = info(number)
         return [*(int(found[name]) for name in names), *(len(found[name]) for name in lists)]
 
-    return Source((*names, *lists), of, "get_data_info")
+    return SizeSource((*names, *lists), of, "get_data_info")
 
 
-def _held(dataset: Any, count: int) -> Source | None:
+def _held(dataset: Any, count: int) -> SizeSource | None:
     """Texts, tensors or lists of numbers that a list holds for every sample."""
     own = {"": dataset} if isinstance(dataset, list) else getattr(dataset, "__dict__", {})
     lists = {name: one for name, one in own.items() if isinstance(one, (list, tuple)) and len(one) == count > 0}
@@ -170,4 +170,4 @@ def _held(dataset: Any, count: int) -> Source | None:
     def of(number: int) -> list[int]:
         return [extent for items in found.values() for extent in extents_of(items[number]).values()]
 
-    return Source(names, of, ", ".join(filter(None, found)) or _("the list")) if found else None
+    return SizeSource(names, of, ", ".join(filter(None, found)) or _("the list")) if found else None

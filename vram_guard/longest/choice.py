@@ -15,12 +15,12 @@ from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS
 from vram_guard.longest._extents import shapes_of
-from vram_guard.longest._look import Found, Question, look
+from vram_guard.longest._search import Found, Question, look
 from vram_guard.simulate import DEFAULT_CAPABILITY, trace_at
 from vram_guard.state.random_generators import random_state_kept
 
 if TYPE_CHECKING:
-    from vram_guard.longest.wish import Wish
+    from vram_guard.longest.planned_batch import PlannedBatch
     from vram_guard.step import TrainingStep
 
 Peak = Callable[[int], Any]
@@ -29,7 +29,7 @@ Peak = Callable[[int], Any]
 
 def choose(
     sample: Sample,
-    wish: Wish,
+    planned_batch: PlannedBatch,
     *,
     ranks: int = 1,
     by_batches: bool = False,
@@ -41,18 +41,20 @@ def choose(
 
     Args:
         sample: as it was read; its parts are changed.
-        wish: which batch is meant.
+        planned_batch: which batch is meant.
         ranks: processes among which the framework shares samples out.
         by_batches: it shares out whole batches.
         peak: compares batches that are the largest in different ways; None: the one that is the largest when padded.
         progress: called with a line of text before each slow part.
         in_copy: look in a copy of the process, which samplers and data sets may change; False where this is one.
     """
-    if wish.longest == "first":
+    if planned_batch.longest == "first":
         return sample
     size, notes = sample.batch_size, list(sample.notes)
     for part in sample.parts:
-        question = Question(part.loader, sample.batch_size, ranks, by_batches, wish.share, wish.seconds, part.endless)
+        question = Question(
+            part.loader, sample.batch_size, ranks, by_batches, planned_batch.share, planned_batch.seconds, part.endless
+        )
         found, remarks = _looked(question, progress, in_copy=in_copy)
         if found is not None:
             part.sizes = found.sizes
@@ -67,12 +69,14 @@ def choose(
     return replace(sample, batch_size=size, notes=tuple(notes))
 
 
-def longest_beside(read: Callable[[], Sample], wish: Wish, *, ranks: int = 1) -> tuple[Sample | None, tuple[str, ...]]:
+def longest_beside(
+    read: Callable[[], Sample], planned_batch: PlannedBatch, *, ranks: int = 1
+) -> tuple[Sample | None, tuple[str, ...]]:
     """The longest batch of an evaluation, which one of its rounds has, and what is to be said of it.
 
     Args:
         read: the loader, anew.
-        wish: which batch is meant.
+        planned_batch: which batch is meant.
         ranks: processes among which the framework shares samples out.
 
     Returns:
@@ -80,7 +84,7 @@ def longest_beside(read: Callable[[], Sample], wish: Wish, *, ranks: int = 1) ->
     """
     with random_state_kept():
         sample = read()
-    sample = choose(sample, wish, ranks=ranks)
+    sample = choose(sample, planned_batch, ranks=ranks)
     return sample if any(part.numbers for part in sample.parts) else None, sample.notes
 
 

@@ -14,7 +14,7 @@ from vram_guard.units import format_bytes
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.timeline import Timeline
-    from vram_guard.watch.throughput import Measured
+    from vram_guard.watch.throughput import MeasuredBatch
 
 #: Throughputs this close are the same: models and clocks are no better.
 SAME = 0.05
@@ -134,7 +134,9 @@ def smallest_of_the_fastest(speeds: dict[int, float]) -> int:
     return min(size for size, speed in speeds.items() if speed >= (1 - SAME) * best)
 
 
-def chosen_by_measurement(results: Iterable[Measured], batch_size: int, accumulate: int, device: str) -> BatchChoice:
+def chosen_by_measurement(
+    results: Iterable[MeasuredBatch], batch_size: int, accumulate: int, device: str
+) -> BatchChoice:
     """The smallest batch that was measured as fast as any.
 
     Raises:

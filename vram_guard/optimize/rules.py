@@ -52,7 +52,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """One value to be written."""
 
     setting: str
@@ -73,7 +73,7 @@ class Change:
 class Advice:
     """The changes, and why the rest stays."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[ConfigChange, ...]
     kept: tuple[tuple[str, str], ...] = field(default=())
     """(setting, reason)."""
 
@@ -99,7 +99,7 @@ def advise(found: Mapping[str, list[Entry]], situation: Situation) -> Advice:
 class _Adviser:
     def __init__(self, found: Mapping[str, list[Entry]], situation: Situation) -> None:
         self._found, self._at = found, situation
-        self._changes: list[Change] = []
+        self._changes: list[ConfigChange] = []
         self._kept: list[tuple[str, str]] = []
         self._workers = self._one("workers").value if "workers" in found else 0
 
@@ -260,7 +260,7 @@ class _Adviser:
             if not entry.editable:
                 self._keep(setting, _("{path} is shared by an anchor or no plain value: edit it", path=entry.path))
                 return False
-            self._changes.append(Change(setting, entry.place, entry.value, new, why))
+            self._changes.append(ConfigChange(setting, entry.place, entry.value, new, why))
             return True
         neighbour = self._neighbour(behind)
         if self._at.existing_only or neighbour is None:
@@ -268,7 +268,7 @@ class _Adviser:
             return False
         prefix = "dataloader_" if neighbour.name.startswith("dataloader_") else ""  # Hugging Face's Trainer
         place = (*neighbour.place[:-1], prefix + name)
-        self._changes.append(Change(setting, place, None, new, why, behind=neighbour.place))
+        self._changes.append(ConfigChange(setting, place, None, new, why, behind=neighbour.place))
         return True
 
     def _neighbour(self, setting: str) -> Entry | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
-from vram_guard.plan._asked import (
-    Asked,
+from vram_guard.plan._request import (
+    PlanRequest,
     check_not_planned,
     checked_correction,
     compute_capability,
@@ -137,7 +137,7 @@ def plan(
     if over is not None:
         over.check_card(resolved.gpu)
     capability = compute_capability(resolved)
-    asked = Asked(
+    asked = PlanRequest(
         batch_size=batch_size,
         budget=resolved,
         capability=capability,
@@ -163,12 +163,12 @@ def plan(
     return _planned(asked, step)
 
 
-def _check_pins(asked: Asked, step: TrainingStep | Source) -> None:
+def _check_pins(asked: PlanRequest, step: TrainingStep | Source) -> None:
     trains = step.trains if isinstance(step, Source) else step.optimizer is not None
     asked.pins.check(asked.batch_size, asked.capability, grow=asked.grow, trains=trains)
 
 
-def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
+def _planned(asked: PlanRequest, step: TrainingStep | Source) -> Plan:
     """The plan on the GPUs that the step has."""
     from vram_guard.plan._depth import by_depth
     from vram_guard.plan._of_source import plan_of_source
@@ -183,7 +183,7 @@ def _planned(asked: Asked, step: TrainingStep | Source) -> Plan:
     return plan_of_source(replace(asked, budget=budget_of_rank(asked.budget, step.layout, asked.link)), source)
 
 
-def _spread_over(over: GpusRequest, step: TrainingStep, asked: Asked) -> Plan:
+def _spread_over(over: GpusRequest, step: TrainingStep, asked: PlanRequest) -> Plan:
     """The plan over several GPUs; its model is built once for all layouts."""
     from vram_guard.plan._of_source import forget_explored, plan_of_source
     from vram_guard.plan.layouts import ModelSize

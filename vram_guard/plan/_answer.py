@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vram_guard.allocator import with_expandable_segments
 from vram_guard.plan._option import Option
-from vram_guard.plan.descriptions import Reason, RecipeText, StepTime, Why
+from vram_guard.plan.descriptions import Reason, RecipeText, RelativeTime, Why
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected, nearest
 from vram_guard.plan.search_space import Candidate, Request
@@ -118,7 +118,7 @@ def changed(
     why += (*request.why_not_checkpointed, *request.left_out)
     cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
     kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST
-    why += [Reason(kind, time=StepTime(slowdown)), *_modelled_on(request, after)]
+    why += [Reason(kind, time=RelativeTime(slowdown)), *_modelled_on(request, after)]
     why += [*tier_reasons(after.estimate), *_batch_reasons(before)]
     return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
 

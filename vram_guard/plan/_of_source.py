@@ -12,11 +12,11 @@ from vram_guard.budget.host import host_share
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import Message, _
 from vram_guard.parallel.spec import data_parallel
-from vram_guard.plan._asked import Asked
 from vram_guard.plan._compiled import with_compiled
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, why_not_again, why_not_checkpointed
+from vram_guard.plan._request import PlanRequest
 from vram_guard.plan._search import search
 from vram_guard.plan._space import parts_of, space_of
 from vram_guard.plan._whole_job import smaller_evaluation, whole_job, with_whole_job
@@ -56,7 +56,7 @@ class _Explored(NamedTuple):
     candidates: Candidates
 
 
-def plan_of_source(asked: Asked, source: Source) -> Plan:
+def plan_of_source(asked: PlanRequest, source: Source) -> Plan:
     """The plan for a training on the GPUs that it has.
 
     Args:
@@ -95,7 +95,7 @@ def forget_explored(source: Source) -> None:
 
 
 def _plan_of(
-    asked: Asked,
+    asked: PlanRequest,
     source: Source,
     whole: Source,
     explored: _Explored,
@@ -115,7 +115,7 @@ def _plan_of(
     return with_compiled(made, request, whole, searched, compiler, asked.progress, budgeted=budgeted)
 
 
-def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:
+def _with_job(asked: PlanRequest, source: Source) -> tuple[Source, Source]:
     """The source of the first steps, and that of the whole job; both the same where there is no job."""
 
     def asking(follow: Callable[[TraceRequest], Timeline] | None) -> Callable[[TraceRequest], Timeline] | None:
@@ -133,7 +133,7 @@ def _with_job(asked: Asked, source: Source) -> tuple[Source, Source]:
     return first, replace(first, trace=under(asked.cudnn, job), direct=None, shallow=None, stacks=(), marks=False)
 
 
-def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:
+def _followed_to_its_end(asked: PlanRequest, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:
     """The plan with its whole job, whose evaluation may get smaller batches."""
     followed = Traces(whole, asked.batch_size, asked.progress, asked.budget)
     smaller = smaller_evaluation(whole, request, lambda run: under(asked.cudnn, run))
@@ -148,7 +148,7 @@ def _followed_to_its_end(asked: Asked, made: Plan, request: Request, whole: Sour
         followed.forget()
 
 
-def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, ...]]:
+def _explored(asked: PlanRequest, source: Source) -> tuple[_Explored, tuple[Sharding, ...]]:
     """What is known of the source, and the other ways to divide it that may be taken."""
     earlier = None if source.explored is None else source.explored.get(asked.batch_size)
     known = earlier if isinstance(earlier, _Explored) else None
@@ -166,7 +166,7 @@ def _explored(asked: Asked, source: Source) -> tuple[_Explored, tuple[Sharding, 
     return known, shardings
 
 
-def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple[Sharding, ...]) -> Request:
+def _request(asked: PlanRequest, source: Source, explored: _Explored, shardings: tuple[Sharding, ...]) -> Request:
     """The question to the search."""
     techniques, reasons = _techniques(asked, source), asked.reasons
     written = explored.traces(Option(source.precision, 1))
@@ -219,7 +219,7 @@ def _request(asked: Asked, source: Source, explored: _Explored, shardings: tuple
     )
 
 
-def _techniques(asked: Asked, source: Source) -> frozenset[str]:
+def _techniques(asked: PlanRequest, source: Source) -> frozenset[str]:
     """The techniques that this source's plan may take."""
     left = asked.techniques - _not_spread(source)
     return left - {"selective_checkpoint"} if _no_selective_checkpointing(source) else left
@@ -236,7 +236,7 @@ def _not_spread(source: Source) -> frozenset[str]:
     return frozenset({"activation_memory_budget"}) if source.ranks > 1 else frozenset()
 
 
-def _left_out(asked: Asked, source: Source) -> tuple[Reason, ...]:
+def _left_out(asked: PlanRequest, source: Source) -> tuple[Reason, ...]:
     """The reasons why techniques that were asked for by name are not planned."""
     left_out = asked.techniques - _techniques(asked, source) - checked_techniques(DEFAULT_ALLOW)
     spread, refusal = Message("it is not planned over several GPUs"), _no_selective_checkpointing(source)
@@ -244,7 +244,7 @@ def _left_out(asked: Asked, source: Source) -> tuple[Reason, ...]:
     return tuple(refused_reason(name, spread if name in not_spread else refusal) for name in sorted(left_out))
 
 
-def _host_usable(asked: Asked, source: Source) -> int | None:
+def _host_usable(asked: PlanRequest, source: Source) -> int | None:
     """Bytes of host memory for this process; None: not known, not limited."""
     if source.topology is None:
         return host_share(asked.host_budget, 1)
@@ -284,7 +284,7 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
     return why
 
 
-def _precisions(asked: Asked, precision: str) -> tuple[tuple[str, ...], Reason]:
+def _precisions(asked: PlanRequest, precision: str) -> tuple[tuple[str, ...], Reason]:
     """The precisions to choose from, the step's own first, and why they are those."""
     mixed, why = None, Reason(Why.NOT_ALLOWED)
     if "precision" in asked.techniques or precision != "32-true":
@@ -295,7 +295,7 @@ def _precisions(asked: Asked, precision: str) -> tuple[tuple[str, ...], Reason]:
     return tuple(name for name in (precision, mixed, half) if name is not None), why
 
 
-def _why_not_split(asked: Asked, *, trains: bool) -> Reason:
+def _why_not_split(asked: PlanRequest, *, trains: bool) -> Reason:
     """The reason why there are no smaller micro-batches, where there are none and nothing was refused."""
     if asked.pins.micro_batch_size is not None:
         return Reason(Why.SIZE_PINNED)

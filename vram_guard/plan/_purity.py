@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.plan.pins import Pins
-    from vram_guard.timeline import Change, ChangeKind
+    from vram_guard.timeline import ChangeKind, StateChange
 
 _WHAT: dict[ChangeKind, str] = {
     "parameter": marked("changes the parameter {name}"),
@@ -46,7 +46,7 @@ def watched_modules(blocks: Iterable[str] | None, pins: Pins) -> Callable[[nn.Mo
     return of
 
 
-def why_not_checkpointed(changes: Iterable[Change]) -> tuple[Reason, ...]:
+def why_not_checkpointed(changes: Iterable[StateChange]) -> tuple[Reason, ...]:
     """The reasons, one for each thing that is changed, with every block that changes it."""
     modules: dict[tuple[ChangeKind, str], list[str]] = {}
     for change in changes:
@@ -58,13 +58,13 @@ def why_not_checkpointed(changes: Iterable[Change]) -> tuple[Reason, ...]:
     )
 
 
-def why_not_again(changes: Iterable[Change]) -> Message | None:
+def why_not_again(changes: Iterable[StateChange]) -> Message | None:
     """The reason why the model's own forward cannot run twice; None where it can."""
     does = next((_does(change.kind, change.name) for change in changes if not change.module), None)
     return None if does is None else Message("slices run the model's forward twice, and it {does}", does=does)
 
 
-def check_pinned_blocks(pins: Pins, blocks: Sequence[str], changes: Sequence[Change]) -> None:
+def check_pinned_blocks(pins: Pins, blocks: Sequence[str], changes: Sequence[StateChange]) -> None:
     """Check that the blocks that are to be checkpointed can be.
 
     Args:

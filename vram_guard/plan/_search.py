@@ -28,7 +28,7 @@ from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchang
 from vram_guard.plan._growth import grown
 from vram_guard.plan._option import Option
 from vram_guard.plan._order import TOLERANCE, Key, key, treated
-from vram_guard.plan.descriptions import Reason, StepTime, Why, recipe_words
+from vram_guard.plan.descriptions import Reason, RelativeTime, Why, recipe_words
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.search_space import (
     BlockPrefix,
@@ -146,7 +146,7 @@ class _Trial:
         Of blocks that are not equal, others than those that are traced so may be composed wrongly.
         """
         equal = self.timelines.treats_equal_blocks
-        (without, kinds), own = (_Way.of(option, self.request.space.blocks) for option in (other, traced))
+        (without, kinds), own = (_Composition.of(option, self.request.space.blocks) for option in (other, traced))
         return without == own.without and kinds <= own.kinds and equal(traced) and equal(other)
 
     def by_law(self, option: Option) -> bool:
@@ -442,7 +442,7 @@ def _proven(trial: _Trial) -> _Best | None:
         checked = trial.prove(*miss)
 
 
-class _Way(NamedTuple):
+class _Composition(NamedTuple):
     """What an option's timeline is composed of: the same for all options with these kinds of blocks."""
 
     without: Option
@@ -452,7 +452,7 @@ class _Way(NamedTuple):
     written."""
 
     @classmethod
-    def of(cls, option: Option, blocks: int) -> _Way:
+    def of(cls, option: Option, blocks: int) -> _Composition:
         """The way of an option of a model that has so many blocks."""
         kinds = {name: getattr(option.recipe, name) for name in ("checkpoint", "offload_activations")}
         without = option._replace(recipe=option.recipe.with_(**dict.fromkeys(kinds, ())))
@@ -532,7 +532,7 @@ def _neighbours(trial: _Trial, best: _Best) -> Iterator[Rejected]:
             found = trial.first_known_to_fit(options)
             if found is not None:
                 option, peak = found
-                reason = Reason(why, peak=Amount(peak), time=StepTime(trial.costs.relative(option)))
+                reason = Reason(why, peak=Amount(peak), time=RelativeTime(trial.costs.relative(option)))
                 yield Rejected(option.of(trial.request.batch_size), peak, 0, reason)
                 behind.remove(family)
                 break
@@ -549,6 +549,6 @@ def _costlier(trial: _Trial, taken: Option, cost: float) -> list[Rejected]:
             continue
         price = trial.costs.relative(option)
         if price > cost:
-            why = Reason(Why.COSTS_WITH_EVERY_BLOCK if family.prefix else Why.COSTS, time=StepTime(price))
+            why = Reason(Why.COSTS_WITH_EVERY_BLOCK if family.prefix else Why.COSTS, time=RelativeTime(price))
             seen.setdefault(option, Rejected(option.of(request.batch_size), None, 0, why))
     return list(seen.values())

@@ -215,7 +215,7 @@ class Reason(Message):
         return cls(Why(text), **values)
 
 
-class StepTime(float):
+class RelativeTime(float):
     """A modelled step time over that of the step as written, for messages.
 
     Example:

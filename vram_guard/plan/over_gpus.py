@@ -41,7 +41,7 @@ from vram_guard.plan.layouts import LayoutText, ModelSize, layouts_of
 from vram_guard.plan.model import Plan
 from vram_guard.plan.roofline import Communication
 from vram_guard.plan.source import Source, TraceRequest
-from vram_guard.plan.spread import Spread, Way
+from vram_guard.plan.spread import LayoutPlan, Spread
 from vram_guard.plan.step_time import card_of
 from vram_guard.plan.techniques import OFFLOADS
 from vram_guard.state.collector import collector_paused
@@ -105,13 +105,13 @@ class SpreadSearch:
         counts = tuple(self._counted(count, total, made) for count in self.request.compare)
         return replace(made.rank, spread=replace(made.spread, counts=counts))
 
-    def _counted(self, gpus: int, total: int, known: SpreadPlan) -> Way:
+    def _counted(self, gpus: int, total: int, known: SpreadPlan) -> LayoutPlan:
         """The best way on another number of GPUs."""
         if known.spread.gpus == gpus:
             return best_way(known)
         if not any(shares(gpus, layout, total) for layout in self._layouts(gpus)):
             why = Message("{samples} samples do not divide over {gpus} GPUs", samples=total, gpus=gpus)
-            return Way(gpus, None, fits=False, why=why)
+            return LayoutPlan(gpus, None, fits=False, why=why)
         return best_way(self.on(gpus, total))
 
     def _layouts(self, gpus: int) -> list[Parallel | None]:
@@ -144,7 +144,7 @@ class SpreadSearch:
                 )
             )
         plans: dict[Parallel | None, Plan] = {}
-        ways: dict[Parallel | None, Way] = {}
+        ways: dict[Parallel | None, LayoutPlan] = {}
         best: float | None = None
         bounds: dict[Parallel | None, float | None] = {}
         for layout in sorted(layouts, key=trial_order):
@@ -162,7 +162,7 @@ class SpreadSearch:
             plan, ways[layout] = self._planned(gpus, layout, total, wires)
             plans[layout] = plan
         ordered = {layout: ways[layout] for layout in layouts}
-        proven: dict[Parallel | None, Way] = {}
+        proven: dict[Parallel | None, LayoutPlan] = {}
         while (layout := _cheapest(ordered, plans)) not in proven:
             plans[layout], proven[layout] = self._planned(gpus, layout, total, wires, bounds[layout], thorough=True)
             if (proven[layout].fits, proven[layout].changes) != (ordered[layout].fits, ordered[layout].changes):
@@ -180,11 +180,11 @@ class SpreadSearch:
             self.sources[layout] = replace(made, trace=remembered(made.trace), direct=direct)
         return self.sources[layout]
 
-    def _as_written(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> Way:
+    def _as_written(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> LayoutPlan:
         """The step as it is written under one layout; with a reason where that cannot be."""
         least = self.size.least(layout)
         if least > self._budget(layout, wires).usable:
-            return Way(gpus, layout, fits=False, why=Reason(Why.NEEDS_STATES, amount=Amount(least)))
+            return LayoutPlan(gpus, layout, fits=False, why=Reason(Why.NEEDS_STATES, amount=Amount(least)))
         self.progress(_("planning {layout}", layout=LayoutText(layout)))
         batch = shares(gpus, layout, total)
         try:
@@ -192,17 +192,19 @@ class SpreadSearch:
             written = source.trace(TraceRequest(batch, source.precision))
             if layout is not None and layout.tensor > 1 and not divides_layers(written):
                 why = Message("no layer of this model is divided over GPUs of a node")
-                return Way(gpus, layout, fits=False, why=why)
+                return LayoutPlan(gpus, layout, fits=False, why=why)
             self._learn_states(written, layout)
             seconds = seconds_of(written, batch, self.budget, wires, self.step.accumulate)
             taken = written.at(batch)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            return Way(gpus, layout, fits=False, why=failure(error))
-        return Way(gpus, layout, taken.fits(self._budget(layout, wires)), peak=taken.peak_reserved, seconds=seconds)
+            return LayoutPlan(gpus, layout, fits=False, why=failure(error))
+        return LayoutPlan(
+            gpus, layout, taken.fits(self._budget(layout, wires)), peak=taken.peak_reserved, seconds=seconds
+        )
 
     def _try(
-        self, gpus: int, layout: Parallel | None, total: int, wires: Topology, best: float | None, written: Way
-    ) -> tuple[Plan | None, Way]:
+        self, gpus: int, layout: Parallel | None, total: int, wires: Topology, best: float | None, written: LayoutPlan
+    ) -> tuple[Plan | None, LayoutPlan]:
         """The plan of one layout, where one was made, and what came of it.
 
         Args:
@@ -221,7 +223,7 @@ class SpreadSearch:
             with collector_paused():
                 return self._planned(gpus, layout, total, wires, best)
         except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            return None, Way(gpus, layout, fits=False, why=failure(error))
+            return None, LayoutPlan(gpus, layout, fits=False, why=failure(error))
 
     def _planned(
         self,
@@ -232,7 +234,7 @@ class SpreadSearch:
         best: float | None = None,
         *,
         thorough: bool = False,
-    ) -> tuple[Plan, Way]:
+    ) -> tuple[Plan, LayoutPlan]:
         """The plan of one layout, with the time that a step takes under it; nothing that takes longer than ``best``."""
         batch = shares(gpus, layout, total)
         source = replace(self._source(layout, wires), most_seconds=best, thorough=thorough)
@@ -248,7 +250,7 @@ class SpreadSearch:
         why: Reason | str = ""
         if not plan.fits:
             why = why_not(plan) if best is None else Reason(Why.NOT_FASTER)
-        return plan, Way(gpus, layout, plan.fits, said, plan.peak, taken, why)
+        return plan, LayoutPlan(gpus, layout, plan.fits, said, plan.peak, taken, why)
 
     def _budget(self, layout: Parallel | None, wires: Topology) -> Budget:
         return less_nccl(self.budget, layout, wires)
@@ -273,7 +275,7 @@ class SpreadSearch:
         total: int,
         wires: Topology,
         layout: Parallel | None,
-        ways: Mapping[Parallel | None, Way],
+        ways: Mapping[Parallel | None, LayoutPlan],
     ) -> SpreadPlan:
         node = 1 if layout is None else layout.gpus_of_a_node
         card = card_of(self.budget.gpu, made.budget.compute_capability)
@@ -358,7 +360,7 @@ def _counts(node: int, total: int) -> Iterator[int]:
         count += node
 
 
-def _nearness(written: Way) -> tuple[bool, bool, float]:
+def _nearness(written: LayoutPlan) -> tuple[bool, bool, float]:
     """The order in which layouts are planned: what is found early leaves little to look for under the others.
 
     The fastest of those that fit as they are, then those that take the least memory; last what keeps weights on the
@@ -368,7 +370,7 @@ def _nearness(written: Way) -> tuple[bool, bool, float]:
     return not written.fits, offload, (written.seconds or 0.0) if written.fits else float(written.peak or 0)
 
 
-def _cheapest(ways: Mapping[Parallel | None, Way], plans: Mapping[Parallel | None, Plan]) -> Parallel | None:
+def _cheapest(ways: Mapping[Parallel | None, LayoutPlan], plans: Mapping[Parallel | None, Plan]) -> Parallel | None:
     """The layout that fits and takes least time; the one that comes closest where none does."""
     fitting = {layout: way for layout, way in ways.items() if way.fits and layout in plans}
     if not fitting:
@@ -383,7 +385,7 @@ def _cheapest(ways: Mapping[Parallel | None, Way], plans: Mapping[Parallel | Non
     return min(fitting, key=cost)
 
 
-def _compared(ways: Mapping[Parallel | None, Way], taken: Parallel | None) -> dict[Parallel | None, Way]:
+def _compared(ways: Mapping[Parallel | None, LayoutPlan], taken: Parallel | None) -> dict[Parallel | None, LayoutPlan]:
     """The ways, with what those that fit as well cost more than the one that is taken."""
     least = ways[taken].seconds
     return {
@@ -394,7 +396,7 @@ def _compared(ways: Mapping[Parallel | None, Way], taken: Parallel | None) -> di
     }
 
 
-def best_way(made: SpreadPlan) -> Way:
+def best_way(made: SpreadPlan) -> LayoutPlan:
     """The way that a plan takes, for a table of several numbers of GPUs."""
     spread = made.spread
     way = next(way for way in spread.ways if way.layout == spread.layout)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Way:
+class LayoutPlan:
     """One way to spread the training, under the cheapest change that makes it fit there. Bytes are ints."""
 
     gpus: int
@@ -67,8 +67,8 @@ class Spread:
     communication: Communication = field(default_factory=Communication)
     outside: OutsideAllocator | None = None
     host_per_node: int = 0
-    ways: tuple[Way, ...] = ()
-    counts: tuple[Way, ...] = ()
+    ways: tuple[LayoutPlan, ...] = ()
+    counts: tuple[LayoutPlan, ...] = ()
     found: bool = False
 
     @property

@@ -62,7 +62,7 @@ def find_body(step: TrainingStep, batch_size: int, companions: tuple[object, ...
     _run(step, large, calls.around, calls.installed)
     refusal = ""
     for name in itertools.islice(_candidates(calls.outermost), MOST_CANDIDATES):
-        look = _BodyLook(name, companions)
+        look = _BodyCalls(name, companions)
         try:
             found = [look.at(step, size) for size in (large, small)]
             if found[0] == found[1]:
@@ -199,7 +199,7 @@ class _Facts(NamedTuple):
     """Keys of how each result was computed."""
 
 
-class _BodyLook:
+class _BodyCalls:
     """Follows every call of one module.
 
     Args:
@@ -250,7 +250,7 @@ class _BodyLook:
 class _FollowedForward(PatchedForward):
     """A module's forward, every operator of which is followed."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, look: _BodyLook) -> None:
+    def __init__(self, module: nn.Module, model: nn.Module, look: _BodyCalls) -> None:
         super().__init__(module)
         self._model = model
         self._look = look

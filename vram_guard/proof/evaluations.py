@@ -112,13 +112,13 @@ class RehearsedEvaluation(ExitStack):
     def recorder(self, label: str) -> Any:
         """An object that takes every call and does nothing: what it is called with is compared."""
 
-        class Recorder:
+        class EvaluationRecorder:
             def __getattr__(_self, name: str) -> Any:  # noqa: N805 - the rehearsal is self
                 if name.startswith("__"):
                     raise AttributeError(name)
                 return self._compared(label + name, lambda *_args, **_kwargs: None)
 
-        return Recorder()
+        return EvaluationRecorder()
 
     def watch_index(self, owner: Any, name: str, position: int) -> None:
         """See whether a method looks at the number of a batch, its argument at this position."""

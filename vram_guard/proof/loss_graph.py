@@ -55,7 +55,7 @@ class LossGraph:
         self._loaded = loaded
         self._size = 0
         self._layout: Layout | None = None
-        self._looks: dict[int, _Look] = {}
+        self._looks: dict[int, _TracedLoss] = {}
         self._looking = False
         self._source = batch_source(step.batch)
         self._optimizer: torch.optim.Optimizer | None = None
@@ -124,7 +124,7 @@ class LossGraph:
         one, other = self._looked(batch_size)
         return tuple(name for name, form in one.logged.items() if not _is_mean(form, other.logged.get(name)))
 
-    def _looked(self, batch_size: int) -> tuple[_Look, _Look]:
+    def _looked(self, batch_size: int) -> tuple[_TracedLoss, _TracedLoss]:
         """The step at two sizes of the batch; kept, for the step stays the same."""
         if not self._looks:
             self._look(*sizes_of_looks(batch_size))
@@ -193,7 +193,7 @@ class LossGraph:
             if heard.of_python:
                 later.append(_("it draws from a generator of NumPy or Python, maybe one number for the whole batch"))
             form = apart.form(loss) if before is None else before.form  # it also makes what is made once
-            self._looks[self._size] = _Look(changed, written, called, form, logged, heard.random, tuple(later))
+            self._looks[self._size] = _TracedLoss(changed, written, called, form, logged, heard.random, tuple(later))
         return returned
 
     @contextlib.contextmanager
@@ -240,7 +240,7 @@ class LossGraph:
             return None
 
 
-class _Look(NamedTuple):
+class _TracedLoss(NamedTuple):
     """One loss of a trace."""
 
     changed: dict[str, tuple[int, ...] | None]

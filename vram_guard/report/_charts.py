@@ -46,7 +46,7 @@ class Dot(NamedTuple):
     is_limit: bool = False
 
 
-class Label(NamedTuple):
+class ChartLabel(NamedTuple):
     """Text that begins (or ends) beside a point, above it or below."""
 
     lines: Sequence[str]
@@ -80,7 +80,7 @@ class Chart:
     layers: Mapping[Category, Sequence[int]]
     limits: Sequence[int]
     dots: Sequence[Dot]
-    labels: Sequence[Label]
+    labels: Sequence[ChartLabel]
     phases: Sequence[Span] = ()
     steps: Sequence[Span] = ()
     peak_event: int = 0
@@ -207,7 +207,7 @@ def _timeline_chart(
         layers={category: sizes for category, sizes in drawn.layers.items() if any(sizes)},
         limits=() if usable is None or usable > top else (usable,),
         dots=[Dot(event, estimate.peak_allocated)],
-        labels=[Label([*filter(None, lines)], event, max(around, default=0), ends_there=event > count / 2)],
+        labels=[ChartLabel([*filter(None, lines)], event, max(around, default=0), ends_there=event > count / 2)],
         phases=_phases(timeline),
         steps=_steps(timeline),
         peak_event=event,
@@ -243,7 +243,7 @@ def batch_chart(curve: BatchCurve, precision: str, *, at: int) -> Chart:
         words = _("batch {count}: {peak}", count=at, peak=format_bytes(peak))
         dots.append(Dot(at, peak))
         # Right of an ascending curve there is room below it, unless the scale ends there.
-        labels.append(Label([words], at, peak, ends_there=False, above=peak < 0.08 * top))
+        labels.append(ChartLabel([words], at, peak, ends_there=False, above=peak < 0.08 * top))
     return Chart(
         caption=_("peak reserved, {precision}", precision=precision),
         remark="",
@@ -260,11 +260,11 @@ def batch_chart(curve: BatchCurve, precision: str, *, at: int) -> Chart:
     )
 
 
-def _limits_label(group: Sequence[Limit], last: int) -> Label:
+def _limits_label(group: Sequence[Limit], last: int) -> ChartLabel:
     """A label where the curve is not: small budgets meet it at the left, large ones at the right."""
     to_the_right = group[-1].largest < 0.6 * last
     words = " | ".join(_("{name}: {words}", name=limit.name, words=_largest(limit)) for limit in group)
-    return Label([words], last if to_the_right else 0, group[-1].usable, ends_there=to_the_right)
+    return ChartLabel([words], last if to_the_right else 0, group[-1].usable, ends_there=to_the_right)
 
 
 def _largest(limit: Limit) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel
-from vram_guard.plan.spread import Spread, Way, format_seconds
+from vram_guard.plan.spread import LayoutPlan, Spread, format_seconds
 from vram_guard.units import format_bytes
 
 _FIELDS = ("gpus", "node", "kind", "tensor", "replicate", "reshard", "offload", "param_dtype", "reduce_dtype")
@@ -36,12 +36,12 @@ def count_rows(spread: Spread) -> list[list[str]]:
     return [[_("GPUs"), _("peak"), _("time per step"), _("plan")], *rows]
 
 
-def _figures(way: Way) -> list[str]:
+def _figures(way: LayoutPlan) -> list[str]:
     peak = "-" if way.peak is None else format_bytes(way.peak)
     return [peak, "-" if way.seconds is None else format_seconds(way.seconds)]
 
 
-def _verdict(way: Way, spread: Spread) -> str:
+def _verdict(way: LayoutPlan, spread: Spread) -> str:
     if way.fits and way.layout == spread.layout:
         return _("taken")
     return _("fits; {why}", why=way.why) if way.fits else str(way.why)
@@ -74,7 +74,7 @@ def spread_dict(spread: Spread) -> dict[str, Any]:
     }
 
 
-def _way_dict(way: Way) -> dict[str, Any]:
+def _way_dict(way: LayoutPlan) -> dict[str, Any]:
     return {
         "gpus": way.gpus,
         "layout": _layout(way.layout),

@@ -14,7 +14,7 @@ from vram_guard.report.categories import category_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vram_guard.report._charts import Chart, Label
+    from vram_guard.report._charts import Chart, ChartLabel
 
 WIDTH, HEIGHT = 960.0, 340.0
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 14.0, 46.0, 36.0
@@ -124,7 +124,7 @@ def _across(kind: str, y: float) -> str:
     return f'<line class="{kind}" x1="{LEFT:.0f}" x2="{WIDTH - RIGHT:.0f}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
-def _label(label: Label, scale: _Scale) -> Iterator[str]:
+def _label(label: ChartLabel, scale: _Scale) -> Iterator[str]:
     x, anchor = (scale.x(label.x) - 9, "end") if label.ends_there else (scale.x(label.x) + 9, "start")
     first = -6 - LINE_HEIGHT * (len(label.lines) - 1) if label.above else LINE_HEIGHT
     for number, line in enumerate(label.lines):

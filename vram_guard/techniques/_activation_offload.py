@@ -100,7 +100,7 @@ class _Moved:
         return self.host.to(self.device, non_blocking=self.pinned, copy=True)  # also where the CPU stands for a GPU
 
 
-class _View:
+class _SavedView:
     """One saved tensor and where it lies in a copied stretch of memory."""
 
     __slots__ = ("moved", "shape", "strides")
@@ -127,7 +127,7 @@ class _Elsewhere:
         return self.host.to(self.device)
 
 
-_Packed = _Left | _Moved | _View | _Elsewhere
+_Packed = _Left | _Moved | _SavedView | _Elsewhere
 
 
 class _Copies:
@@ -144,7 +144,7 @@ class _Copies:
         """The tensor in host memory; made now unless its memory was copied before, and not written since."""
         if is_dense(tensor):
             stretch = tensor.detach().as_strided((tensor.numel(),), (1,))
-            return _View(self._copied(stretch), tensor)
+            return _SavedView(self._copied(stretch), tensor)
         return self._copied(tensor.detach())
 
     def _copied(self, tensor: torch.Tensor) -> _Moved:

@@ -38,7 +38,7 @@ def step_in_backward(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[]
         if reason:
             raise UnsupportedTechniqueError(reason)
     handles = [
-        parameter.register_post_accumulate_grad_hook(_Step(optimizer, group))
+        parameter.register_post_accumulate_grad_hook(_ParameterStep(optimizer, group))
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
@@ -72,7 +72,7 @@ def not_by_itself(name: str) -> str:
     )
 
 
-class _Step:
+class _ParameterStep:
     """A hook of one parameter: the optimizer's own step, of which it sees this parameter alone."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

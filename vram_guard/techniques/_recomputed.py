@@ -250,7 +250,7 @@ class BlockCall:
     def _saved(self, tensor: torch.Tensor) -> _First | _Again:
         """A tensor that the first forward saves; afterwards one that has been computed again."""
         stride = tensor.stride() if tensor.layout == torch.strided else ()
-        kind = _Kind(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
+        kind = _ComparedKind(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
         if not self._is_first:
             return _Again(kind, tensor)
         self.saved_count += 1
@@ -339,7 +339,7 @@ def _places(numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (VALUES_OF_A_TENSOR // 2 // row, 2, row), (0, numel - 1 - (row - 1) * step, step)
 
 
-class _Kind(NamedTuple):
+class _ComparedKind(NamedTuple):
     """What torch compares of the tensors that two forwards save."""
 
     shape: tuple[int, ...]
@@ -351,7 +351,9 @@ class _Kind(NamedTuple):
 class _First:
     """What is kept of a tensor that the first forward saves."""
 
-    def __init__(self, call: BlockCall, kind: _Kind, place: _Place | None, values: list[torch.Tensor | None]) -> None:
+    def __init__(
+        self, call: BlockCall, kind: _ComparedKind, place: _Place | None, values: list[torch.Tensor | None]
+    ) -> None:
         self.call = call
         self.number = call.saved_count
         self.kind = kind
@@ -387,7 +389,7 @@ class _First:
 class _Again(NamedTuple):
     """A tensor that has been computed again."""
 
-    kind: _Kind
+    kind: _ComparedKind
     tensor: torch.Tensor
 
     def __repr__(self) -> str:

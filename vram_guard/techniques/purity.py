@@ -24,7 +24,7 @@ from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import parts_of
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import storage_of, tensors_in, version_of
-from vram_guard.timeline import Change, ChangeKind
+from vram_guard.timeline import ChangeKind, StateChange
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -81,7 +81,7 @@ class PurityWatch:
 
     def __init__(self, operations: Operations) -> None:
         self.operations = operations
-        self._found: dict[int, dict[Change, None]] = {}
+        self._found: dict[int, dict[StateChange, None]] = {}
         """By the step in which they were seen."""
 
     def __deepcopy__(self, _memo: object) -> Self:
@@ -95,11 +95,11 @@ class PurityWatch:
             if name in modules and has_forward(modules[name]):
                 WatchedForward(inside(modules[name]), name, self).install()
 
-    def add(self, change: Change) -> None:
+    def add(self, change: StateChange) -> None:
         """Remember a change that was seen."""
         self._found.setdefault(self.operations.measured, {})[change] = None
 
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[StateChange, ...]:
         """Everything that was seen so far in the step that counts, in order, each once."""
         return tuple(self._found.get(self.operations.measured_step, ()))
 
@@ -122,7 +122,7 @@ class WatchedForward(PatchedForward):
             out = self.as_written(*args, **kwargs)
         if before is not None:
             for kind, name in before.changed(noted):
-                self._watch.add(Change(self._name, kind, name))
+                self._watch.add(StateChange(self._name, kind, name))
         return out
 
 

@@ -24,7 +24,6 @@ from vram_guard.timeline._values import (
     STEP_PHASES,
     Block,
     Category,
-    Change,
     Collective,
     CompiledCode,
     CudnnAnswers,
@@ -38,6 +37,7 @@ from vram_guard.timeline._values import (
     Phase,
     PhasePeak,
     Scratch,
+    StateChange,
     Stretch,
     StretchName,
     Tier,
@@ -86,7 +86,7 @@ class Timeline(ShownInNotebooks):
     """Blocks that the step puts into host memory."""
     host_events: tuple[int, ...] = ()
     """As ``events``, for ``host_blocks``."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[StateChange, ...] = ()
     """What the forwards of watched modules change; empty where none were watched."""
     collectives: tuple[Collective, ...] = ()
     """The calls of both steps for which several processes wait for each other, in order."""

@@ -313,7 +313,7 @@ class Work(NamedTuple):
 ChangeKind = Literal["parameter", "buffer", "tensor", "object", "generator", "input", "elsewhere"]
 
 
-class Change(NamedTuple):
+class StateChange(NamedTuple):
     """Something that each forward of a watched module changes, and a second forward would change again."""
 
     module: str

@@ -32,7 +32,7 @@ FEWEST, MOST = 3, 200
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredBatch:
     """One batch size. Bytes and seconds."""
 
     batch_size: int
@@ -56,8 +56,8 @@ def measure(
     *,
     seconds: float = 2.0,
     patience: int = 2,
-    tell: Callable[[Measured], None] | None = None,
-) -> list[Measured]:
+    tell: Callable[[MeasuredBatch], None] | None = None,
+) -> list[MeasuredBatch]:
     """Train for a short time at each batch size, ascending; end where memory runs out or nothing is gained.
 
     The model is a copy of the user's own; its weights after that are of no use to anybody.
@@ -75,7 +75,7 @@ def measure(
     """
     device = torch.device(device)
     reader = reader_for(device)
-    results: list[Measured] = []
+    results: list[MeasuredBatch] = []
     best, without_gain = 0.0, 0
     loop: RealStep | None = None
     for size in sorted(set(sizes)):
@@ -96,7 +96,7 @@ def measure(
     return results
 
 
-def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -> Measured:
+def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -> MeasuredBatch:
     failure: Failure | None = None
     times: list[float] = []
     if device.type == "cuda":
@@ -118,12 +118,12 @@ def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -
     if failure is not None:
         loop.forget_gradients()
         free(reader_for(device))
-        return Measured(size, None, None, None, 0, None, str(failure))
+        return MeasuredBatch(size, None, None, None, 0, None, str(failure))
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     median = statistics.median(times)
     low, _middle, high = statistics.quantiles(times, n=4)
     samples = size * loop.step.accumulate
-    return Measured(size, median, samples / median, (high - low) / 2 / median, len(times), peak)
+    return MeasuredBatch(size, median, samples / median, (high - low) / 2 / median, len(times), peak)
 
 
 def _synchronize(device: torch.device) -> None:

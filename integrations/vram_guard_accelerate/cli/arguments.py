@@ -15,14 +15,14 @@ from vram_guard.cli.parsing import Parser, argparse_locale, fail, refuse_unknown
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.patching import replaced
-from vram_guard_accelerate._settings import Settings, add_options
+from vram_guard_accelerate._settings import LaunchSettings, add_options
 
 
 @dataclass(frozen=True)
 class LaunchArguments:
     """The words after ``vram-guard launch``, or after ``python -m vram_guard_accelerate``, sorted."""
 
-    settings: Settings
+    settings: LaunchSettings
     options: argparse.Namespace
     """The guard's own options, those of the command too (``dry_run``, ``json``, ``ask``)."""
     accelerate: tuple[str, ...]
@@ -75,7 +75,7 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
         _found, accelerates = own.parse_known_args(head)
     check_script(found.training_script, module=found.module)
     return LaunchArguments(
-        settings=Settings.of_options(vars(found)),
+        settings=LaunchSettings.of_options(vars(found)),
         options=found,
         accelerate=tuple(accelerates),
         script=found.training_script,
@@ -87,13 +87,13 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
 def _with_hyphens(formatter: Any) -> type[argparse.HelpFormatter]:
     """The formatter of accelerate's help, which takes away every name with a hyphen: ours often have no other."""
 
-    class Formatter(formatter):  # type: ignore[misc]
+    class LaunchFormatter(formatter):  # type: ignore[misc]
         def add_argument(self, action: argparse.Action) -> None:
             names = action.option_strings
             super().add_argument(action)
             action.option_strings = action.option_strings or names
 
-    return Formatter
+    return LaunchFormatter
 
 
 def launch_parser() -> argparse.ArgumentParser:
@@ -130,7 +130,7 @@ def own_arguments(arguments: Sequence[str]) -> LaunchArguments:
         )
     check_script(found.script, module=found.module)
     return LaunchArguments(
-        settings=Settings.of_options(vars(found)),
+        settings=LaunchSettings.of_options(vars(found)),
         options=found,
         accelerate=(),
         script=found.script,

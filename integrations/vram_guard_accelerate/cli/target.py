@@ -15,7 +15,7 @@ from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.language import _, marked
 from vram_guard.parallel.deepspeed import deepspeed_library
-from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.cli.arguments import LaunchArguments, launch_parser
 
 #: Launchers that hand the model to another library, by accelerate's own option, and what to do about it.
@@ -165,7 +165,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def budget_for(settings: Settings, ranks: int, gpu_ids: str) -> Budget:
+def budget_for(settings: LaunchSettings, ranks: int, gpu_ids: str) -> Budget:
     """The budget of every process: that of the GPU with the least memory.
 
     Raises:

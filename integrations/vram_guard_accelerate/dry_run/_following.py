@@ -116,7 +116,7 @@ class FollowingPhase(LoopPhase):
         try:
             with loop.tracer.paused():
                 if not first.why_one_size:
-                    first = replace(first, sample=longest_of(first, self.run.wish))
+                    first = replace(first, sample=longest_of(first, self.run.planned_batch))
                 self._sample = first.sample
                 self.run.decide(first)
         except ForkEntered as entered:

@@ -12,7 +12,7 @@ from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS, COPY_SECONDS, TRACE_SECONDS
 from vram_guard.longest.choice import choose
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.plan.source import TraceRequest
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.state.random_generators import random_state_kept
@@ -165,19 +165,19 @@ class ForkedTraces:
         return forks.fork(task)
 
 
-def longest_of(first: FirstBatch, wish: Wish) -> Sample:
+def longest_of(first: FirstBatch, planned_batch: PlannedBatch) -> Sample:
     """The sample with the longest batch that the script's loader makes, called where the script's process may change.
 
     Args:
         first: the script.
-        wish: which batch is meant.
+        planned_batch: which batch is meant.
     """
 
     def peak(size: int) -> tuple[int, int]:
         taken = ForkedTraces(first).trace(TraceRequest(size, first.precision)).at(size)
         return taken.peak_reserved, taken.peak_allocated
 
-    return choose(first.sample, wish, ranks=first.shape.ranks, by_batches=True, peak=peak, in_copy=False)
+    return choose(first.sample, planned_batch, ranks=first.shape.ranks, by_batches=True, peak=peak, in_copy=False)
 
 
 def longest_again(sample: Sample, task: ForkTask) -> Sample:

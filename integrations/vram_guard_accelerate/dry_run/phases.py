@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.language import _
 from vram_guard.limits import BATCHES_AHEAD, ROUNDS_FOLLOWED
-from vram_guard.longest.wish import Wish
+from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.dry_run._fork_server import ForkServer
@@ -55,7 +55,7 @@ class DryRun:
         may_shard: whether the plan may keep parameters on the host (FSDP2).
         sharding: what is changed of how the launch, or the script, shards the model.
         may_prove: whether a changed plan may be proven by running it.
-        wish: the batch that is planned for.
+        planned_batch: the batch that is planned for.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DryRun:
         may_shard: bool = False,
         sharding: ShardingChange = AS_LAUNCHED,
         may_prove: bool = False,
-        wish: Wish = Wish(),  # noqa: B008 - a value
+        planned_batch: PlannedBatch = PlannedBatch(),  # noqa: B008 - a value
     ) -> None:
         self.shape = shape
         self.decide = decide
@@ -74,7 +74,7 @@ class DryRun:
         self.observer = LoopObserver()
         self.sharding = RunSharding(may_shard=may_shard, change=sharding)
         self.may_prove = may_prove
-        self.wish = wish
+        self.planned_batch = planned_batch
         self.proof_server: ForkServer | None = None
         self.phase = DryRunPhase(self)
         self.loads = False

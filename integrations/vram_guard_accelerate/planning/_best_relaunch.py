@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vram_guard.language import _
 from vram_guard.limits import RELAUNCHES_TRIED
-from vram_guard.plan.descriptions import StepTime
+from vram_guard.plan.descriptions import RelativeTime
 from vram_guard.units import format_bytes
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning.requests import DryRunAnswer
@@ -59,7 +59,7 @@ def _lateness(relaunch: Relaunch) -> int:
 
 def _why_worse(answer: DryRunAnswer) -> str:
     if answer.fits:
-        return _("takes {time}", time=StepTime(answer.slowdown))
+        return _("takes {time}", time=RelativeTime(answer.slowdown))
     return _("it takes {peak}, which does not fit", peak=format_bytes(answer.plan["estimate"]["peak_reserved"]))
 
 

@@ -15,7 +15,7 @@ from vram_guard_accelerate._settings import LOSS_WEIGHT
 if TYPE_CHECKING:
     from vram_guard.proof.small_steps import SmallSteps
     from vram_guard_accelerate._launch_plan import LaunchPlan
-    from vram_guard_accelerate._settings import Settings
+    from vram_guard_accelerate._settings import LaunchSettings
     from vram_guard_accelerate.dry_run.proofs import Proofs, ScriptProof
 
 
@@ -52,7 +52,7 @@ class Judge:
     def __init__(
         self,
         proofs: Proofs,
-        settings: Settings,
+        settings: LaunchSettings,
         why_not_by_graph: Callable[[], str],
         remarks_by_graph: Callable[[], tuple[str, ...]],
         small_steps: Callable[[Recipe], SmallSteps | None],

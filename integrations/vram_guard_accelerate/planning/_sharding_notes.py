@@ -10,7 +10,7 @@ from vram_guard.language import _
 from vram_guard.parallel import deepspeed
 from vram_guard.plan import Plan
 from vram_guard.proof.prove import not_in_copy
-from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate._sharding_change import ShardingChange
 from vram_guard_accelerate.apply.sharded_saving import lines_that_save_shards
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
@@ -32,7 +32,7 @@ def why_not_on_host(first: FirstBatch) -> str:
     return why_not_fsdp2(first)
 
 
-def sharding_notes(first: FirstBatch, plan: Plan, settings: Settings, why_not: str) -> list[str]:
+def sharding_notes(first: FirstBatch, plan: Plan, settings: LaunchSettings, why_not: str) -> list[str]:
     """Notes for a reader of the plan.
 
     Args:
@@ -68,7 +68,7 @@ def _not_divided() -> str:
     )
 
 
-def _unnamed(first: FirstBatch, settings: Settings) -> list[str]:
+def _unnamed(first: FirstBatch, settings: LaunchSettings) -> list[str]:
     """What DeepSpeed could do besides, and was not allowed by name."""
     possible = {"shard": why_not_next_stage(first), "offload_optimizer": why_not_states_on_host(first)}
     names = [name for name, why in possible.items() if not why and not settings.asks(name)]

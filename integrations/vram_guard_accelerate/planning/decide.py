@@ -26,7 +26,7 @@ from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate._precision import ACCELERATES
-from vram_guard_accelerate._settings import LOSS_WEIGHT, NOT_HERE, Settings
+from vram_guard_accelerate._settings import LOSS_WEIGHT, NOT_HERE, LaunchSettings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
 from vram_guard_accelerate.dry_run import own_ranks
@@ -91,7 +91,7 @@ class ScriptPlan:
 
 def decide(
     first: FirstBatch,
-    settings: Settings,
+    settings: LaunchSettings,
     budget: Budget,
     *,
     current: Relaunch | None = None,
@@ -124,7 +124,7 @@ def decide(
 def _decided(
     first: FirstBatch,
     traces: ForkedTraces,
-    settings: Settings,
+    settings: LaunchSettings,
     budget: Budget,
     current: Relaunch | None,
     *,
@@ -196,7 +196,9 @@ def _decided(
     return ScriptPlan(combined, changed, tuple(dict.fromkeys(notes)), relaunches, told, own)
 
 
-def _own_options(first: FirstBatch, facts: LoopFacts, settings: Settings, made: Plan, splits: int) -> tuple[str, ...]:
+def _own_options(
+    first: FirstBatch, facts: LoopFacts, settings: LaunchSettings, made: Plan, splits: int
+) -> tuple[str, ...]:
     """What the script's own options for smaller batches would be, where the guard does not do as well.
 
     Args:
@@ -222,7 +224,7 @@ class _Planner:
     """Plans for a script, whose models may pass their batches through in slices."""
 
     first: FirstBatch
-    settings: Settings
+    settings: LaunchSettings
     budget: Budget
     traces: ForkedTraces
     facts: LoopFacts
@@ -335,7 +337,7 @@ def _grows(made: Plan) -> bool:
 
 
 def _loss_weight(
-    by_graph: GraphProof, facts: LoopFacts, settings: Settings
+    by_graph: GraphProof, facts: LoopFacts, settings: LaunchSettings
 ) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
     """The reduction of the losses that models return, or what they are divided by.
 
@@ -374,7 +376,7 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _refused(
-    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: Settings
+    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: LaunchSettings
 ) -> Iterator[tuple[str, str]]:
     """Techniques that cannot be applied to this script, each with the reason."""
     clips = _("the script clips gradients, which a fused optimizer unscales itself")

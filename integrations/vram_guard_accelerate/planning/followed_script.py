@@ -22,7 +22,7 @@ from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._alive import freeze_before_script
 from vram_guard_accelerate._script_files import imported_files
-from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
 from vram_guard_accelerate.dry_run.early_effects import EarlyConnections, EarlyPrograms
@@ -95,7 +95,7 @@ def _follow(
         may_shard=shards,
         sharding=change,
         may_prove=settings.may_prove,
-        wish=settings.wish,
+        planned_batch=settings.planned_batch,
     )
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
@@ -119,7 +119,7 @@ def _follow(
     )
 
 
-def _too_long(settings: Settings) -> str:
+def _too_long(settings: LaunchSettings) -> str:
     return _(
         "it has not begun to train after {seconds} s; where it needs more, --start-seconds is the time that it may "
         "take",

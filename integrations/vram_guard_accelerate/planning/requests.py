@@ -11,7 +11,7 @@ from vram_guard.budget import Budget
 from vram_guard.releases.installed import Releases
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._script_files import FileState
-from vram_guard_accelerate._settings import Settings
+from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 REQUEST: Final = Path("request.json")
@@ -25,7 +25,7 @@ class DryRunRequest:
     command: tuple[str, ...]
     """The script, or a module's name, and its arguments."""
     module: bool
-    settings: Settings
+    settings: LaunchSettings
     budget: Budget
     ranks: int
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Rela
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
-    from vram_guard_accelerate._settings import Settings
+    from vram_guard_accelerate._settings import LaunchSettings
 
 
 class RelaunchCandidates:
@@ -32,7 +32,7 @@ class RelaunchCandidates:
         settings: what may be changed.
     """
 
-    def __init__(self, first: FirstBatch, trace: TraceResult, settings: Settings) -> None:
+    def __init__(self, first: FirstBatch, trace: TraceResult, settings: LaunchSettings) -> None:
         self._first = first
         self._trace = trace
         self._settings = settings

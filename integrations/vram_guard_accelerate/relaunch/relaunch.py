@@ -16,7 +16,7 @@ from vram_guard.language import _, marked
 from vram_guard.parallel.links import topology
 from vram_guard.parallel.spec import Kind, Parallel
 from vram_guard.plan.communication import communication
-from vram_guard.plan.descriptions import Reason, StepTime, Why
+from vram_guard.plan.descriptions import Reason, RelativeTime, Why
 from vram_guard.plan.step_time import card_of, seconds_as_written
 from vram_guard.timeline import Estimate
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
@@ -164,7 +164,7 @@ class Relaunch:
                 written.reason,
                 Reason(Why.LAUNCHED_WITH, options=self.change.words),
                 *(_launched_so(reason) for reason in own),
-                Reason(Why.CHEAPEST, time=StepTime(slowdown)),
+                Reason(Why.CHEAPEST, time=RelativeTime(slowdown)),
             ),
         )
 

@@ -77,7 +77,7 @@ def launches_of(lists: list[list[torch.Tensor]]) -> int:
     return max(1, -(-len(tensors) // most), -(-chunks // _BLOCKS_A_LAUNCH))
 
 
-class _Kind(NamedTuple):
+class _OperatorKind(NamedTuple):
     """The properties of an operator that do not depend on its arguments."""
 
     name: str
@@ -90,7 +90,7 @@ class _Kind(NamedTuple):
     """The operator itself where it may take random numbers, else None."""
 
 
-def _kind(func: Any) -> _Kind | None:
+def _kind(func: Any) -> _OperatorKind | None:
     """None: no kernel runs."""
     schema = func._schema
     name: str = schema.name
@@ -98,7 +98,7 @@ def _kind(func: Any) -> _Kind | None:
     view = not written and bool(schema.returns) and all(r.alias_info is not None for r in schema.returns)
     if view or name in _NO_KERNEL:
         return None
-    return _Kind(
+    return _OperatorKind(
         name=name,
         operator=str(func),
         flops=formula_of(func),
@@ -135,7 +135,7 @@ class CostMeter:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._kinds: dict[int, tuple[_Kind | None, Any]] = {}
+        self._kinds: dict[int, tuple[_OperatorKind | None, Any]] = {}
         """By the identity of an operator, which is kept for that: its own hash is Python code."""
         self._work: dict[int, list[Work]] = {}
         """Of each step that is counted."""
@@ -171,7 +171,7 @@ class CostMeter:
         except (RuntimeError, NotImplementedError):  # a sparse tensor, or an argument that is not dense memory
             return
 
-    def _count(self, kind: _Kind, args: Args, kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, kind: _OperatorKind, args: Args, kwargs: dict[str, Any], out: Any) -> None:
         on_host = self._recorder.on_host if self._recorder.has_host_tensors else None
         given = _look((*args, *kwargs.values()) if kwargs else args, on_host)
         made = _look((out,), on_host)
@@ -196,7 +196,7 @@ class CostMeter:
         random = kind.random is not None and draws(kind.random, args, kwargs)
         self._add(kind.operator, flops, moved, unit, self._launches(kind, args, out), 0, random=random)
 
-    def _moved(self, kind: _Kind, args: Args, kwargs: dict[str, Any], given: int, made: int) -> int:
+    def _moved(self, kind: _OperatorKind, args: Args, kwargs: dict[str, Any], given: int, made: int) -> int:
         if kind.name in _GATHERS:
             return 2 * made + _bytes(args[1:])
         if kind.name in _SCATTERS:
@@ -210,7 +210,7 @@ class CostMeter:
             del written[1]
         return given + _bytes(tuple(written))
 
-    def _launches(self, kind: _Kind, args: Args, out: Any) -> int:
+    def _launches(self, kind: _OperatorKind, args: Args, out: Any) -> int:
         if kind.lists:
             given = (*args, out) if isinstance(out, (list, tuple)) else args
             return launches_of([list(v) for v in given if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CUDA = torch.device("cuda", 0)
 
 
-class _DeviceGuard:
+class _CurrentDevice:
     """Stands for ``torch.cuda.device``: there is one device."""
 
     def __init__(self, *args: Any) -> None:
@@ -104,7 +104,7 @@ def cuda_answers(capability: Capability, total_memory: int = ASSUMED_MEMORY) -> 
         "is_bf16_supported": bfloat16,
         "memory_stats": lambda *args, **kwargs: {},
         **GENERATOR_ANSWERS,
-        "device": _DeviceGuard,
+        "device": _CurrentDevice,
         **stream_answers(),
     }
 

@@ -18,7 +18,7 @@ _BEGUN_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 _MISSING = object()
 
 
-class _Call(NamedTuple):
+class _CallSite(NamedTuple):
     offset: int
     name: str
     attributes: tuple[str, ...]
@@ -41,11 +41,11 @@ def _own(frame: FrameType, names: set[str]) -> dict[str, Any]:
     return own
 
 
-def _raising(calls: tuple[_Call, ...], known: dict[str, Any], depth: int) -> frozenset[int]:
+def _raising(calls: tuple[_CallSite, ...], known: dict[str, Any], depth: int) -> frozenset[int]:
     return frozenset(call.offset for call in calls if _only_raises(*_called(call, known), depth))
 
 
-def _called(call: _Call, known: dict[str, Any]) -> tuple[Any, Any]:
+def _called(call: _CallSite, known: dict[str, Any]) -> tuple[Any, Any]:
     """What is called, looked up without running any code, and the object whose attribute it is."""
     owner, value = None, known.get(call.name, _MISSING)
     for attribute in call.attributes:
@@ -89,7 +89,7 @@ def _returns(code: CodeType, raising: frozenset[int]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _calls(code: CodeType) -> tuple[_Call, ...]:
+def _calls(code: CodeType) -> tuple[_CallSite, ...]:
     """Calls whose value is not used, of what a name leads to."""
     instructions = list(dis.get_instructions(code))
     found = []
@@ -103,7 +103,7 @@ def _calls(code: CodeType) -> tuple[_Call, ...]:
         while behind < at and instructions[behind].opname in _ATTRIBUTES:
             attributes.append(str(instructions[behind].argval))
             behind += 1
-        found.append(_Call(one.offset, str(instructions[first].argval), tuple(attributes)))
+        found.append(_CallSite(one.offset, str(instructions[first].argval), tuple(attributes)))
     return tuple(found)
 
 

@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
         return self.end - self.low
 
 
-class _Call:
+class _OperatorCall:
     """A call of an operator, whose arguments are asked for by their names in its schema."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,33 +70,33 @@ def derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     for rule, result in zip(BOUNDED[func._schema.name], results, strict=False):
         if rule is None or not isinstance(result, torch.Tensor) or result.dtype not in _WHOLE:  # most are not
             continue
-        bounds = rule(_Call(func, args, kwargs)) if is_symbolic(result) else None
+        bounds = rule(_OperatorCall(func, args, kwargs)) if is_symbolic(result) else None
         if bounds is not None and bounds.number > 0:
             setattr(result, _ATTRIBUTE, bounds)
 
 
-def _position(call: _Call) -> Bounds | None:
+def _position(call: _OperatorCall) -> Bounds | None:
     """A place in a dimension, or in the whole tensor."""
     tensor: torch.Tensor = call.args[0]
     dim = call.whole("dim")
     return Bounds(0, (tensor.shape[dim] if tensor.dim() else 1) if dim is not None else tensor.numel())
 
 
-def _same(call: _Call) -> Bounds | None:
+def _same(call: _OperatorCall) -> Bounds | None:
     return bounds_of(call.args[0])
 
 
-def _largest(call: _Call) -> Bounds | None:
+def _largest(call: _OperatorCall) -> Bounds | None:
     bounds = bounds_of(call.args[0])
     return None if bounds is None else Bounds(bounds.end - 1, bounds.end, at_most=True)
 
 
-def _smallest(call: _Call) -> Bounds | None:
+def _smallest(call: _OperatorCall) -> Bounds | None:
     bounds = bounds_of(call.args[0])
     return None if bounds is None else Bounds(bounds.low, bounds.low + 1, at_most=True)
 
 
-def _of_all(call: _Call) -> Bounds | None:
+def _of_all(call: _OperatorCall) -> Bounds | None:
     """Of a list of tensors."""
     found = [bounds_of(one) for one in call.args[0]]
     if None in found or not found:
@@ -104,7 +104,7 @@ def _of_all(call: _Call) -> Bounds | None:
     return Bounds(min(one.low for one in found if one), max(one.end for one in found if one))
 
 
-def _counted(call: _Call) -> Bounds | None:
+def _counted(call: _OperatorCall) -> Bounds | None:
     """How many truth values are true, in some dimensions or in all."""
     tensor: torch.Tensor = call.args[0]
     dims = call["dim"]
@@ -114,24 +114,24 @@ def _counted(call: _Call) -> Bounds | None:
     return Bounds(0, math.prod(sizes) + 1)
 
 
-def _drawn(call: _Call) -> Bounds | None:
+def _drawn(call: _OperatorCall) -> Bounds | None:
     end = call.whole("high")
     return None if end is None else Bounds(call.whole("low") or 0, end)
 
 
-def _remainder(call: _Call) -> Bounds | None:
+def _remainder(call: _OperatorCall) -> Bounds | None:
     divisor = call.whole("other")
     return Bounds(0, divisor) if divisor and divisor > 0 else None
 
 
-def _quotient(call: _Call) -> Bounds | None:
+def _quotient(call: _OperatorCall) -> Bounds | None:
     bounds, divisor = bounds_of(call.args[0]), call.whole("other")
     if bounds is None or not divisor or divisor < 0:
         return None
     return Bounds(bounds.low // divisor, (bounds.end - 1) // divisor + 1)
 
 
-def _clamped(call: _Call) -> Bounds | None:
+def _clamped(call: _OperatorCall) -> Bounds | None:
     known = bounds_of(call.args[0])
     low, most = call.whole("min"), call.whole("max")
     low = known.low if low is None and known is not None else low
@@ -139,7 +139,7 @@ def _clamped(call: _Call) -> Bounds | None:
     return None if low is None or end is None else Bounds(low, max(end, low + 1))
 
 
-_Rule = Callable[[_Call], "Bounds | None"]
+_Rule = Callable[[_OperatorCall], "Bounds | None"]
 
 #: Operators -> the bounds of each of their results.
 BOUNDED: dict[str, tuple[_Rule | None, ...]] = {

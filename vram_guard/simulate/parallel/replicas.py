@@ -63,7 +63,7 @@ def import_libraries(parallel: Parallel | None) -> None:
 
 def reduction_of(
     model: nn.Module, layout: Parallel, options: Mapping[str, Any], recorder: Recorder
-) -> Reduction | None:
+) -> GradientReduction | None:
     """DistributedDataParallel for a loop that calls the model by itself.
 
     None where nothing is trained, and where this torch lacks a private name that its trace leans on, which is noted.
@@ -72,7 +72,7 @@ def reduction_of(
         return None
     missing = missing_names((*PARALLEL_NAMES, *COLLECTIVE_NAMES, *REDUCER_NAMES))
     if not missing:
-        return Reduction(model, layout, options, recorder)
+        return GradientReduction(model, layout, options, recorder)
     said = Message(
         "buckets of DistributedDataParallel are not counted: torch {version} has no {names}",
         version=torch.__version__,
@@ -113,7 +113,7 @@ def unused_parameters_said() -> Iterator[None]:
         ) from error
 
 
-class Reduction:
+class GradientReduction:
     """DistributedDataParallel for a loop that calls the model, or parts of it, by itself.
 
     Frameworks run a whole training step where a plain loop calls the wrapper (Lightning's ``training_step``, MMEngine's
@@ -186,7 +186,7 @@ class Reduction:
 
 
 @contextlib.contextmanager
-def calls_reduced(reductions: Iterable[tuple[nn.Module, Reduction]]) -> Iterator[None]:
+def calls_reduced(reductions: Iterable[tuple[nn.Module, GradientReduction]]) -> Iterator[None]:
     """Inside the block calls of these modules are those of a DistributedDataParallel around each.
 
     Hooks would be compiled with the module, and the wrapper is not.

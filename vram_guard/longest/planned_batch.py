@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlannedBatch:
     """The batch that is to be planned for.
 
     Attributes:
@@ -24,4 +24,4 @@ class Wish:
 
 
 #: Where nothing is said.
-LARGEST = Wish()
+LARGEST = PlannedBatch()

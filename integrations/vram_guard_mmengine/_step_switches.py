@@ -22,7 +22,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WITHOUT_PARTS = (nn.Module, torch.Tensor, type, torch.device, torch.dtype, Enum)
 
 
-class StepLook:
+class StepSwitches:
     """All that decides about a step's memory: flags of weights and modules, accumulation, the data set's pipeline."""
 
     def __init__(self, run: JobRun, shadow: Shadow, sample: Sample) -> None:

@@ -20,7 +20,7 @@ from vram_guard.language import _
 from vram_guard.limits import SAMPLES_ASKED, SAMPLES_CHECKED, SHARE_FOR_ALIKE, SHARE_FOR_BATCHES, SHARE_FOR_SIZES
 from vram_guard.longest._batches import Batches, Sizes, as_long, batches_of, candidates
 from vram_guard.longest._extents import Shape, by_name, shapes_of
-from vram_guard.longest._sources import Source, source_of
+from vram_guard.longest._sources import SizeSource, source_of
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def look(question: Question, progress: Callable[[str], None]) -> Found | None:
     Raises:
         UnsupportedStepError: sizes of samples or batches of the sampler are not known.
     """
-    return None if isinstance(question.loader.dataset, TensorDataset) else _Look(question, progress).found()
+    return None if isinstance(question.loader.dataset, TensorDataset) else _Search(question, progress).found()
 
 
-class _Look:
+class _Search:
     """A search, and the samples that it has read."""
 
     def __init__(self, question: Question, progress: Callable[[str], None]) -> None:
@@ -99,9 +99,9 @@ class _Look:
         sizes = None if source is None else self._sizes(source)
         if source is None or sizes is None or not self._borne_out(sizes, source):
             if self._stream:
-                source, sizes = Source((), self._extents, _("reading the stream")), self._of_stream()
+                source, sizes = SizeSource((), self._extents, _("reading the stream")), self._of_stream()
             else:
-                source = Source((), self._extents, _("reading them"))
+                source = SizeSource((), self._extents, _("reading them"))
                 sizes = self._sizes(source)
         elif self._alike():
             return None
@@ -181,7 +181,7 @@ class _Look:
                 break
         return _table((), asked, len(asked))
 
-    def _sizes(self, source: Source) -> Sizes:
+    def _sizes(self, source: SizeSource) -> Sizes:
         """All sizes of a source, or those of samples from all over the data set that answered in time."""
         if isinstance(source.read, torch.Tensor):
             return Sizes(source.names, source.read)
@@ -203,7 +203,7 @@ class _Look:
                 self._progress(_("sizes of {known} of {count} samples", known=len(asked), count=self._count))
         return _table(source.names, asked, self._count)
 
-    def _borne_out(self, sizes: Sizes, source: Source) -> bool:
+    def _borne_out(self, sizes: Sizes, source: SizeSource) -> bool:
         """True unless one sample is smaller than another that is said to be larger in nothing."""
         known = sizes.known
         if len(known) == 0:
@@ -233,7 +233,7 @@ class _Look:
 
     # --- words ------------------------------------------------------------------------------------------------
 
-    def _words(self, batch: torch.Tensor, batches: Batches, sizes: Sizes, source: Source, looked_at: int) -> str:
+    def _words(self, batch: torch.Tensor, batches: Batches, sizes: Sizes, source: SizeSource, looked_at: int) -> str:
         """One line: what is planned for, how often it occurs, and what it was found by."""
         question = self._question
         largest = sizes.values[batch].clamp(min=0).amax(0).tolist()

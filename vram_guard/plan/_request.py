@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """The arguments of :func:`vram_guard.plan.plan` that hold for every layout, checked.
 
     Attributes:
