@@ -156,3 +156,43 @@ def test_a_model_that_stage_three_makes_divided_is_refused(monkeypatch: Any) -> 
     monkeypatch.setattr(pl.LightningModule, "configure_model", lambda _self: None)
     with pytest.raises(UnsupportedStepError, match="make the model in __init__"):
         layout(stage=3)
+
+
+# --- what a plan may change, and what the engine is told -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "checkpoint", "ways"),
+    [
+        (1, {}, None, {(None, True), (2, False), (2, True)}),
+        (2, {}, None, {(None, True)}),
+        (1, {"optimizer": {"type": "Adam"}}, None, {(2, False)}),
+        (2, {"optimizer": {"type": "Adam"}}, None, set()),
+        (1, {}, "last.ckpt", None),
+    ],
+)
+def test_other_stages_are_planned_where_the_states_may_be_anywhere(
+    stage: int, config: dict[str, Any], checkpoint: Any, ways: Any
+) -> None:
+    from vram_guard_lightning import _deepspeed
+
+    layout: Any = SimpleNamespace(kind=f"deepspeed{stage}", with_=lambda kind, offload: (kind, offload))
+    found: Any = SimpleNamespace(ckpt_path=checkpoint)
+    others = _deepspeed.shardings_of(found, layout, config)
+    assert (others is None) == (ways is None)
+    if others is not None:
+        made = others()
+        assert {(way.stage, way.states_on_host) for way in made} == ways
+        assert all(one == (f"deepspeed{way.stage or stage}", way.states_on_host) for way, one in made.items())
+
+
+@pytest.mark.parametrize(("last", "told"), [(True, []), (False, [False, None])])
+def test_the_engine_is_told_that_more_micro_batches_come(last: bool, told: list[Any]) -> None:
+    from vram_guard_lightning import _deepspeed
+
+    heard: list[Any] = []
+    engine = SimpleNamespace(set_gradient_accumulation_boundary=heard.append)
+    found: Any = SimpleNamespace(strategy=SimpleNamespace(model=engine))
+    with pytest.raises(KeyError), _deepspeed.micro_batch(found, last=last):
+        raise KeyError
+    assert heard == told

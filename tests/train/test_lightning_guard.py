@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import random
 import subprocess
 import sys
@@ -191,6 +192,28 @@ def test_mixed_precision_is_applied_and_taken_back(tmp_path: Any) -> None:
     assert guard.plan.precision == "bf16-mixed"
     assert seen == ["bf16-mixed"]
     assert trainer.precision == "32-true"
+
+
+def test_on_the_cpu_bfloat16_stands_in_for_float16_and_nobody_has_to_read_the_report(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        """A pipe whose reader has gone."""
+
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError
+
+    class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
+        seen = ""
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.seen = trainer.precision
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    look, guard = Look(), VramGuard(budget="64GiB", pin={"precision": "16-mixed"})
+    _, trainer = fit(tmp_path, guard, max_steps=1, callbacks=[look])
+    assert guard.plan.precision == "16-mixed"
+    assert (look.seen, trainer.precision, trainer.global_step) == ("bf16-mixed", "32-true", 1)
 
 
 def test_nothing_fits(tmp_path: Any) -> None:

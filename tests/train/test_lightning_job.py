@@ -10,7 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -322,6 +322,39 @@ def test_the_work_of_hooks_between_epochs_has_a_name_of_its_own(tmp_path: Any) -
             [one.clone() for one in pl_module.parameters()]
 
     assert ("hooks", "") in peaks(told(tmp_path, Net(), Averaging(), max_epochs=2))
+
+
+class Counters(pl.Callback):  # type: ignore[misc, name-defined]
+    """Writes down, for the whole class, what hooks see of the Trainer's counters."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def note(self, name: str, trainer: Any) -> None:
+        epochs = trainer.fit_loop.epoch_progress.current
+        counted = (epochs.ready, epochs.started, epochs.processed, epochs.completed)
+        self.seen.append((name, trainer.current_epoch, counted, trainer.training))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_fit_start", trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_start", trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_epoch_start", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_epoch_end", trainer)
+
+
+def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(tmp_path: Any) -> None:
+    cases.make_trainer(NAMESPACE, tmp_path, [Counters()], max_epochs=3).fit(Net(), loader())
+    real = [*Counters.seen]
+    Counters.seen.clear()
+    told(tmp_path, Net(), Counters(), max_epochs=3)
+    assert {name for name, *_ in Counters.seen} == {name for name, *_ in real}
+    assert not [one for one in Counters.seen if one not in real]
+    Counters.seen.clear()
 
 
 def test_weights_that_are_averaged(tmp_path: Any) -> None:

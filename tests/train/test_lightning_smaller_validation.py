@@ -197,6 +197,7 @@ def unproven(validate: Callable[..., object] = logs_mean, *callbacks: Any, sampl
         ((logs_each,), {}, "value_step"),
         ((logs_mean, Watches()), {}, "on_validation_batch_end of Watches is called for every batch"),
         ((logs_mean,), {"limit_val_batches": 1}, "limit_val_batches counts batches"),
+        ((logs_mean,), {"overfit_batches": 1}, "limit_val_batches counts batches"),
     ],
 )
 def test_smaller_batches_are_not_applied_where_they_are_not_proven(

@@ -1,0 +1,144 @@
+"""What is read of a Trainer before anything runs: which parts of a plan it does not go with, and what is recovered."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from each import each
+
+pytest.importorskip("lightning")
+
+from vram_guard.techniques import Recipe, Sharding
+from vram_guard_lightning import _namespaces
+from vram_guard_lightning._recovery import why_not
+from vram_guard_lightning._refusals import by_optimizer, refusals
+from vram_guard_lightning._settings import Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMESPACE = _namespaces.installed()[0].__name__
+pl = importlib.import_module(NAMESPACE)
+plugins = importlib.import_module(f"{NAMESPACE}.plugins")
+TWO = {"devices": 2, "strategy": "ddp"}
+
+
+def trainer_with(**settings: Any) -> Any:
+    """A Trainer; where it has several processes, none of them has been started."""
+    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    return pl.Trainer(**{**quiet, **settings})
+
+
+class Stepping(pl.LightningModule):  # type: ignore[misc, name-defined]
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+
+class Clipping(pl.Callback):  # type: ignore[misc, name-defined]
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None: ...
+
+
+class Manual(pl.LightningModule):  # type: ignore[misc, name-defined]
+    automatic_optimization = False
+
+
+def changing() -> Any:
+    return {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]}
+
+
+@each(
+    ("technique", "settings", "module", "refused"),
+    [
+        ("precision", {}, None, False),
+        ("precision", {"plugins": [type("Own", (plugins.Precision,), {})()]}, None, True),
+        ("accumulate", {}, None, False),
+        ("grow", {}, None, False),
+        ("grow", {"fast_dev_run": True}, None, True),
+        ("grow", {"overfit_batches": 2}, None, True),
+        ("optimizer_in_backward", {}, None, False),
+        ("optimizer_in_backward", {"callbacks": [pl.callbacks.Timer()]}, None, False),
+        ("optimizer_in_backward", {"callbacks": [Clipping()]}, None, True),
+        ("optimizer_in_backward", changing(), None, True),
+        ("optimizer_in_backward", {"gradient_clip_val": 1.0}, None, True),
+        ("optimizer_in_backward", {}, Stepping, True),
+        ("optimizer_in_backward", {}, Manual, True),
+        ("shard", {}, None, True),  # there is one process
+        ("shard", TWO, None, False),
+        ("offload_parameters", {}, None, True),
+        ("offload_parameters", {**TWO, "allow": ["offload_parameters"]}, None, True),  # they would have to be divided
+        ("offload_parameters", {**TWO, "allow": ["offload_parameters", "shard"]}, None, False),
+        ("offload_parameters", {"allow": ["offload_parameters", "shard"]}, None, True),
+    ],
+)
+def test_what_a_trainer_does_not_go_with(technique: str, settings: Any, module: Any, refused: bool) -> None:
+    allow = settings.get("allow")
+    trainer = trainer_with(**{name: value for name, value in settings.items() if name != "allow"})
+    made = (module or pl.LightningModule)()
+    found = {one.technique for one in refusals(trainer, made, Settings(allow=allow), growable="") if one.reason}
+    assert (technique in found) is refused
+
+
+def test_updates_on_the_host_are_refused_where_the_gpu_clips_or_every_rank_would_do_them() -> None:
+    """On a Trainer of the CPU they always are; each reason stands by itself."""
+    of = {
+        name: {
+            one.reason
+            for one in refusals(trainer_with(**settings), pl.LightningModule(), Settings(), growable="")
+            if one.technique == "offload_optimizer"
+        }
+        for name, settings in {"one": {}, "clipped": {"gradient_clip_val": 1.0}, "two": TWO}.items()
+    }
+    assert of["one"]
+    assert len({frozenset(reasons) for reasons in of.values()}) == 3
+
+
+@each(
+    ("traits", "precision", "before", "clip", "sharding", "technique"),
+    [
+        ({"Adam"}, "16-mixed", "32-true", None, None, None),
+        ({"LBFGS"}, "16-mixed", "32-true", None, None, "precision"),
+        ({"LBFGS"}, "bf16-mixed", "32-true", None, None, None),
+        ({"LBFGS"}, "16-mixed", "16-mixed", None, None, None),
+        ({"Adam", "fused"}, "16-mixed", "32-true", None, None, None),
+        ({"Adam", "fused"}, "16-mixed", "32-true", 1.0, None, "precision"),
+        ({"Adam"}, "16-mixed", "32-true", 1.0, None, None),
+        ({"Lamb", "Adam"}, "32-true", "32-true", None, Sharding(fsdp2=True), "shard"),
+        ({"Lamb", "Adam"}, "32-true", "32-true", None, Sharding(reshard=True), None),
+        ({"Adam", "fused"}, "32-true", "32-true", None, Sharding(fsdp2=True), None),
+        ({"LBFGS"}, "16-mixed", "32-true", None, Sharding(reshard=True), "precision"),
+    ],
+)
+def test_what_of_a_plan_does_not_go_with_the_optimizer(
+    traits: set[str], precision: str, before: str, clip: float | None, sharding: Any, technique: str | None
+) -> None:
+    plan: Any = SimpleNamespace(precision=precision, precision_before=before, recipe=Recipe(sharding=sharding))
+    found = by_optimizer(trainer_with(gradient_clip_val=clip), traits | {"Optimizer", "object"}, plan)
+    assert (None if found is None else found.technique) == technique
+
+
+@each(
+    ("settings", "part", "recovered"),
+    [
+        ({}, torch.nn.Linear(1, 1), True),
+        ({"sync_batchnorm": True}, torch.nn.Linear(1, 1), False),
+        ({}, torch.nn.SyncBatchNorm(1), False),
+        ({"ddp_comm_hook": print}, torch.nn.Linear(1, 1), False),
+        ({"ddp_comm_state": object()}, torch.nn.Linear(1, 1), False),
+        ({}, torch.nn.Embedding(2, 2, sparse=True), False),
+        ({}, torch.nn.Embedding(2, 2), True),
+        ({"ignored": ["part.weight"]}, torch.nn.Linear(1, 1), False),
+    ],
+)
+def test_several_ranks_are_recovered_where_they_can_agree(
+    settings: Any, part: torch.nn.Module, recovered: bool
+) -> None:
+    of_ddp = {name: value for name, value in settings.items() if name.startswith("ddp_")}
+    trainer = trainer_with(
+        devices=2, strategy=pl.strategies.DDPStrategy(**of_ddp), sync_batchnorm=settings.get("sync_batchnorm", False)
+    )
+    module = pl.LightningModule()
+    module.part = part
+    if "ignored" in settings:
+        module._ddp_params_and_buffers_to_ignore = settings["ignored"]
+    assert bool(why_not(trainer, module)) is not recovered
