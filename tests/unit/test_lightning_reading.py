@@ -16,7 +16,7 @@ from vram_guard.techniques import Recipe, Sharding
 from vram_guard_lightning import _namespaces
 from vram_guard_lightning._recovery import why_not
 from vram_guard_lightning._refusals import by_optimizer, refusals
-from vram_guard_lightning._settings import Settings
+from vram_guard_lightning._settings import CallbackSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -75,7 +75,7 @@ def test_what_a_trainer_does_not_go_with(technique: str, settings: Any, module: 
     allow = settings.get("allow")
     trainer = trainer_with(**{name: value for name, value in settings.items() if name != "allow"})
     made = (module or pl.LightningModule)()
-    found = {one.technique for one in refusals(trainer, made, Settings(allow=allow), growable="") if one.reason}
+    found = {one.technique for one in refusals(trainer, made, CallbackSettings(allow=allow), growable="") if one.reason}
     assert (technique in found) is refused
 
 
@@ -84,7 +84,7 @@ def test_updates_on_the_host_are_refused_where_the_gpu_clips_or_every_rank_would
     of = {
         name: {
             one.reason
-            for one in refusals(trainer_with(**settings), pl.LightningModule(), Settings(), growable="")
+            for one in refusals(trainer_with(**settings), pl.LightningModule(), CallbackSettings(), growable="")
             if one.technique == "offload_optimizer"
         }
         for name, settings in {"one": {}, "clipped": {"gradient_clip_val": 1.0}, "two": TWO}.items()
