@@ -272,7 +272,7 @@ class Suite:
         self.framework, self.train, self.controls, self.control = framework, train, controls, control
         self._plain: dict[tuple[str, bool], Outcome] = {}
         self._usual: dict[str, list[str]] = {}
-        self._peaks: dict[str, int] = {}
+        self._peak = 0  # bytes of the control as written
 
     def plain(self, case: Case, *, heavy: bool) -> Outcome:
         """Without the guard."""
@@ -282,11 +282,15 @@ class Suite:
         return self._plain[key]
 
     def guarded(self, case: Case, mode: str) -> Outcome:
-        """Under the guard."""
-        heavy = mode in (TIGHT, SLICES)
-        if heavy and case.name not in self._peaks:
-            self._peaks[case.name] = self.train(case, REPORT, heavy=True).peak
-        return self.train(case, mode, heavy=heavy, peak=self._peaks.get(case.name, 0))
+        """Under the guard; where a budget has to be tight, with one for the control's peak, and then for its own."""
+        if mode not in (TIGHT, SLICES):
+            return self.train(case, mode)
+        if not self._peak:
+            self._peak = self.train(self.control, REPORT, heavy=True).peak
+        found = self.train(case, mode, heavy=True, peak=self._peak)
+        if abs(found.peak - self._peak) <= 0.05 * self._peak:
+            return found
+        return self.train(case, mode, heavy=True, peak=found.peak)
 
     def usual(self, mode: str) -> list[str]:
         """What every training is told in this mode."""

@@ -65,8 +65,10 @@ def test_schedules_are_those_of_the_larger_batch_scaled(tmp_path: Any, scheduler
     assert grown.rates == pytest.approx([8 * rate for rate in written.rates])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("scheduler", ["none", "one_cycle", "warmup_cosine", "lambda", "step_lr"])
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer"),
+    [("none", "adamw"), ("one_cycle", "sgd"), ("warmup_cosine", "adamw"), ("lambda", "sgd"), ("step_lr", "sgd")],
+)
 def test_a_grown_training_is_the_one_written_with_that_batch_and_rate(
     tmp_path: Any, scheduler: str, optimizer: str
 ) -> None:
@@ -145,6 +147,8 @@ def test_a_checkpoint_of_a_grown_run_holds_the_rates_as_written(
         assert grown == pytest.approx(straight.rates[2:], rel=1e-12)
     written = [rate / 8 for rate in grown]
     assert resumed(None) == pytest.approx(written, rel=1e-12)
+    if scheduler != SCHEDULERS[0]:  # who resumes it is nothing to the scheduler
+        return
     for mode in ("report", "strict"):
         assert resumed(VramGuard(budget="64GiB", mode=mode)) == pytest.approx(written, rel=1e-12)
     assert resumed(VramGuard(budget="64GiB")) == pytest.approx(written, rel=1e-12)

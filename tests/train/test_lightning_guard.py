@@ -148,8 +148,7 @@ def test_makes_it_fit_with_micro_batches_and_trains_the_same(tmp_path: Any, name
     assert vars(trainer.fit_loop.epoch_loop.automatic_optimization).keys().isdisjoint({"_make_closure"})
 
 
-@pytest.mark.parametrize("scheduler", ["one_cycle", "warmup_cosine", "step_lr"])
-def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: Any, tight: int, scheduler: str) -> None:
+def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: Any, tight: int) -> None:
     checkpoint = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint
 
     def run(name: str, guard: Any, resume: str | None) -> Any:
@@ -157,7 +156,7 @@ def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: An
         return fit(
             tmp_path,
             guard,
-            module=cases.make_module(scheduler=scheduler, **WIDE),
+            module=cases.make_module(scheduler="one_cycle", **WIDE),
             data=wide_loader(4096 * 2 + 1001, shuffle=False),
             max_epochs=2,
             accumulate_grad_batches=2,
@@ -473,11 +472,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_importing_the_package_does_not_import_lightning() -> None:
     code = "import vram_guard_lightning, sys; print('torch' in sys.modules, 'lightning' in sys.modules)"
     assert run_python(code).stdout.split() == ["False", "False"]
-
-
-def test_the_test_above_can_fail() -> None:
-    code = "from vram_guard_lightning import VramGuard; import sys; print('torch' in sys.modules)"
-    assert run_python(code).stdout.split() == ["True"]
 
 
 HIDE = """

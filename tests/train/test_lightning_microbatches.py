@@ -302,15 +302,6 @@ def test_logged_values_hold_no_activations_while_the_next_micro_batch_runs(tmp_p
     assert alive == [True] * 10, "the check above could not fail"
 
 
-def test_the_last_micro_batch_alone_would_log_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: without gathering, a step's value is its last micro-batch's."""
-    import contextlib
-
-    monkeypatch.setattr(_closure.StepLog, "gathering", lambda self, cut: contextlib.nullcontext())
-    plain, split = watched(tmp_path, logging_module(), 0), watched(tmp_path, logging_module(), 3)
-    assert split.step_values[0]["count_step"] != plain.step_values[0]["count_step"]
-
-
 def test_a_metric_object_is_logged_once_and_counts_every_sample(tmp_path: Any) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     base = type(cases.make_module())

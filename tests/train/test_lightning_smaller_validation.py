@@ -23,7 +23,7 @@ from vram_guard_lightning import VramGuard, _capture, _namespaces
 pytestmark = pytest.mark.filterwarnings("ignore")
 lightning = importlib.import_module(_namespaces.installed()[0].__name__)
 
-LARGE, SAMPLES = 2**16, 80_000
+LARGE, SMALL, SAMPLES = 2**13, 2**10, 10_000
 PLAIN = {"precision": "32-true", "precision_before": "32-true", "splits": 1}
 _OFF = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
 QUIET: dict[str, Any] = {
@@ -100,10 +100,10 @@ def fitted(
 
 @pytest.fixture(scope="module")
 def budget() -> int:
-    """Between those of 8,192 and of 16,384 samples."""
+    """Between those of the smaller batch and of twice as many samples."""
     low, high = (
         fitted(size=size, samples=size, budget="1GiB", mode="report").plan.before.peak_reserved
-        for size in (2**13, 2**14)
+        for size in (SMALL, 2 * SMALL)
     )
     assert low < high
     return (low + high) // 2
@@ -112,16 +112,16 @@ def budget() -> int:
 def test_smaller_batches_are_applied_where_what_is_logged_stays(budget: int) -> None:
     """Of the same samples, in the sanity check too; afterwards everything is as it was."""
     found, as_written = fitted(budget=budget), fitted(budget=budget, mode="report")
-    assert found.plan.evaluation == SmallerEvaluation("validation", LARGE, 2**13)
+    assert found.plan.evaluation == SmallerEvaluation("validation", LARGE, SMALL)
     assert found.plan.fits
     assert not found.plan.fits_as_written
-    assert found.sizes == [2**13] * 8 + [2**13] * 9 + [SAMPLES % 2**13]  # the sanity check comes first
+    assert found.sizes == [SMALL] * 8 + [SMALL] * 9 + [SAMPLES % SMALL]  # the sanity check comes first
     assert as_written.sizes == [LARGE, LARGE, SAMPLES % LARGE]
     assert abs(float(found.value) - float(as_written.value)) < 1e-5 * float(as_written.value)
     assert (found.loader.batch_size, found.trainer.num_sanity_val_steps) == (LARGE, 1)
     assert as_written.plan.evaluation == found.plan.evaluation  # in mode "report" it is only said
-    assert ("batch size of validation", str(LARGE), str(2**13)) in found.plan.changes()
-    assert found.plan.verdict() == "batch size of validation: 8192"
+    assert ("batch size of validation", str(LARGE), str(SMALL)) in found.plan.changes()
+    assert found.plan.verdict() == "batch size of validation: 1024"
 
 
 def test_a_mean_over_batches_stays_only_where_they_are_equal(budget: int) -> None:
@@ -129,7 +129,7 @@ def test_a_mean_over_batches_stays_only_where_they_are_equal(budget: int) -> Non
     found = fitted(collects, logs_mean_of_means, budget=budget)
     assert (found.plan.fits, found.plan.evaluation, found.sizes) == (False, None, [LARGE, LARGE, SAMPLES % LARGE])
     said = "\n".join(found.plan.reasons)
-    assert "With batches of 8192 in place of 65536" in said
+    assert "With batches of 1024 in place of 8192" in said
     assert "run on 7 samples, the logged value value is" in said
 
 

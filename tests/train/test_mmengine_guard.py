@@ -20,6 +20,7 @@ import mmengine_cases as cases
 import torch
 from compiled_cases import MISSING
 from mmengine.config import Config
+from mmengine.logging import HistoryBuffer
 
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
@@ -273,7 +274,14 @@ def test_resuming_without_the_guard_needs_torchs_own_switch(pretrain: Style, mon
 
 
 @pytest.mark.skipif(not WEIGHTS_ONLY, reason="before torch 2.6, MMEngine's torch.load runs what it is given")
-@pytest.mark.parametrize("harm", [lambda path: _Harmful(open, path, "w"), lambda _: _Harmful(getattr, dict, "clear")])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: _Harmful(open, path, "w"),
+        lambda _: _Harmful(getattr, dict, "clear"),
+        lambda _: _Harmful(getattr, HistoryBuffer, "update"),
+    ],
+)
 def test_a_checkpoint_with_code_is_refused(pretrain: Style, tmp_path: Path, harm: Any) -> None:
     witness = tmp_path / "ran"
     torch.save({"meta": {}, "state_dict": {}, "message_hub": harm(str(witness))}, tmp_path / "harmful.pth")

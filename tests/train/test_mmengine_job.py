@@ -17,8 +17,9 @@ import mmengine_cases as cases
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
-from mmengine.hooks import Hook
+from mmengine.hooks import CheckpointHook, Hook
 from mmengine.logging import MessageHub
+from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
 from torch.utils import _pytree as pytree
 
@@ -293,6 +294,11 @@ def test_a_validation_that_fails_is_left_out_and_said(plain: Look, look: Callabl
     assert "validation" not in [phase.name for phase in unreadable.phases]
 
 
+def test_a_validation_that_begins_after_the_training_is_not_followed(look: Callable[..., Look]) -> None:
+    for begin, follows in ((6, True), (7, False)):
+        assert ("validation" in [phase.name for phase in look(train_cfg__val_begin=begin).phases]) is follows
+
+
 # --- by itself ----------------------------------------------------------------------------------------------------
 
 
@@ -469,6 +475,45 @@ def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[...,
     found = look({"type": "Broken"})
     assert found.said("Broken.before_train_epoch cannot be followed", "no such thing")
     assert found.peak == plain.peak
+
+
+def test_an_optimizer_that_was_built_before_takes_what_one_of_a_config_takes(
+    build: Callable[..., Any], plain: Look
+) -> None:
+    given = build()
+    kind, settings = torch.optim.AdamW, dict(given.optim_wrapper["optimizer"])
+    assert settings.pop("type") == "AdamW"
+    made = kind(given.model.parameters(), **settings)
+    for wrapper in (given.optim_wrapper | {"optimizer": made}, OptimWrapper(made)):
+        given.optim_wrapper = wrapper
+        found = Look(given, whole_job=False)
+        assert found.peak == plain.phase("training").peak_allocated
+        assert not made.state
+
+
+@HOOKS.register_module(force=True)
+class Drawing(Hook):
+    """Makes an iterator as the training begins, for its model, and looks up MMEngine's own hooks."""
+
+    def before_train(self, runner: Any) -> None:
+        runner.model.more = iter(range(10**6))
+        assert next(one for one in runner.hooks if isinstance(one, CheckpointHook)).interval
+
+
+@MODELS.register_module(force=True)
+class Drawn(cases.SmallClassifier):
+    """Asks for what the hook makes."""
+
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().scores(inputs) + next(self.more)
+
+
+def test_steps_that_need_what_hooks_make_as_the_training_begins_are_followed(
+    plain: Look, look: Callable[..., Look]
+) -> None:
+    found = look({"type": "Drawing"}, model={**MODEL, "type": "Drawn"}, val_evaluator={"type": "Keeping"})
+    assert found.phase("training").peak_allocated >= plain.phase("training").peak_allocated
+    assert not found.said("Drawing")
 
 
 # --- the user's objects, the guard --------------------------------------------------------------------------------

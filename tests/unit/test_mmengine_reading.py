@@ -9,13 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from each import each
 
 pytest.importorskip("mmengine")
-from vram_guard_mmengine import VramGuardHook, _optim  # noqa: F401, I001 - first: it knows what MMEngine's own imports warn of
+from vram_guard_mmengine import VramGuardHook, _optim  # noqa: I001 - first: it knows what MMEngine's own imports warn of
 
 import torch
 import vram_guard_mmengine
 from mmengine._strategy import FSDPStrategy
+from mmengine.config import ConfigDict
 from mmengine.dataset import InfiniteSampler
 from mmengine.hooks import EMAHook, Hook, LoggerHook
 from mmengine.model import BaseDataPreprocessor, BaseModel
@@ -25,10 +27,11 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from vram_guard.errors import InvalidInputError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.simulate.parallel.groups import alone
 from vram_guard_mmengine import _capture, _checkpoints, _compare, _dividing, _layouts, _recovery, _rehearsal
 from vram_guard_mmengine._evaluation import EvaluationLoop, is_endless, number_of_batches
+from vram_guard_mmengine._refusals import refusals
 from vram_guard_mmengine._settings import checked_priority
 from vram_guard_mmengine.commands import write_base
 
@@ -206,6 +209,80 @@ def test_a_base_file_of_somebody_else_is_replaced_by_force_alone(tmp_path: Path)
     assert write_base(tmp_path, force=True).read_text() == written
     with pytest.raises(InvalidInputError, match="is not a folder"):
         write_base(tmp_path / "nowhere")
+
+
+class OwnStep(OptimWrapper):  # type: ignore[misc]
+    """A wrapper of the user's."""
+
+    def backward(self, loss: Any, **kwargs: Any) -> None: ...
+
+
+PLAIN = {"type": "OptimWrapper", "optimizer": {"type": "SGD", "lr": 1.0}}
+MIXED = {**PLAIN, "type": "AmpOptimWrapper"}
+OWN = {**PLAIN, "type": OwnStep}
+
+
+@each(
+    ("technique", "wrapper", "config", "pin", "refused"),
+    [
+        ("precision", PLAIN, {}, None, False),
+        ("precision", "built", {}, None, True),
+        ("precision", MIXED, {}, None, True),  # it stays so
+        ("precision", MIXED, {}, {"precision": "bf16-mixed"}, False),
+        ("precision", OWN, {}, None, True),
+        ("optimizer_in_backward", PLAIN, {}, None, False),
+        ("optimizer_in_backward", MIXED, {}, None, True),
+        ("optimizer_in_backward", OWN, {}, None, True),
+        ("accumulate", PLAIN, {}, None, False),
+        ("accumulate", OWN, {}, None, True),
+        ("checkpoint", PLAIN, {}, None, False),
+        ("checkpoint", PLAIN, {"activation_checkpointing": ["layers"]}, None, True),
+        ("8bit", PLAIN, {}, None, False),
+        ("8bit", PLAIN, {"resume": True}, None, True),
+        ("offload_frozen", PLAIN, {}, None, True),
+        ("half", PLAIN, {}, None, True),
+        ("shard", PLAIN, {}, None, True),  # there is one process
+        ("grow", PLAIN, {}, None, True),
+    ],
+)
+def test_what_a_runner_does_not_go_with(technique: str, wrapper: Any, config: Any, pin: Any, refused: bool) -> None:
+    if wrapper == "built":
+        wrapper = OptimWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    runner = SimpleNamespace(
+        model=nn.Linear(1, 1),
+        cfg=ConfigDict({name: value for name, value in config.items() if name != "resume"}),
+        world_size=1,
+        optim_wrapper=wrapper,
+        _resume=config.get("resume", False),
+    )
+    settings: Any = VramGuardHook(budget="1GiB", pin=pin).settings
+    found = {one.technique for one in refusals(runner, _optim.read(wrapper), settings, growable="small") if one.reason}
+    assert (technique in found) is refused
+
+
+def test_the_wrapper_of_a_trace_takes_one_loss_a_step() -> None:
+    recorder, loss = _capture.RecordingOptimWrapper(), torch.ones(())
+    with pytest.raises(UnsupportedStepError):
+        _ = recorder.loss
+    recorder.update_params(loss)
+    assert recorder.loss == loss
+    with pytest.raises(UnsupportedStepError):
+        recorder.update_params(loss)
+    for name in ("backward", "step", "zero_grad", "scale_loss"):
+        recorder.begin()
+        with pytest.raises(UnsupportedStepError):
+            getattr(recorder, name)(loss)
+
+
+@pytest.mark.parametrize(("accumulate", "splits", "steps"), [(1, 1, 12), (4, 4, 12), (6, 2, 4)])
+def test_optimizer_steps_are_counted_where_the_user_accumulates(accumulate: int, splits: int, steps: int) -> None:
+    counted: list[int] = []
+    hook: Any = VramGuardHook(budget="1GiB")
+    hook.plan = SimpleNamespace(accumulate=accumulate, splits=splits)
+    hook._guard = SimpleNamespace(measured=counted.append)
+    for _iteration in range(12):
+        hook.after_train_iter(None, 0)
+    assert counted[-1] == steps
 
 
 @pytest.mark.parametrize("priority", ["LOW", "very_high", 0, 50, 100])
