@@ -18,7 +18,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages schemas clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages reference schemas clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -107,6 +107,9 @@ mutants: $(STAMP) ## small faults that no test notices, a sample for each room: 
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py
+
+reference: $(STAMP) ## write docs/reference, the pages of commands, settings and Python names, from the code
+	PYTHONPATH=.:integrations $(BIN)/python tools/reference.py
 
 schemas: $(STAMP) ## write docs/schemas.json, the JSON schemas of the commands' answers
 	$(BIN)/python tools/json_schemas.py

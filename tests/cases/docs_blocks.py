@@ -23,8 +23,6 @@ from packaging.requirements import Requirement
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```\s*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>\S[^>]*) -->\s*$")
-#: The pages with which one starts, and the title of each.
-START_PAGES = {"pytorch": "PyTorch", "lightning": "Lightning", "mmengine": "MMEngine", "accelerate": "Accelerate"}
 TITLE = re.compile(r'title="([^"]+)"')
 
 

@@ -133,17 +133,16 @@ def test_a_tool_that_hangs_is_left_behind(monkeypatch):
 
 @pytest.mark.skipif(not (pinned("torch") and pinned("transformers")), reason="the figures are of other releases")
 def test_our_figures_on_the_pages_are_what_we_answer_today():
-    """The column of vram_guard, and the allocated peaks of the READMEs' table of speed."""
+    """The column of vram_guard, and the allocated peaks of the table of speed."""
     found = {asked.title: tools.traced(asked) for asked in workloads().values()}
     page = ROOT / "docs" / "lab" / "peers.md"
     rows = [line.strip("| ").split(" | ") for line in page.read_text(encoding="utf-8").splitlines()]
     shown = {row[0]: row[2].split()[0] for row in rows if row[0] in found}
     assert shown == {title: f"{estimate.peak_reserved / 2**30:.2f}" for title, estimate in found.items()}
-    for page in (ROOT / "README.md", ROOT / "README_zh-CN.md"):
-        shown = re.findall(r"^(\w.*\S) +vram_guard .* ([\d.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert len(shown) == 3
-        for title, peak in shown:
-            assert peak == f"{found[f'{title}, AdamW'].peak_allocated / 2**30:.2f}", title
+    shown = re.findall(r"^(\w.*\S) +vram_guard .* ([\d.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(shown) == 3
+    for title, peak in shown:
+        assert peak == f"{found[f'{title}, AdamW'].peak_allocated / 2**30:.2f}", title
 
 
 def test_the_page_shows_answers_errors_seconds_and_reasons(tmp_path):

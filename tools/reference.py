@@ -1,0 +1,128 @@
+"""``make reference``: docs/reference, the pages of options, settings and Python names, made from the code.
+
+The commands' options are those of their parsers, settings those of the guards with their defaults, and the Python names
+those of ``vram_guard.__all__`` with their docstrings. ``tests/pages/test_docs.py`` says which page is not current.
+"""
+
+# ruff: noqa: SLF001, argparse has no public way to list the options of a parser
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import vram_guard
+from vram_guard.cli import _parser
+from vram_guard.guard.settings import GuardSettings, PlanSettings
+from vram_guard.language import speaking
+from vram_guard.settings import KINDS
+from vram_guard_accelerate._settings import add_options
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+NOTE = "Made by `make reference` from the code."
+
+
+def cli() -> str:
+    """Every command with its options."""
+    with speaking("en"):
+        found = dict(_commands(_parser([]), ""))
+        # Beside its own options ``launch`` has all of accelerate's.
+        description = (
+            "accelerate's options are passed on to accelerate, and what follows the script belongs to the script."
+        )
+        found["launch"] = argparse.ArgumentParser(description=description, add_help=False)
+        add_options(found["launch"])
+        parts = [f"# Commands\n\n{NOTE} `vram-guard COMMAND --help` prints the same; with `--lang zh` in Chinese.\n"]
+        parts += [_command(name, parser) for name, parser in found.items()]
+    return "\n".join(parts)
+
+
+def _commands(parser: argparse.ArgumentParser, above: str) -> list[tuple[str, argparse.ArgumentParser]]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found = []
+    for name, command in below[0].choices.items() if below else ():
+        path = f"{above}{name}"
+        found += _commands(command, f"{path} ") or [(path, command)]
+    return found
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    rows = [("option", "meaning"), ("---", "---")]
+    for action in sorted(parser._actions, key=lambda action: not action.option_strings):
+        if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
+            takes = "" if action.nargs == 0 else f" {_metavar(action)}"
+            names = ", ".join(action.option_strings) + takes if action.option_strings else _metavar(action)
+            rows.append((f"`{names}`", _cell(action.help or "")))
+    table = "\n".join(f"| {option} | {meaning} |" for option, meaning in rows)
+    return f"## `vram-guard {name}`\n\n{_cell(parser.description or '')}\n\n{table}\n"
+
+
+def _metavar(action: argparse.Action) -> str:
+    if isinstance(action.metavar, str):
+        return action.metavar
+    return "|".join(map(str, action.choices)) if action.choices else action.dest.upper()
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("%%", "%").split()).replace("|", "\\|")
+
+
+def settings() -> str:
+    """Every setting with its default and what it means."""
+    meanings = {**_arguments(PlanSettings), **_arguments(GuardSettings)}
+    defaults = {field.name: field.default for field in dataclasses.fields(GuardSettings)}
+    rows = [
+        f"| `{name}` | {f'`VRAM_GUARD_{name.upper()}`' if name in KINDS else ''} | `{_default(defaults[name])}` | "
+        f"{meaning.replace('|', chr(92) + '|')} |"
+        for name, meaning in meanings.items()
+    ]
+    others = sorted(set(KINDS) - set(meanings))
+    return "\n".join(
+        [
+            f"# Settings\n\n{NOTE}",
+            "Arguments of `VramGuard` and keys of `vram_guard = dict(...)`;",
+            "[where else they may stand](../en/index.md#settings).\n",
+            "| setting | variable | default | meaning |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            f"\nOf single commands or adapters: {', '.join(f'`{name}`' for name in others)}.\n",
+        ]
+    )
+
+
+def _arguments(settings_class: type) -> dict[str, str]:
+    """Name -> meaning, of the section Args of a docstring."""
+    section = (inspect.getdoc(settings_class) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^    (?=\w[\w, ]*: )", section, flags=re.MULTILINE)
+    found = (re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(entry.split())).replace("``", "`") for entry in entries)
+    return dict(entry.partition(": ")[::2] for entry in found if entry)
+
+
+def _default(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def api() -> str:
+    """Every public name with its signature and its docstring."""
+    parts = [f"# Python\n\n{NOTE} `import vram_guard` imports neither torch nor a framework.\n"]
+    for name in vram_guard.__all__:
+        value = getattr(vram_guard, name)
+        if not isinstance(value, str):
+            text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", inspect.getdoc(value) or "")
+            parts.append(f"## {name}\n\n```text\n{text}\n```\n")
+    return "\n".join(parts)
+
+
+PAGES = {"cli": cli, "settings": settings, "api": api}
+
+if __name__ == "__main__":
+    for page, make in PAGES.items():
+        path, text = FOLDER / f"{page}.md", make()
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is not what the code says")
