@@ -105,8 +105,13 @@ EVENTS_WRITTEN = 20_000
 CALLS_FOLLOWED = 4
 #: Nodes between a loss and what it is made of: a loss has tens.
 GRAPH_NODES = 10_000
-#: Objects near the functions of a training where no whole job is followed: a list of losses is near what appends to it.
-OBJECTS_NEAR = 128
+#: Objects that a training's functions and modules lead to, the nearest first: a look at one takes a microsecond or two,
+#: and a walk before every batch stays below the time of a short step.
+OBJECTS_REACHED = 10_000
+#: Items of a container whose items are looked into; what a longer one holds itself is remembered all the same.
+ITEMS_REACHED = 10_000
+#: Bytes of a NumPy array that is copied before every batch: a tenth of a millisecond.
+ARRAY_REACHED = 2**20
 #: Items of a container: longer ones hold data, not switches.
 LONGEST_SWITCHES = 64
 

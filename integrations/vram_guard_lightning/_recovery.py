@@ -93,7 +93,6 @@ def arm(
         on_failure=on_failure,
         frameworks=FRAMEWORKS,
     )
-    recovery.say_what_is_not_rolled_back()
     batches = MicroBatches(
         splitter,
         loss_weight,
@@ -235,7 +234,7 @@ class _FreedOnce:
 
     def __call__(self) -> None:
         if not self.done:
-            with self._session.recovery.snapshot.keeping():
+            with self._session.recovery.snapshot.once():
                 self._zero_grad()
             self.done = True
 

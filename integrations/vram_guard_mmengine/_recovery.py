@@ -70,7 +70,6 @@ def arm(
         on_failure=on_failure,
         frameworks=("mmengine",),
     )
-    recovery.say_what_is_not_rolled_back()
     batches = MicroBatches(
         splitter,
         loss_weight,

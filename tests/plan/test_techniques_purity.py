@@ -294,7 +294,7 @@ IMPURE: tuple[tuple[type[Block], str, str], ...] = (
     (CountsInHelper, "object", "meter"),
     (CountsInArray, "object", "counts"),
     (CountsInClass, "object", "CountsInClass"),
-    (CountsInHook, "object", "linear.CountsInHook.setup.<locals>.<lambda>.calls"),
+    (CountsInHook, "object", "calls"),
 )
 
 

@@ -448,7 +448,7 @@ def test_a_large_models_own_attributes_do_not_crowd_out_the_users_objects(monkey
     model = nn.Sequential(network(), *(nn.Identity() for _ in range(8)))
     for layer in model[1:]:
         layer.options = [[]]
-    monkeypatch.setattr(reached, "MOST", 8)
+    monkeypatch.setattr(reached, "OBJECTS_REACHED", 8)
     losses = []
 
     def keeping(net, batch):

@@ -24,6 +24,7 @@ _WHAT: dict[ChangeKind, str] = {
     "generator": marked("draws from the generator {name}"),
     "input": marked("changes its input"),
     "elsewhere": marked("changes a tensor that was made before it"),
+    "beyond": marked("may change {name}, which cannot be looked into"),
 }
 _UNNAMED_GENERATOR = marked("draws from a generator of its own")
 

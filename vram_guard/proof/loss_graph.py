@@ -109,6 +109,8 @@ class LossGraph:
             # What is as long as the batch is the batch's own; whether hooks read it, a run shows.
             if self._read or shape is None or shape == other.changed.get(name):
                 return _("the step itself changes {name}, which would be once per micro-batch", name=name)
+        for name, kind in one.beyond.items():
+            return _("the step itself may change {name} ({kind}), which cannot be looked into", name=name, kind=kind)
         for why in (*one.later, *other.later):
             return why
         for name in one.called:
@@ -193,7 +195,9 @@ class LossGraph:
             if heard.of_python:
                 later.append(_("it draws from a generator of NumPy or Python, maybe one number for the whole batch"))
             form = apart.form(loss) if before is None else before.form  # it also makes what is made once
-            self._looks[self._size] = _TracedLoss(changed, written, called, form, logged, heard.random, tuple(later))
+            self._looks[self._size] = _TracedLoss(
+                changed, written, called, form, logged, heard.random, state.beyond, tuple(later)
+            )
         return returned
 
     @contextlib.contextmanager
@@ -254,6 +258,8 @@ class _TracedLoss(NamedTuple):
     """Values that it logged, but the loss itself; None for what is no tensor."""
     random: bool
     """True where it draws random numbers."""
+    beyond: dict[str, str]
+    """What it leads to and what is not looked into, with its kind."""
     later: tuple[str, ...]
     """Why it may do something else in later steps."""
 

@@ -1,27 +1,100 @@
-"""Objects that callables lead to (closures, bound objects, globals), and what the mutable ones hold, put back."""
+"""What objects lead to: containers, attributes, closures, generators and arrays; remembered, compared and put back.
+
+One walk serves a batch that is rolled back after it ran out of memory, a trace that leaves the user's objects as they
+were, blocks whose forward must not run twice, and steps that move state on themselves. Everything in reach is looked
+at, whatever class it has, but what its caller knows to be no state. There is one table of limits, and one rule for what
+lies beyond them and for what cannot be looked into (iterators, open files, objects written in C): it is named in
+:attr:`ObjectWalk.beyond`, and the caller refuses what depends on it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
+import io
+import itertools
+import logging
+import random
+import sys
+import threading
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from pathlib import PurePath
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
-from vram_guard.state.containers import MUTABLE, alike, look, refill
+import torch
+from torch import nn
+from torch.utils.data import Dataset, Sampler
 
-#: Objects that are looked at, besides those that are given: a large model has more attributes of its own.
-MOST = 4096
+from vram_guard.language import _
+from vram_guard.limits import ARRAY_REACHED, ITEMS_REACHED, OBJECTS_REACHED
+from vram_guard.state.containers import MUTABLE, alike, refill
 
-#: A longer list is put back by its length; what is in longer containers is not looked at.
-LONGEST = 4096
+# --- kinds -----------------------------------------------------------------------------------------------------------
 
-_MISSING = object()
+#: Exact types of values that hold nothing that could change.
+FLAT = frozenset({
+    int, float, complex, bool, str, bytes, type(None), type(...), range, slice, type, object, CodeType,
+    types.BuiltinFunctionType, types.ModuleType,
+    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
+})  # fmt: skip
+#: Values of these and of derived classes, and what only refers to others or tells people what goes on.
+_UNCHANGING = (
+    *(int, float, complex, str, bytes, type, ModuleType, enum.Enum, PurePath, weakref.ref, logging.Logger),
+    *(type(threading.Lock()), type(threading.RLock()), threading.local, property, staticmethod, classmethod),
+    *(types.MappingProxyType, types.GenericAlias, types.UnionType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
+)
+#: Top-level modules whose objects are values: they are replaced, and not changed.
+_VALUES = frozenset({
+    *("datetime", "decimal", "fractions", "re", "uuid", "operator", "typing", "inspect", "zoneinfo", "numbers"),
+    *("tokenizers", "sentencepiece", "tiktoken", "regex"),
+})  # fmt: skip
+#: Top-level modules whose objects show or record what goes on, and decide nothing in a training.
+RECORDERS = frozenset({
+    *("wandb", "tensorboard", "tensorboardX", "mlflow", "neptune", "comet_ml", "clearml", "aim", "swanlab"),
+    *("tqdm", "rich", "loguru", "structlog", "logging"),
+})  # fmt: skip
+#: Libraries whose objects keep nothing of the user's.
+LIBRARIES = frozenset({"torch", "numpy", "vram_guard"})
+#: Modules whose classes others derive from, and that keep nothing in them.
+_BASES = LIBRARIES | {"builtins", "abc", "typing", "collections", "enum"}
 _CONTAINERS = (*MUTABLE, tuple, frozenset)
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-#: Packages whose functions keep nothing of the user's.
-_LIBRARIES = ("torch", "numpy", "builtins", "vram_guard")
+#: What every module has, hook tables among them: a dozen names for each module that would be looked at in vain.
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MISSING = object()
+
+
+class Variable(NamedTuple):
+    """A name that code reads: a closure's cell, or a global of a module."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    place: Any
+    """The cell, or the module's globals."""
+
+
+class Holder(NamedTuple):
+    """Something that holds others, and a copy of what it holds."""
+
+    name: str
+    value: Any
+    content: Any
+
+
+def in_libraries(value: Any) -> bool:
+    """True for objects and functions of libraries that keep nothing of the user's; modules of torch are among them."""
+    return home_of(value) in LIBRARIES
+
+
+def home_of(value: Any) -> str:
+    """The top-level module of a function, or of an object's class."""
+    named = value if isinstance(value, FunctionType) else type(value)
+    return str(getattr(named, "__module__", "")).partition(".")[0]
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
@@ -30,11 +103,12 @@ def parts_of(value: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
         names, cells = value.__code__.co_freevars, value.__closure__ or ()
         return {name: held(cell) for name, cell in zip(names, cells, strict=True) if name != "__class__"}
     if isinstance(value, MethodType):
-        return (value.__self__,)
+        return (value.__self__, value.__func__)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if not type(value).__dictoffset__:
-        return None
+        names = _slots(type(value))
+        return {name: one for name in names if (one := getattr(value, name, _MISSING)) is not _MISSING} or None
     try:
         # Past what a class may do when it is asked for attributes.
         found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
@@ -51,156 +125,364 @@ def held(cell: CellType) -> Any:
         return None
 
 
-class ReachedState:
-    """What the objects hold that some callables lead to.
+# --- the walk --------------------------------------------------------------------------------------------------------
+
+
+class ObjectWalk:
+    """Everything that holds something and that some objects lead to, each once, the nearest first; to be iterated once.
 
     Args:
-        roots: names and objects: callables, and others.
-        most: objects that are looked at besides them, the nearest first.
-        passed_over: says True of objects that are not looked at either.
+        roots: names and objects.
+        left_alone: says True of objects that are not looked at, known to hold nothing that matters.
+        globals_too: whether the globals that functions name are looked at, those of methods of objects included.
+
+    Attributes:
+        tensors: that were found, by ``id``, with a name of each.
+        beyond: what was not looked into: its name -> its kind, in words.
+
+    Example:
+        >>> walk = ObjectWalk([("model", {"seen": [1], "source": iter([2])})])
+        >>> [(found.name, found.content) for found in walk if found.name.endswith("]")]
+        [("model['seen']", [1])]
+        >>> walk.beyond
+        {"model['source']": 'a list_iterator'}
     """
 
     def __init__(
         self,
         roots: Iterable[tuple[str, Any]],
-        most: int = MOST,
-        passed_over: Callable[[Any], bool] = lambda _value: False,
+        left_alone: Callable[[Any], bool] = in_libraries,
+        *,
+        globals_too: bool = False,
     ) -> None:
-        self._cells: list[tuple[str, CellType, Any]] = []
-        self._globals: list[tuple[str, dict[str, Any], Any]] = []
-        self._containers: list[tuple[str, Any, Any]] = []
-        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self.beyond: dict[str, str] = {}
+        self._pending = deque((name, value) for name, value in roots if type(value) not in FLAT)
+        self._left_alone = left_alone
+        self._globals_too = globals_too
         self._kinds: set[type] = set()
         """Classes whose methods have been looked at."""
         self._asked: dict[int, set[str]] = {}
         """Names that have been looked up, by the identity of a module's globals: its functions share most of them."""
-        nobodys: dict[tuple[type, str | None], bool] = {}
-        pending = deque(roots)
-        most += len(pending)
+
+    def __iter__(self) -> Iterator[Holder]:
         seen: set[int] = set()
-        while pending and len(seen) < most:
-            name, value = pending.popleft()
-            if id(value) in seen or value is _MISSING:
+        most = OBJECTS_REACHED + len(self._pending)
+        while self._pending:
+            name, value = self._pending.popleft()
+            if id(value) in seen:
                 continue
-            home = value.__module__ if isinstance(value, FunctionType) else None
-            kind = type(value), home
-            if kind not in nobodys:
-                nobodys[kind] = _is_nobodys(*kind)
-            if not nobodys[kind] and not passed_over(value):
-                seen.add(id(value))
-                pending += self._look_at(name, value)
+            if len(seen) >= most:
+                self.beyond[name] = _("a {kind}, and what follows it", kind=type(value).__name__)
+                return
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                self.tensors[id(value)] = name, value
+            elif isinstance(value, _CONTAINERS):
+                yield from self._container(name, value)
+            elif not isinstance(value, _UNCHANGING):
+                yield from self._object(name, value)
 
-    def _look_at(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
-        """Remember what an object holds; what it leads to, with names."""
-        if isinstance(value, _CONTAINERS):
-            if isinstance(value, MUTABLE):
-                self._containers.append((name, value, look(value, LONGEST)))
-            return () if len(value) > LONGEST else [(name, part) for part in _parts_in(value)]
-        if isinstance(value, FunctionType):
-            return self._look_at_function(value)
-        if isinstance(value, MethodType):
-            return (name, value.__self__), (name, value.__func__)
+    def _container(self, name: str, value: Any) -> Iterator[Holder]:
+        content = value if isinstance(value, (tuple, frozenset)) else value.copy()
+        if content is not value:
+            yield Holder(name, value, content)
+        parts = content.values() if isinstance(content, dict) else content
+        if len(content) <= ITEMS_REACHED:
+            named = content.items() if isinstance(content, dict) else enumerate(content)
+            self._pending += [(f"{name}[{_key(key)}]", part) for key, part in named if type(part) not in FLAT]
+        elif not _are_flat(parts):
+            self.beyond[name] = _("a {kind} of {count} items", kind=type(value).__name__, count=len(value))
+
+    def _object(self, name: str, value: Any) -> Iterator[Holder]:
+        if isinstance(value, nn.Module) and not self._left_alone(value):
+            yield from self._attributes(name, value, dict(vars(value)))
+            return
+        content = _state_of(value)
+        if content is not None:
+            yield Holder(name, value, content)
+            return
         parts = parts_of(value)
-        if isinstance(parts, dict):
-            self._attributes.append((name, parts, dict(parts)))
-        # A callable object, or one whose methods the others call, may keep something in globals.
-        new = [kind for kind in type(value).__mro__ if kind not in self._kinds]
-        self._kinds.update(new)
-        own = [one for kind in new for one in vars(kind).values() if isinstance(one, FunctionType)]
-        if isinstance(parts, Mapping):
-            named = [(f"{name}.{key}" if name else str(key), part) for key, part in parts.items()]
-        else:
-            named = [(name, part) for part in parts or ()]
-        return [*((name, one) for one in own), *named]
+        if isinstance(value, io.IOBase) or (isinstance(value, Iterator) and (parts is None or self._left_alone(value))):
+            self.beyond[name] = _("a {kind}", kind=type(value).__name__)
+        elif _is_array(value):
+            if value.flags.writeable:
+                self.beyond[name] = _("a NumPy array of {count} values", count=value.size)
+        elif self._left_alone(value) or home_of(value) in _VALUES:
+            return
+        elif isinstance(value, FunctionType):
+            yield from self._function(value)
+        elif isinstance(parts, tuple):
+            self._pending += [(name, part) for part in parts if type(part) not in FLAT]
+        elif parts is not None:
+            yield from self._attributes(name, value, dict(parts))
+        elif "__slots__" not in vars(type(value)):
+            self.beyond[name] = _("a {kind}", kind=type(value).__name__)
 
-    def _look_at_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._cells.append((name, cell, held(cell)))
-            yield name, held(cell)
+    def _attributes(self, name: str, value: Any, content: dict[str, Any]) -> Iterator[Holder]:
+        yield Holder(name, value, content)
+        dot = f"{name}." if name else ""
+        left_out = OF_EVERY_MODULE if isinstance(value, nn.Module) else ()
+        parts = [(key, part) for key, part in content.items() if key not in left_out and type(part) not in FLAT]
+        if left_out:
+            for key in ("_parameters", "_buffers", "_modules"):
+                yield Holder(name, content[key], content[key].copy())
+                self._pending += [(dot + own, part) for own, part in content[key].items() if part is not None]
+        elif isinstance(value, (Dataset, Sampler)):  # their items are the loader's, which has delivered the batch
+            yield from (Holder(dot + key, part, part.copy()) for key, part in parts if isinstance(part, MUTABLE))
+            parts = [(key, part) for key, part in parts if not isinstance(part, _CONTAINERS)]
+        self._pending += [(dot + str(key), part) for key, part in parts]
+        for kind in type(value).__mro__:
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self._pending += self._of_class(name, kind)
+
+    def _of_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
+        """Containers that a class of the user's holds, and methods, which may keep something in globals."""
+        if kind.__module__.partition(".")[0] not in _BASES:
+            own = vars(kind).items()
+            yield from (
+                (f"{kind.__qualname__}.{key}", one) for key, one in own if type(one) in MUTABLE and key[:2] != "__"
+            )
+            if self._globals_too:
+                yield from ((name, one) for one in vars(kind).values() if isinstance(one, FunctionType))
+
+    def _function(self, function: FunctionType) -> Iterator[Holder]:
+        for own, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            put = functools.partial(setattr, cell, "cell_contents")
+            yield from self._variable(own, Variable(functools.partial(held, cell), put, cell))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            yield function.__name__, value
-        names = function.__globals__
-        asked = self._asked.setdefault(id(names), set())
-        new = _names(function.__code__) - asked
-        asked |= new
-        for name in new:
-            value = names.get(name, _MISSING)
-            self._globals.append((name, names, value))
-            yield name, value
+            if type(value) not in FLAT:
+                self._pending.append((function.__name__, value))
+        if self._globals_too:
+            names = function.__globals__
+            asked = self._asked.setdefault(id(names), set())
+            new = _names(function.__code__) - asked
+            asked |= new
+            for own in new:
+                get, put = functools.partial(names.get, own, _MISSING), functools.partial(_set_global, names, own)
+                yield from self._variable(own, Variable(get, put, names))
 
-    def content(self) -> Iterator[tuple[str, Any]]:
-        """Everything that the objects hold now, with its names."""
-        yield from ((name, held(cell)) for name, cell, _content in self._cells)
-        yield from ((name, names.get(name)) for name, names, _value in self._globals)
-        for name, attributes, _before in self._attributes:
-            yield from ((f"{name}.{key}" if name else key, value) for key, value in attributes.items())
-        yield from ((name, look(container, LONGEST)) for name, container, _content in self._containers)
-
-    def kept(self) -> Iterator[tuple[str, Any]]:
-        """The names that hold something else than they did, with what they hold."""
-        for name, cell, content in self._cells:
-            if held(cell) is not content:
-                yield name, held(cell)
-        for name, names, value in self._globals:
-            if names.get(name, _MISSING) is not value:
-                yield name, names.get(name)
-        for name, attributes, before in self._attributes:
-            for key, value in attributes.items():
-                if before.get(key, _MISSING) is not value:
-                    yield f"{name}.{key}" if name else key, value
-        for name, container, content in self._containers:
-            now = look(container, LONGEST)
-            if not alike(now, content):
-                yield name, container[content:] if isinstance(content, int) else now
-
-    def restore(self, where: Callable[[Any], bool] = lambda _now: True) -> None:
-        """Put everything back; where only some of it: what holds now what ``where`` says True of."""
-        for _name, cell, content in self._cells:
-            if held(cell) is not content and where(held(cell)):
-                cell.cell_contents = content
-        for name, names, value in self._globals:
-            if names.get(name, _MISSING) is not value and where(names.get(name)):
-                if value is _MISSING:
-                    del names[name]
-                else:
-                    names[name] = value
-        for _name, container, content in (*self._containers, *self._attributes):
-            now = container[content:] if isinstance(content, int) else container
-            if not alike(look(container, LONGEST), content) and where(now):
-                refill(container, content)
+    def _variable(self, name: str, variable: Variable) -> Iterator[Holder]:
+        value = variable.get()
+        yield Holder(name, variable, value)
+        if type(value) not in FLAT:
+            self._pending.append((name, value))
 
 
-@contextlib.contextmanager
-def reached_kept(
-    roots: Iterable[tuple[str, Any]], most: int = MOST, where: Callable[[Any], bool] = lambda _now: True
-) -> Iterator[ReachedState]:
-    """Afterwards everything that these objects lead to holds what it held before; see :class:`ReachedState`."""
-    state = ReachedState(roots, most)
-    try:
-        yield state
-    finally:
-        state.restore(where)
+# --- what is held ----------------------------------------------------------------------------------------------------
 
 
-def _parts_in(container: Any) -> Iterable[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
+def content_of(value: Any) -> Any:
+    """What something that a :class:`ObjectWalk` found holds now: a copy, as :attr:`Holder.content` is one."""
+    if isinstance(value, Variable):
+        return value.get()
+    if isinstance(value, MUTABLE):
+        return value.copy()
+    state = _state_of(value)
+    return dict(parts_of(value) or {}) if state is None else state
 
 
-def _is_nobodys(kind: type, function_of: str | None) -> bool:
-    """True for what keeps nothing of the user's: values, classes, modules, functions and tensors of libraries.
+def same_content(value: Any, one: Any, other: Any) -> bool:
+    """True if two contents of it are of the same objects; states of generators and arrays are compared by value."""
+    if isinstance(value, Variable):
+        return one is other
+    if isinstance(one, (dict, list, set, deque)):
+        return alike(one, other)
+    return bool(comparable(one) == comparable(other))
 
-    Args:
-        kind: the object's class.
-        function_of: the module of a function.
-    """
-    if kind in _PLAIN or issubclass(kind, (type, ModuleType, BuiltinFunctionType)):
+
+def comparable(state: Any) -> Any:
+    """The state of a generator or an array as bytes and tuples."""
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    if hasattr(state, "tobytes"):
+        return state.tobytes()
+    if isinstance(state, Mapping):  # NumPy's new generators have nested ones
+        return [(key, comparable(part)) for key, part in state.items()]
+    return tuple(map(comparable, state)) if isinstance(state, tuple) and len(state) < ITEMS_REACHED else state
+
+
+def put_back(value: Any, content: Any) -> None:
+    """Let it hold this content again."""
+    if isinstance(value, Variable):
+        value.put(content)
+    elif isinstance(value, MUTABLE):
+        refill(value, content)
+    elif isinstance(value, torch.Generator):
+        value.set_state(content)
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif is_generator(value):
+        _numpys(value)[1](content)
+    elif _is_array(value):
+        value[...] = content
+    elif type(value).__dictoffset__:
+        refill(object.__getattribute__(value, "__dict__"), content)
+    else:
+        _set_slots(value, content)
+
+
+def is_generator(value: Any) -> bool:
+    """True for a random number generator of torch, Python or NumPy."""
+    if isinstance(value, (torch.Generator, random.Random)):
         return True
-    home = str(function_of if issubclass(kind, FunctionType) else getattr(kind, "__module__", ""))
-    is_library = home.partition(".")[0] in _LIBRARIES
-    return is_library and not issubclass(kind, (*_CONTAINERS, MethodType, functools.partial))
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState))
+
+
+def _state_of(value: Any) -> Any:
+    """The state of a generator, or a copy of a small array; None for all others."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if is_generator(value):
+        return _numpys(value)[0]()
+    if _is_array(value) and value.nbytes <= ARRAY_REACHED and not value.dtype.hasobject and value.flags.writeable:
+        return value.copy()
+    return None
+
+
+def _numpys(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Getter and setter of the state of one of NumPy's generators."""
+    bits = getattr(generator, "bit_generator", None)
+    if bits is None:
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
+    return lambda: bits.state, functools.partial(setattr, bits, "state")
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _are_flat(parts: Iterable[Any]) -> bool:
+    """True if there is nothing to look into: values, and tuples of values."""
+    kinds = set(map(type, parts))
+    if kinds <= FLAT:
+        return True
+    return kinds == {tuple} and set(map(type, itertools.chain.from_iterable(parts))) <= FLAT
+
+
+def _key(key: Any) -> str:
+    """A key as it is written; of an object, whose text may be long or run code, the class."""
+    return repr(key) if type(key) in FLAT else type(key).__name__
+
+
+def _set_global(names: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        names.pop(name, None)
+    else:
+        names[name] = value
+
+
+def _set_slots(value: Any, content: Mapping[str, Any]) -> None:
+    for name in _slots(type(value)):
+        if name in content:
+            object.__setattr__(value, name, content[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The slots of a class and of its bases, under the names that instances have them by."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            hidden = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _names(code: CodeType) -> set[str]:
     """The names of globals (and attributes) that a function uses, those of functions inside it included."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(_names, inner))
+
+
+# --- remembered ------------------------------------------------------------------------------------------------------
+
+
+class ReachedState:
+    """What some objects lead to, as it was when this was made.
+
+    Args:
+        roots: names and objects: callables, and others.
+        left_alone: see :class:`ObjectWalk`.
+        globals_too: see :class:`ObjectWalk`.
+
+    Attributes:
+        beyond: see :class:`ObjectWalk`; it is neither compared nor put back.
+        tensors: see :class:`ObjectWalk`; what is written to them in place is not noticed.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        left_alone: Callable[[Any], bool] = in_libraries,
+        *,
+        globals_too: bool = True,
+    ) -> None:
+        walk = ObjectWalk(roots, left_alone, globals_too=globals_too)
+        self.found = list(walk)
+        self.beyond, self.tensors = walk.beyond, walk.tensors
+
+    def content(self) -> Iterator[tuple[str, Any]]:
+        """Everything that the objects hold now, with its names, but generators and arrays."""
+        for name, value, _content in self.found:
+            if not has_state(value):
+                now = content_of(value)
+                yield from ((name, now),) if _is_one(value) else _named(name, now)
+
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """The names that hold something else than they did, with what they hold."""
+        for name, value, content in self.found:
+            now = content_of(value)
+            if same_content(value, content, now):
+                continue
+            if is_generator(value):
+                yield _("the generator {name}", name=name), value
+            elif has_state(value):
+                yield name, value
+            elif _is_one(value):
+                yield name, now
+            else:
+                changed = (
+                    key for key in {**content, **now} if content.get(key, _MISSING) is not now.get(key, _MISSING)
+                )
+                yield from _named(name, {key: now.get(key) for key in changed})
+
+    def restore(self, where: Callable[[Any], bool] = lambda _now: True) -> None:
+        """Put everything back; where only some of it: what holds now what ``where`` says True of."""
+        for _name, value, content in self.found:
+            now = content_of(value)
+            if not same_content(value, content, now) and where(now):
+                put_back(value, content)
+
+
+@contextlib.contextmanager
+def reached_kept(
+    roots: Iterable[tuple[str, Any]], where: Callable[[Any], bool] = lambda _now: True
+) -> Iterator[ReachedState]:
+    """Afterwards everything that these objects lead to holds what it held before; see :class:`ReachedState`."""
+    state = ReachedState(roots)
+    try:
+        yield state
+    finally:
+        state.restore(where)
+
+
+def _is_one(value: Any) -> bool:
+    """True for what is named as a whole: variables and containers; False for attributes."""
+    return isinstance(value, (Variable, *MUTABLE))
+
+
+def has_state(value: Any) -> bool:
+    """True for a random number generator, and for an array."""
+    return is_generator(value) or _is_array(value)
+
+
+def _named(name: str, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((f"{name}.{key}" if name else str(key), value) for key, value in attributes.items())

@@ -9,19 +9,16 @@ made at the first call is there by then, and what is set to the value that it ha
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from vram_guard.state.forwards import counts_as_written
-from vram_guard.state.reached import parts_of
+from vram_guard.state.reached import LIBRARIES, OF_EVERY_MODULE, ObjectWalk, Variable, comparable, home_of, is_generator
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import storage_of, tensors_in, version_of
 from vram_guard.timeline import ChangeKind, StateChange
@@ -29,20 +26,8 @@ from vram_guard.timeline import ChangeKind, StateChange
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Objects are followed so far from a module's attributes: ``module.helper.table`` is two steps away.
-DEPTH = 2
-
-#: Objects that are looked at for one forward; a module that holds more is looked at in part.
-MOST = 4096
-
-#: Bytes of a NumPy array that are compared; larger ones are left to whoever runs the step for real.
-LARGEST_ARRAY = 2**20
-
 #: Values that are compared by what they are; all others are compared by identity.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_INTERNAL = vars(nn.Module()).keys()
-_OURS = "vram_guard"
 
 
 class Noted(NamedTuple):
@@ -136,7 +121,7 @@ class _Look:
         self._buffers: list[tuple[int, nn.Module, str, int, int]] = []
         """Storage, owner, name, id and version of each buffer."""
         self._generators: dict[int, str] = {}
-        self._contents: dict[str, tuple[int, Any]] = {}
+        self._contents: dict[tuple[str, int], Any] = {}
         for prefix, owner in _inside(module):
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
@@ -147,13 +132,14 @@ class _Look:
                 if parameter is not None:
                     self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
-        for name, value, content in _reached(module):
-            if isinstance(value, torch.Tensor):
-                self._tensors.setdefault(storage_of(value), ("tensor", name))
-                continue
+        walk = ObjectWalk(_roots(module), _is_left_alone)
+        for name, value, content in walk:
             if isinstance(value, torch.Generator):
                 self._generators[number_of(value)] = name
-            self._contents[name] = id(value), _tokens(content)
+            self._contents[name, _identity(value)] = _tokens(value, content)
+        self._beyond = walk.beyond
+        for name, tensor in walk.tensors.values():
+            self._tensors.setdefault(storage_of(tensor), ("tensor", name))
         for tensor in tensors_in(inputs):
             self._tensors.setdefault(storage_of(tensor), ("input", ""))
 
@@ -169,10 +155,11 @@ class _Look:
         drawn = {self._generators.get(key, "") for key in known}
         now = _owned(self._module)
         yield from (("object", name) for name, ids in self._owned.items() if now.get(name, ids) != ids)
-        for name, value, content in _reached(self._module):
-            before = self._contents.get(name)
-            if before is not None and before[0] == id(value) and before[1] != _tokens(content):
-                if _is_generator(value):
+        yield from (("beyond", f"{name} ({kind})") for name, kind in self._beyond.items())
+        for name, value, content in ObjectWalk(_roots(self._module), _is_left_alone):
+            now = _tokens(value, content)
+            if self._contents.get((name, _identity(value)), now) != now:
+                if is_generator(value):
                     drawn.add(name)
                 else:
                     yield "object", name
@@ -182,97 +169,61 @@ class _Look:
 # --- what a module refers to -----------------------------------------------------------------------------------------
 
 
-def _reached(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Tensors, and objects with their content, that a module's attributes, classes and hooks lead to, with names."""
-    pending: deque[tuple[str, Any, int]] = deque()
-    classes: dict[type, None] = {}
+def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the attributes, classes and hooks of a module and of its parts hold, with names."""
     for prefix, owner in _inside(module):
-        pending += [
-            (prefix + name, value, 0)
-            for name, value in vars(owner).items()
-            if name not in _INTERNAL and type(value) not in _PLAIN
-        ]
+        own = vars(owner).items()
+        yield from ((prefix + name, value) for name, value in own if name not in OF_EVERY_MODULE)
         for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
-            pending += [(prefix + _name_of(hook), hook, 0) for hook in hooks.values()]
-        classes.update(dict.fromkeys(kind for kind in type(owner).__mro__ if _is_users(kind)))
-    pending += [(kind.__qualname__, kind, 0) for kind in classes]
-    seen: set[int] = set()
-    while pending and len(seen) < MOST:
-        name, value, depth = pending.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield name, value, None
-            continue
-        content = _content(value, depth)
-        if content is None:
-            continue
-        yield name, value, content
-        if depth < DEPTH and not isinstance(content, bytes):
-            inside = content.items() if isinstance(content, Mapping) else enumerate(content)
-            pending += [(f"{name}.{key}", part, depth + 1) for key, part in inside if type(part) not in _PLAIN]
+            yield from ((prefix + _name_of(hook), hook) for hook in hooks.values())
+    for kind in _classes(module):
+        yield from ((f"{kind.__qualname__}.{name}", value) for name, value in _own(kind).items())
 
 
 def _inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((f"{path}." if path else "", owner) for path, owner in module.named_modules())
 
 
-def _owned(module: nn.Module) -> dict[str, list[int]]:
-    """Which parameters and modules there are, by ``id``."""
+def _owned(module: nn.Module) -> dict[str, Any]:
+    """Which parameters, modules and attributes of classes there are: of objects the ``id``."""
     kinds = ("_parameters", "_modules")
-    return {
+    found: dict[str, Any] = {
         prefix + kind: list(map(id, vars(owner)[kind].values())) for prefix, owner in _inside(module) for kind in kinds
     }
+    return found | {kind.__qualname__: _tokens(kind, _own(kind)) for kind in _classes(module)}
 
 
-def _content(value: Any, depth: int) -> Any:
-    """What an object holds that may change while it stays the same; None where that is nothing, or not looked at."""
-    if isinstance(value, _CONTAINERS):
-        return value
-    if _is_generator(value):
-        return _state_of(value)
-    if isinstance(value, type):
-        # Of classes only the modules' own: others are not theirs to change.
-        own = {name: part for name, part in vars(value).items() if not callable(part) and not name.startswith("__")}
-        return own if depth == 0 else None
-    if isinstance(value, (nn.Module, ModuleType)) or _defined_in(value).startswith(_OURS):
-        return None
-    if type(value).__name__ == "ndarray" and type(value).__module__ == "numpy":
-        return value.tobytes() if value.nbytes <= LARGEST_ARRAY else None
-    return parts_of(value)
+def _classes(module: nn.Module) -> dict[type, None]:
+    """The users' classes among those of a module and of its parts."""
+    return dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__ if _is_users(kind))
 
 
-def _tokens(content: Any) -> Any:
-    """The content as values that can be compared later, and hold nothing."""
-    if isinstance(content, Mapping):
-        return [(_token(key), _token(value)) for key, value in content.items()]
-    return content if isinstance(content, bytes) else [_token(value) for value in content]
+def _own(kind: type) -> dict[str, Any]:
+    return {name: part for name, part in vars(kind).items() if not callable(part) and not name.startswith("__")}
+
+
+def _is_left_alone(value: Any) -> bool:
+    """True for modules, which are looked at by themselves, and for what is this package's."""
+    return isinstance(value, nn.Module) or home_of(value) in LIBRARIES
+
+
+def _identity(value: Any) -> int:
+    return id(value.place if isinstance(value, Variable) else value)
+
+
+def _tokens(value: Any, content: Any) -> Any:
+    """What something holds as values that can be compared later, and hold nothing."""
+    if isinstance(value, Variable):
+        return _token(content)
+    if isinstance(content, Mapping) and not is_generator(value):
+        return [(_token(key), _token(part)) for key, part in content.items()]
+    return list(map(_token, content)) if isinstance(content, (list, set, deque)) else comparable(content)
 
 
 def _token(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     return tuple(map(_token, value)) if isinstance(value, tuple) else id(value)
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState))
-
-
-def _state_of(generator: Any) -> bytes:
-    import pickle
-
-    if isinstance(generator, torch.Generator):
-        state: bytes = generator.get_state().numpy().tobytes()
-        return state
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    bits = getattr(generator, "bit_generator", None)
-    return pickle.dumps(generator.get_state() if bits is None else bits.state)
 
 
 def number_of(generator: torch.Generator) -> int:
@@ -283,10 +234,6 @@ def number_of(generator: torch.Generator) -> int:
 
 def _is_users(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("builtins", "torch", "abc", "typing")
-
-
-def _defined_in(value: Any) -> str:
-    return str((value if isinstance(value, FunctionType) else type(value)).__module__)
 
 
 def _name_of(hook: Callable[..., Any]) -> str:

@@ -33,10 +33,6 @@ T = TypeVar("T")
 MAX_RECOVERIES = 8
 
 
-#: Of what cannot be rolled back, so many are named.
-NAMED = 5
-
-
 class ElsewhereError(Exception):
     """Another rank ran out of memory; this rank's attempt is rolled back with it."""
 
@@ -163,18 +159,6 @@ class Recovery:
         """The same for what a rank does by itself (validation); out-of-memory errors are counted together."""
         return replace(self, ranks=SingleProcess())
 
-    def say_what_is_not_rolled_back(self) -> None:
-        """Name, before training, what a batch may change and an attempt could not put back."""
-        found = self.snapshot.beyond()
-        if found:
-            self.log(
-                _(
-                    "after an out-of-memory error the batch runs again, but these are not rolled back and stay as the "
-                    "failed attempt left them: {names}",
-                    names=", ".join(found[:NAMED]) + (", ..." if len(found) > NAMED else ""),
-                )
-            )
-
     def counted(self) -> tuple[int, bool]:
         """Count one more out-of-memory error: the number of them, and whether that is too many."""
         self._tally.recoveries += 1
@@ -244,12 +228,14 @@ class Recovery:
         running.aside.put_back()
         smaller, obstacle = 0, ""
         try:
+            smaller = schedule.below(samples_of())
             self.snapshot.check()
             self.snapshot.restore()
-            smaller = schedule.below(samples_of())
+        except CannotRollBackError as error:
+            obstacle = _("the attempt cannot be repeated: {why}", why=f"{error}. {_plan_to_use(smaller)}")
+            smaller = 0
         except Exception as error:  # noqa: BLE001 - user code counts the samples; all ranks must be told
-            kind = "" if isinstance(error, CannotRollBackError) else f"{type(error).__name__}: "
-            obstacle = _("the attempt cannot be repeated: {why}", why=f"{kind}{error}")
+            smaller, obstacle = 0, _("the attempt cannot be repeated: {why}", why=f"{type(error).__name__}: {error}")
         self.snapshot.forget()
         free(self.memory)
         count, too_many = self.counted()
@@ -334,3 +320,11 @@ class Recovery:
                 "the last optimizer step."
             )
         )
+
+
+def _plan_to_use(size: int) -> str:
+    """What to train with from the first batch on, where a failed batch cannot be repeated in smaller parts."""
+    said = _("Start again with a smaller budget=, so that the plan fits from the first batch on")
+    if not size:
+        return said
+    return _("{said}; pin={pin} makes it one of micro-batches", said=said, pin={"micro_batch_size": size})

@@ -85,10 +85,11 @@ class ChangesInCalls:
             self._names.update(dict.fromkeys(state.written(written)))
             if (id(model), True) in self._compared:
                 self._names.update(dict.fromkeys(name for name, _shape in state.changed()))
+            self._names.update(dict.fromkeys(f"{name} ({kind})" for name, kind in state.beyond.items()))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of what has changed."""
+        """Of what has changed, and of what may have and cannot be looked into."""
         return tuple(self._names)
 
 

@@ -61,7 +61,9 @@ class GraphProof:
         written, again = self._traces.first_trace().facts, self._traces.second_trace()[1].facts
         kept = tuple(dict.fromkeys((*written.advances, *written.changed_in_calls, *again.changed_in_calls)))
         if kept:
-            return _("every step changes state that the model keeps: {names}", names=", ".join(kept[:NAMED]))
+            return _(
+                "every step changes, or may change, state that the model keeps: {names}", names=", ".join(kept[:NAMED])
+            )
         if one.returns_loss:
             return ""  # read before
         if len(one.joined) != len(other.joined):

@@ -15,7 +15,6 @@ from torch import nn
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
-from vram_guard.limits import OBJECTS_NEAR
 from vram_guard.module_names import ModuleName
 from vram_guard.parallel.deepspeed import STAGES, check_config
 from vram_guard.parallel.install import check as check_layout
@@ -217,7 +216,7 @@ class _Run:
             if step.job is not None:
                 stack.enter_context(reached_kept(_callables(step)))
             else:
-                stack.enter_context(reached_kept(_own_callables(step), OBJECTS_NEAR, _holds_symbolic))
+                stack.enter_context(reached_kept(_own_callables(step), _holds_symbolic))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
