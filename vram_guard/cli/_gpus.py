@@ -28,14 +28,15 @@ def add(commands: Any) -> None:
             "With a model: the largest batch of it on every GPU."
         ),
     )
+    name = _('one GPU, by any of its names ("4090", "A100 40GB")')
     parser.add_argument(
         "name",
         nargs="?",
         metavar="NAME",
         default=argparse.SUPPRESS,
-        help=_('one GPU, by any of its names ("4090", "A100 40GB")'),
+        help=name,
     )
-    add_options(parser, "gpu", dest="name", help=_("the same"))  # not the settings' gpu: all cards are listed
+    add_options(parser, "gpu", dest="name", help=name)  # not the settings' gpu: all cards are listed
     add_options(parser, "margin", "json")
     group = parser.add_argument_group(_("a model: what fits on each GPU"))
     add_options(group, "config", *NETWORK)
