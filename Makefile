@@ -108,7 +108,7 @@ mutants: $(STAMP) ## small faults that no test notices, a sample for each room: 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py
 
-reference: $(STAMP) ## write docs/reference, the pages of commands, settings and Python names, from the code
+reference: $(STAMP) ## write the pages of commands, settings, Python names and operators from the code
 	PYTHONPATH=.:integrations $(BIN)/python tools/reference.py
 
 schemas: $(STAMP) ## write docs/schemas.json, the JSON schemas of the commands' answers

@@ -1,7 +1,8 @@
-"""``make reference``: docs/reference, the pages of options, settings and Python names, made from the code.
+"""``make reference``: the pages of options, settings, Python names and operators, made from the code.
 
-The commands' options are those of their parsers, settings those of the guards with their defaults, and the Python names
-those of ``vram_guard.__all__`` with their docstrings. ``tests/pages/test_docs.py`` says which page is not current.
+The commands' options are those of their parsers, settings those of the guards with their defaults, the Python names
+those of ``vram_guard.__all__`` with their docstrings, and operators those of the table beside their rules.
+``tests/pages/test_docs.py`` says which page is not current.
 """
 
 # ruff: noqa: SLF001, argparse has no public way to list the options of a parser
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -22,8 +24,20 @@ from vram_guard.language import speaking
 from vram_guard.settings import KINDS
 from vram_guard_accelerate._settings import add_options
 
-FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+ROOT = Path(__file__).parents[1]
 NOTE = "Made by `make reference` from the code."
+OPERATORS = """# Operators
+
+Memory that CUDA's kernels take from the allocator besides their results: copies, buffers, workspaces. Results are
+counted too, but not listed. The list follows the folders of PyTorch's `ATen`; it is made by `make
+reference` from a table next to the code, which the tests compare with the code. Operators that are
+not named take nothing besides their results, as far as their sources were read: the headers of torch 2.4, 2.13 and
+2.15, and most kernels as they are in 2.4. Where releases are known to differ, the one that is installed decides.
+
+Buffers of large reductions depend on the card: on its multiprocessors, and on how many threads each of them holds.
+Name the card to be exact. Where only a compute capability is known, the largest card that has it is assumed (8.0:
+an A100 with 108 multiprocessors); where nothing is known, an A100.
+"""
 
 
 def cli() -> str:
@@ -117,11 +131,30 @@ def api() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"cli": cli, "settings": settings, "api": api}
+def operators() -> str:
+    """Every operator with its source, and what it takes besides its results."""
+    path = ROOT / "vram_guard" / "simulate" / "operators" / "operators.json"
+    table: dict[str, list[dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
+    parts = [OPERATORS]
+    for title, modelled in (("Modelled", True), ("Not modelled", False)):
+        parts.append(f"## {title}\n")
+        for folder, entries in table.items():
+            rows = [
+                f"| {', '.join(f'`{name}`' for name in entry['operators'])} | {entry['source']} | {entry['takes']} |"
+                for entry in entries
+                if (entry["rule"] is not None) == modelled
+            ]
+            if rows:
+                head = ["| operator | source | what it takes |", "| --- | --- | --- |"]
+                parts.append("\n".join([f"**{folder}**\n", *head, *rows, ""]))
+    return "\n".join(parts)
+
+
+PAGES = {"reference/cli": cli, "reference/settings": settings, "reference/api": api, "lab/operators": operators}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():
-        path, text = FOLDER / f"{page}.md", make()
+        path, text = ROOT / "docs" / f"{page}.md", make()
         if "--check" not in sys.argv:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:

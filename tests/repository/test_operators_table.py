@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from vram_guard.simulate.operators.kernels import RUNNING, Matmuls
 from vram_guard.simulate.operators.reductions import REDUCTIONS
 from vram_guard.torch_release import torch_release
 
-ROOT = Path(__file__).parents[2]
 TABLE: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(operators.__file__).parent / "operators.json").read_text(encoding="utf-8")
 )
@@ -77,13 +75,3 @@ def test_every_entry_names_a_source_and_says_what_is_taken() -> None:
         assert set(entry) == {"source", "operators", "rule", "takes"}
         assert entry["source"]
         assert entry["takes"].isascii()
-
-
-def test_the_page_is_that_of_the_table() -> None:
-    spec = importlib.util.spec_from_file_location("operators_page", ROOT / "tools" / "operators_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    written = (ROOT / "docs" / "lab" / "operators.md").read_text(encoding="utf-8")
-    assert written == tool.page(), "run: python tools/operators_page.py"
