@@ -12,8 +12,7 @@ changes. The exit status is 1 where a plan, a proof or the share of an iteration
   "again" the second. Host memory is the peak resident size after the first call less what it was after the imports.
 - plan: every technique is allowed, and the budget is far too small for the step as written.
 - proof: "here" is a plan of two micro-batches made in the process, "copy" the same in a forked copy, as the guard does
-  it; "proof" comes on top, also in a copy: the graph of the loss and, where that takes no longer than its limit, one
-  optimizer step of four samples, run twice. "memory" is the most that a process of the proof held.
+  it; "proof" comes on top, also in a copy: the graph of the loss. "memory" is the most that a process of it held.
 - iteration: an MMEngine training whose step is almost nothing, without and with the guard, beside one of the
   bird's-eye view example on this CPU.
 """
@@ -328,7 +327,7 @@ def _proof(captured: Any) -> Timed:
     from vram_guard.proof.prove import Proof, prove
 
     made, captured, graph = _pinned(captured)
-    proof = timed(lambda: prove(captured, made, graph, None, LONGEST_PROOF))
+    proof = timed(lambda: prove(captured, made, graph, None))
     return proof._replace(result=proof.result.words if isinstance(proof.result, Proof) else proof.result.reason)
 
 

@@ -80,3 +80,17 @@ class RecomputationError(VramGuardError, RuntimeError):
 
     It is raised before an optimizer has stepped with them.
     """
+
+
+class LossChangedError(VramGuardError, RuntimeError):
+    """A batch's loss is made in another way than those that micro-batches were proven for: they would not add up.
+
+    It is raised before an optimizer has stepped with the batch's gradients.
+
+    Attributes:
+        reason: what is other about it.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason

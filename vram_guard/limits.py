@@ -49,8 +49,6 @@ LISTED_MODULES = 5
 LISTED_REJECTED = 6
 #: Rows of each list of a page.
 LISTED_ON_PAGE = 20
-#: Characters of a value in a sentence: it stays on one line.
-CHARACTERS_SHOWN = 60
 
 # --- What stands for the whole -----------------------------------------------------------------------------
 
@@ -125,12 +123,6 @@ LARGEST_STAND_IN = 64 * 2**20
 VALUES_COMPARED = 4096
 #: Values of each saved tensor that two forwards are compared by: 1 KiB of float32.
 VALUES_OF_A_TENSOR = 256
-#: Elements of a tensor in double precision: the copy of a larger one would take 512 MiB and more.
-LARGEST_IN_DOUBLE = 2**26
-#: Bytes of weights and buffers of a model that is run on the CPU: a larger one takes too long, and stays in memory.
-LARGEST_PROVEN = 4 * 2**30
-#: Samples of a rehearsed batch: two and two against four; one more where a last batch is short.
-REHEARSED_SAMPLES = 4
 #: Steps of the optimizer on stand-ins: the second reads the states that the first has made.
 SMALL_STEPS = 3
 #: Elements of a weight's stand-in: more than the 4,096 from which on libraries keep states in 8 bits or move a weight.

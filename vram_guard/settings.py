@@ -51,7 +51,6 @@ KINDS: Final[Mapping[str, str]] = {
     "max_recoveries": "count",
     "mode": "text",
     "monitor": "number",
-    "proof_seconds": "number",
     "recover": "switch",
     "releases": "text",
     "remember": "switch",

@@ -44,6 +44,7 @@ class LaunchPlan:
         batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
         loss_weight: the reduction of the losses that models return over the samples of a batch, or the count in a
             model's arguments that they are divided by.
+        loss_said: whether the user has said so.
         returns_loss: whether the number that a model returns is what is differentiated.
         layouts: how the arguments of each model are cut into slices, as :meth:`Layout.to_json` writes it; None: each
             call is read by itself.
@@ -63,6 +64,7 @@ class LaunchPlan:
     micro_batch_size: int = 1
     batch_option: str = ""
     loss_weight: Literal["mean", "sum"] | Normaliser = "mean"
+    loss_said: bool = False
     returns_loss: bool = True
     layouts: tuple[object, ...] = ()
     loader: LoaderPlace = LoaderPlace()

@@ -229,7 +229,7 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
     except VramGuardError as error:
         parent.send(DryRunFailure.of(error))
     shape = LaunchShape.of(budget, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent), may_prove=settings.may_prove)
+    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent))
     run.phase = PreparingPhase(run)
 
     def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,9 +35,6 @@ NOT_HERE: dict[str, str] = {
 #: The option with which the user says how losses add up.
 LOSS_WEIGHT = "--loss-weight mean|sum"
 
-#: Techniques whose plans are run in copies before they are used.
-PROVEN = ("accumulate", "checkpoint", "offload_activations", "chunked_loss")
-
 #: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
 #: checkpoints and state dicts hold.
 ONLY_BY_NAME = frozenset({"offload_parameters"})
@@ -52,13 +48,11 @@ class LaunchSettings(PlanSettings):
         loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
             read from the loss.
         start_seconds: that the script may take until it begins to train.
-        proof_seconds: that running a few samples for real may take, as written and under the plan; 0: never.
     """
 
     allow: tuple[str, ...] | None = None
     """Sorted after the check: it is part of the name under which a plan is remembered."""
     loss_weight: Literal["mean", "sum"] | None = None
-    proof_seconds: float = 20.0
     start_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -66,16 +60,7 @@ class LaunchSettings(PlanSettings):
         self._keep("allow", tuple(sorted(self.allow or ())))
         if self.loss_weight not in (None, "mean", "sum"):
             raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
-        seconds: object = self.proof_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-            raise InvalidInputError(_("proof_seconds must be a number of seconds, not {value}", value=repr(seconds)))
-
         check_seconds("start_seconds", self.start_seconds)
-
-    @property
-    def may_prove(self) -> bool:
-        """True if plans are proven by running a few samples."""
-        return self.proof_seconds > 0 and not self.techniques.isdisjoint(PROVEN)
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -149,12 +134,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help=_("time for looking for the longest batch (default: 2)"),
-    )
-    group.add_argument(
-        "--proof-seconds",
-        type=float,
-        metavar="SECONDS",
-        help=_("time for proving a plan by running a few samples on the CPU; 0: never (default: 20)"),
     )
     group.add_argument(
         "--start-seconds",

@@ -15,12 +15,15 @@ from vram_guard_lightning._precision import plugin
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from vram_guard.apply.loss_graphs import LossGraphs
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
 
 
-def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
+def before_setup(
+    trainer: Trainer, decision: Decision, loss_weight: LossWeight, graphs: LossGraphs | None, applied: Applied
+) -> None:
     """Micro-batches, precision, where weights lie, and batch size of the decision's plan."""
     plan = decision.plan
     if _deepspeed.used(trainer):
@@ -34,7 +37,7 @@ def before_setup(trainer: Trainer, decision: Decision, loss_weight: LossWeight, 
             _layouts.leave_on_host(trainer, applied)
     if decision.splitter is not None:
         divided = plan.recipe.sharding is not None
-        applied.callback(_closure.install(trainer, decision.splitter, loss_weight, divided=divided))
+        applied.callback(_closure.install(trainer, decision.splitter, loss_weight, graphs, divided=divided))
     if plan.precision != plan.precision_before:
         _set_precision(trainer, plan.precision, applied)
     applied.callback(place(trainer.lightning_module, plan.recipe, trainer.strategy.root_device, plan.precision))

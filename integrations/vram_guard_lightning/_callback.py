@@ -103,7 +103,6 @@ class VramGuard(CallbackBase):
         recover: bool = True,
         max_recoveries: int = 8,
         remember: bool = True,
-        proof_seconds: float = 20.0,
         whole_job: bool = True,
         longest: float | str = "largest",
         longest_seconds: float = 2.0,
@@ -318,6 +317,7 @@ def _armed(trainer: Trainer, module: LightningModule, guard: Guard) -> Session:
             None if splitter is None else splitter.micro_batch_size, None if plan is None else plan.batch_size
         ),
         loss_weight=guard.loss_weight,
+        graphs=guard.graphs,
         most=guard.settings.max_recoveries,
         log=guard.training.warn,
         prediction_text=guard.prediction,

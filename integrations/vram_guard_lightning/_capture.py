@@ -20,21 +20,19 @@ from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.parallel import deepspeed, in_place_of_ddp
 from vram_guard.parallel.data_parallel import chosen_options
 from vram_guard.parallel.resharding import divided_by_fsdp2
-from vram_guard.simulate.tracing.loop import scalar_loss
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import PRECISIONS, Precision, TrainingStep
 from vram_guard_lightning import (
     _deepspeed,
     _dividing,
+    _hooks,
     _layouts,
     _namespaces,
     _refusals,
-    _rehearsal,
-    _smaller_validation,
     _trainer_proxy,
     private_api,
 )
-from vram_guard_lightning._job import job_of, validation_in
+from vram_guard_lightning._job import job_of
 from vram_guard_lightning._play import Heard
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
@@ -47,12 +45,8 @@ if TYPE_CHECKING:
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
     from vram_guard.proof.effects import StepEffects
-    from vram_guard.proof.evaluations import EvaluationRehearsal
-    from vram_guard.proof.observed import Observed
-    from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
     from vram_guard_lightning._epochs import LaterEpochs
-    from vram_guard_lightning._validation import EvaluationBatches
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -78,46 +72,13 @@ class CapturedFit(CapturedTraining):
 
     @property
     def read_afterwards(self) -> bool:
-        """See :func:`vram_guard_lightning._rehearsal.read_afterwards`."""
-        return _rehearsal.read_afterwards(self.trainer, self.model)
+        """See :func:`vram_guard_lightning._hooks.read_afterwards`."""
+        return _hooks.read_afterwards(self.trainer, self.model)
 
     @property
     def effects(self) -> StepEffects:
         """What ``self.log`` is given, and calls of loggers."""
         return self.heard.effects
-
-    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
-        """See :mod:`vram_guard_lightning._rehearsal`."""
-        return _rehearsal.rehearse(self.trainer, self.model, self.sample.distinct, rehearsal)
-
-    @property
-    def evaluated_samples(self) -> tuple[int, ...]:
-        """Of the loaders of its validation."""
-        return _smaller_validation.samples(self._validation)
-
-    def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:
-        """See :mod:`vram_guard_lightning._smaller_validation`."""
-        return _smaller_validation.rehearse(self.trainer, self.model, self._validation, rehearsal)
-
-    @property
-    def _validation(self) -> EvaluationBatches | None:
-        return None if self.step.job is None else validation_in(self.step.job)
-
-    def rehearses(self, sharding: Sharding) -> bool:
-        """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
-        return sharding.fsdp2 or not _namespaces.is_a(self.trainer.strategy, _layouts.FSDP)
-
-    def given(self, batch: Any) -> Any:
-        """After the hook that runs before the transfer."""
-        return _hook_owner(self.trainer, self.model, "on_before_batch_transfer").on_before_batch_transfer(batch, 0)
-
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        """As training_step returns it, which gets the batch as Lightning would hand it over."""
-        with self.symbolic_run():
-            loss: torch.Tensor | None = scalar_loss(self.step.loss(self.model, self.given(batch)))
-        if loss is None:
-            raise UnsupportedStepError(_("training_step returned None, so there is no loss to follow"))
-        return loss
 
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_lightning._refusals`."""
@@ -126,9 +87,6 @@ class CapturedFit(CapturedTraining):
     def objection(self, plan: Plan) -> Refusal | None:
         """See :func:`vram_guard_lightning._refusals.by_optimizer` and :meth:`LaterEpochs.objection`."""
         found = _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
-        if found is None and plan.evaluation is not None:
-            size = plan.evaluation.batch_size
-            found = _smaller_validation.objection(self.trainer, self.model, self._validation, size, self.sample)
         return found or (None if self.later is None else self.later.objection(plan.recipe))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.apply.outputs import detached
@@ -35,7 +36,12 @@ if TYPE_CHECKING:
 
 
 def install(
-    trainer: Trainer, splitter: Splitter, loss_weight: LossWeight = "mean", *, divided: bool = False
+    trainer: Trainer,
+    splitter: Splitter,
+    loss_weight: LossWeight = "mean",
+    graphs: LossGraphs | None = None,
+    *,
+    divided: bool = False,
 ) -> Callable[[], None]:
     """Split the batches of this Trainer; returns the function that undoes it.
 
@@ -43,12 +49,14 @@ def install(
         trainer: the Trainer.
         splitter: of its batches.
         loss_weight: of micro-batches.
+        graphs: see :class:`MicroBatches`.
         divided: whether the plan divides the model over the processes: each forward then waits for all of them.
     """
     ranks = hosts()
     batches = MicroBatches(
         splitter,
         loss_weight,
+        graphs=graphs,
         ranks=ranks,
         in_step=divided or _synchronised(trainer),
         why_whole=lambda: why_whole(trainer, trainer.lightning_module),
@@ -150,7 +158,7 @@ class MicroBatchClosure:
                 return extra
             if not by_samples:
                 log.loss(output.closure_loss * self._trainer.accumulate_grad_batches, share.weight)
-            loss = output.closure_loss * share.weight
+            loss = share.weighted(output.closure_loss)
             losses.append(loss.detach().clone())  # gradient scaling may change the other one in place
             if self._backward is not None:
                 self._backward(loss)

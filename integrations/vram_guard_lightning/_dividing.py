@@ -49,14 +49,13 @@ def offloads(trainer: Trainer) -> bool:
     return not trainer.gradient_clip_val or trainer.strategy.root_device.type == "cpu"
 
 
-def install(trainer: Trainer, sharding: Sharding, applied: Applied, mesh: Any = None) -> None:
+def install(trainer: Trainer, sharding: Sharding, applied: Applied) -> None:
     """Divide the model when the strategy moves it.
 
     Args:
         trainer: the Trainer.
         sharding: how.
         applied: what is undone at the end.
-        mesh: of a rehearsal, which is one process; None: of the strategy's processes.
     """
     strategy: Any = trainer.strategy
     options: Mapping[str, Any] = getattr(strategy, "_ddp_kwargs", {})
@@ -70,7 +69,7 @@ def install(trainer: Trainer, sharding: Sharding, applied: Applied, mesh: Any = 
             return
         module = strategy.model
         made, put_together = in_place_of_ddp.divide(
-            module, sharding, strategy.root_device, send_buffers=buffers is not False, mesh=mesh
+            module, sharding, strategy.root_device, send_buffers=buffers is not False
         )
         together.append(put_together)
         to_device()
@@ -93,13 +92,13 @@ def install(trainer: Trainer, sharding: Sharding, applied: Applied, mesh: Any = 
         inner = getattr(optimizer, "optimizer", optimizer)
         return in_place_of_ddp.whole_optimizer_state(inner, keep=trainer.is_global_zero)
 
-    replacements: dict[str, Any] = {"model_to_device": model_to_device, "configure_ddp": lambda: None}
-    if mesh is None:
-        replacements |= {
-            "teardown": torn_down,
-            "load_optimizer_state_dict": load_optimizer_state_dict,
-            "lightning_module_state_dict": module_state,
-            "optimizer_state": optimizer_state,
-        }
+    replacements: dict[str, Any] = {
+        "model_to_device": model_to_device,
+        "configure_ddp": lambda: None,
+        "teardown": torn_down,
+        "load_optimizer_state_dict": load_optimizer_state_dict,
+        "lightning_module_state_dict": module_state,
+        "optimizer_state": optimizer_state,
+    }
     for name, method in replacements.items():
         applied.replace(strategy, name, method)

@@ -16,6 +16,26 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
+#: Hooks that Lightning calls after training_step, once for a loaded batch or an optimizer step.
+AFTERWARDS = (
+    *("on_train_batch_end", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step"),
+)
+
+
+def read_afterwards(trainer: Trainer, module: LightningModule) -> bool:
+    """True if user code runs after training_step, in hooks that may read what it has left.
+
+    Args:
+        trainer: the Trainer.
+        module: that it trains.
+    """
+    owners = [module, *trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
+    users = [owner for owner in owners if type(owner).__module__.partition(".")[0] != "vram_guard_lightning"]
+    return any(
+        hasattr(type(owner), name) and not is_lightnings(type(owner), name) for owner in users for name in AFTERWARDS
+    )
+
 
 def why_whole(trainer: Trainer, module: LightningModule) -> str:
     """The reason why this training's batches may not be cut; "" for none.

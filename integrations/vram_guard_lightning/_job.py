@@ -86,11 +86,6 @@ def job_of(
     )
 
 
-def validation_in(job: Job) -> EvaluationBatches | None:
-    """The validation of a job of :func:`job_of`."""
-    return job.play.validation if isinstance(job.play, _TrainingJob) else None
-
-
 def _epochs(trainer: Trainer, batches: float) -> float:
     """Epochs of the training."""
     most = math.inf if trainer.max_epochs in (-1, None) else float(trainer.max_epochs or 0)

@@ -20,13 +20,12 @@ from vram_guard.parallel.resharding import offloaded_where_unsaid, other_strateg
 from vram_guard.parallel.resharding import why_not_offloaded as why_not_flat_offloaded
 from vram_guard.parallel.spec import Parallel
 from vram_guard.patching import replaced
-from vram_guard.simulate.parallel.groups import alone
 from vram_guard.techniques import Sharding
 from vram_guard.techniques.host_modules import keep_parameters_in_place
 from vram_guard_lightning import _deepspeed, _namespaces
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from torch import nn
 
     from vram_guard.guard.applied import Applied
@@ -271,21 +270,6 @@ def _model_parallel(trainer: Any, model: nn.Module) -> nn.Module:
         vars(model)["_device_mesh"] = mesh
         _configured(trainer)
     return model
-
-
-@contextlib.contextmanager
-def configured_alone(trainer: Any, module: LightningModule) -> Iterator[None]:
-    """In a rehearsal: configure_model for the only process of a group, on the CPU, in the rehearsal's precision."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    exact: Any = MixedPrecisionPolicy.__init__
-    with alone(), replaced(MixedPrecisionPolicy, {"__init__": lambda policy, *_args, **_kwargs: exact(policy)}):
-        vars(module)["_device_mesh"] = init_device_mesh("cpu", (1, 1), mesh_dim_names=DIMENSIONS)
-        _configured(trainer)
-        strategies: Any = import_module(f"{_namespaces.of(trainer).__name__}.strategies.model_parallel")
-        strategies._materialize_distributed_module(module, torch.device("cpu"))
-        yield
 
 
 def _configured(trainer: Any) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import CannotSplitError, Splitter
 from vram_guard.language import _
@@ -77,6 +78,7 @@ def arm(
     splitter: Splitter | None,
     schedule: MicroBatchSchedule,
     loss_weight: LossWeight,
+    graphs: LossGraphs | None,
     most: int,
     log: Callable[[str], None],
     prediction_text: Callable[[], str],
@@ -96,6 +98,7 @@ def arm(
     batches = MicroBatches(
         splitter,
         loss_weight,
+        graphs=graphs,
         recovery=recovery,
         schedule=schedule,
         why_whole=functools.partial(_hooks.why_whole, trainer, module),
@@ -156,6 +159,7 @@ class Session:
         if self.attempt is None:
             own(*args, **kwargs)
         else:
+            self.batches.see(args[0])
             self.attempt.backward(functools.partial(own, *args, **kwargs))
 
     def _all_gather(self, own: Any, *args: Any, **kwargs: Any) -> Any:

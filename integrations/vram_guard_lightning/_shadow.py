@@ -16,7 +16,6 @@ from torch import nn
 
 from vram_guard.state.objects import objects_kept
 from vram_guard_lightning import _namespaces
-from vram_guard_lightning._rehearsal import WATCHING
 from vram_guard_lightning._trainer_proxy import silent_callback
 
 if TYPE_CHECKING:
@@ -27,6 +26,20 @@ if TYPE_CHECKING:
 _CONNECTORS = ("_logger_connector", "_callback_connector", "_checkpoint_connector", "_data_connector")
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _GPU = torch.device("cuda", 0)
+
+#: Callbacks of Lightning's own that watch, report or save: what they do is no part of a step.
+WATCHING = (
+    "callbacks.Checkpoint",
+    "callbacks.EarlyStopping",
+    "callbacks.ProgressBar",
+    "callbacks.Timer",
+    "callbacks.LearningRateMonitor",
+    "callbacks.LearningRateFinder",
+    "callbacks.BatchSizeFinder",
+    "callbacks.DeviceStatsMonitor",
+    "callbacks.ModelSummary",
+    "callbacks.throughput_monitor.ThroughputMonitor",
+)
 
 
 def shadow_of(trainer: Trainer, precision_plugin: Any) -> Any:

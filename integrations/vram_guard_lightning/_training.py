@@ -13,13 +13,14 @@ from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.printable import beside_progress_bars, printable
 from vram_guard.terminal import shown_on
 from vram_guard.user_code import level_of_user
-from vram_guard_lightning import _apply, _growth, _namespaces, _recovery, _smaller_validation
+from vram_guard_lightning import _apply, _growth, _namespaces, _recovery
 from vram_guard_lightning._capture import CapturedFit, capture
 
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
+    from vram_guard.apply.loss_graphs import LossGraphs
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.forks.fork import Progress
     from vram_guard.guard.applied import Applied
@@ -101,11 +102,9 @@ class LightningTraining:
         """See :func:`vram_guard_lightning._recovery.why_not`: batches are cut when memory runs out, if they can be."""
         return _recovery.why_not(self.trainer, self.module)
 
-    def apply(self, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
-        """See :mod:`vram_guard_lightning._apply` and :mod:`vram_guard_lightning._smaller_validation`."""
-        _apply.before_setup(self.trainer, decision, loss_weight, applied)
-        if decision.plan.evaluation is not None:
-            _smaller_validation.install(self.trainer, decision.plan.evaluation, applied)
+    def apply(self, decision: Decision, loss_weight: LossWeight, graphs: LossGraphs | None, applied: Applied) -> None:
+        """See :mod:`vram_guard_lightning._apply`."""
+        _apply.before_setup(self.trainer, decision, loss_weight, graphs, applied)
         if decision.plan.learning_rate_factor != self.learning_rate_factor(decision.plan):
             applied.notes.append(_("learning rates are not scaled: LearningRateFinder finds them for the larger batch"))
 

@@ -22,6 +22,7 @@ from mmengine.runner.activation_checkpointing import turn_on_activation_checkpoi
 from torch._compile import _disable_dynamo
 from torch.utils.data import DataLoader
 
+from vram_guard.apply.backward_hooks import of_package
 from vram_guard.capture.later_calls import later_calls
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
@@ -43,12 +44,9 @@ from vram_guard_mmengine import (
     _layouts,
     _optim,
     _refusals,
-    _rehearsal,
-    _smaller_validation,
     _symbolic_run,
 )
 from vram_guard_mmengine._evaluation import (
-    EvaluationLoop,
     built,
     capture_evaluation,
     is_endless,
@@ -67,9 +65,6 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
     from vram_guard.plan import Plan
-    from vram_guard.proof.evaluations import EvaluationRehearsal
-    from vram_guard.proof.observed import Observed
-    from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.techniques import Sharding
 
 # ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
@@ -91,12 +86,7 @@ class CapturedRun(CapturedTraining):
     """True if the user has said how losses of micro-batches are weighed."""
 
     def objection(self, plan: Plan) -> Refusal | None:
-        """A loss that hooks change later is not proven by the first step; nor are batches that some hook counts."""
-        if plan.evaluation is not None:
-            size, training = plan.evaluation.batch_size, self.sample.loader
-            found = _smaller_validation.objection(self.runner, self._validation, size, training)
-            if found is not None:
-                return found
+        """A loss that hooks change later is not proven by the first step."""
         unproven = "" if self.schedule is None or self.loss_said else self.schedule.unproven
         if plan.splits == 1 or not unproven:
             return None
@@ -120,47 +110,16 @@ class CapturedRun(CapturedTraining):
             finally:
                 self.recorder.begin()
 
-    def rehearses(self, sharding: Sharding) -> bool:
-        """FSDP2 runs in one process as in many; FullyShardedDataParallel is left out of a rehearsal."""
-        return sharding.fsdp2
-
-    @property
-    def _validation(self) -> EvaluationLoop | None:
-        return None if self.step.job is None else cast("RunnerJob", self.step.job.play).validation
-
-    @property
-    def evaluated_samples(self) -> tuple[int, ...]:
-        """Of the loader of its validation, on one process."""
-        return () if self._validation is None else (self._validation.samples or 0,)
-
-    def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:
-        """See :mod:`vram_guard_mmengine._smaller_validation`."""
-        return _smaller_validation.rehearse(self.runner, cast("EvaluationLoop", self._validation), rehearsal)
-
-    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
-        """See :mod:`vram_guard_mmengine._rehearsal`."""
-        return _rehearsal.rehearse(self.runner, self.sample.loader, self.sample.distinct, rehearsal)
-
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        """As train_step hands it to the optimizer wrapper."""
-        self.model.to("cpu")  # and its data preprocessor, which would take the batch to the GPU
-        with self.symbolic_run():
-            loss: torch.Tensor = self.step.loss(self.model, HostBatch(batch))
-            return loss
-
     @property
     def read_afterwards(self) -> bool:
-        """See :func:`vram_guard_mmengine._rehearsal.read_afterwards`."""
-        return _rehearsal.read_afterwards(self.runner)
+        """True if hooks that are not MMEngine's run after ``train_step``, and may read what it has left."""
+        own = ("mmengine", "vram_guard_mmengine")
+        return any(not of_package(type(hook), "after_train_iter", *own) for hook in self.runner.hooks)
 
     @property
     def effects(self) -> StepEffects:
         """What train_step returns: ``log_vars``."""
         return self.recorder.effects
-
-    def given(self, batch: Any) -> Any:
-        """In its wrapper."""
-        return HostBatch(batch)
 
     def loaded(self, batch: Any) -> Any:
         """Out of its wrapper."""

@@ -124,7 +124,7 @@ def divide(runner: Any, sharding: Sharding, applied: Applied, device: torch.devi
 
 
 def divided(
-    module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding, device: torch.device, mesh: Any = None
+    module: nn.Module, optimizer: torch.optim.Optimizer, sharding: Sharding, device: torch.device
 ) -> Callable[[Any], None]:
     """Divide a model whose optimizer has no states yet, and let that update the shards.
 
@@ -133,10 +133,9 @@ def divided(
         optimizer: over its whole parameters.
         sharding: how.
         device: that this process trains on.
-        mesh: of a rehearsal, which is one process; None: of all processes.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    _made, put_together = in_place_of_ddp.divide(module, sharding, device, send_buffers=False, mesh=mesh)
+    _made, put_together = in_place_of_ddp.divide(module, sharding, device, send_buffers=False)
     shards = dict(module.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [shards[names[id(parameter)]] for parameter in group["params"]]

@@ -17,6 +17,7 @@ from mmengine.device import get_device
 from mmengine.model import BaseModel, is_model_wrapper
 
 from vram_guard.apply.backward_hooks import why_whole
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
@@ -53,6 +54,7 @@ def arm(
     schedule: MicroBatchSchedule,
     loss_weight: LossWeight,
     *,
+    graphs: LossGraphs | None,
     most: int,
     prediction_text: Callable[[], str],
     on_failure: Callable[[Any], None],
@@ -73,6 +75,7 @@ def arm(
     batches = MicroBatches(
         splitter,
         loss_weight,
+        graphs=graphs,
         recovery=recovery,
         schedule=schedule,
         why_whole=functools.partial(why_whole, module),

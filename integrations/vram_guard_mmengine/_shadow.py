@@ -28,15 +28,26 @@ from vram_guard.job import JobRun
 from vram_guard.language import Message
 from vram_guard.patching import replaced
 from vram_guard_mmengine._kinds import is_mmengines
-from vram_guard_mmengine._rehearsal import watches
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
+
+#: Hooks of MMEngine's own that watch, report or save: what they do is no part of a step.
+_WATCHING = (
+    *("CheckpointHook", "LoggerHook", "IterTimerHook", "EarlyStoppingHook", "ProfilerHook", "NPUProfilerHook"),
+    *("SyncBuffersHook", "NaiveVisualizationHook", "PrepareTTAHook"),
+)
 
 #: Hooks of MMEngine's own besides those that watch which change nothing of a step: they set learning rates and seeds.
 _AROUND_STEPS = ("ParamSchedulerHook", "DistSamplerSeedHook")
 
 #: Attributes by which data sets and loaders of OpenMMLab hold what a hook may exchange.
 PARTS = ("_dataset", "dataset", "datasets", "pipeline", "transforms", "sampler", "batch_sampler")
+
+
+def _watches(hook: Any) -> bool:
+    """True for the guard's own hook and for those of MMEngine that watch, report or save."""
+    own = any(base.__module__.startswith("vram_guard_mmengine.") for base in type(hook).__mro__)
+    return own or is_mmengines(hook, *_WATCHING)
 
 
 class Shadow:
@@ -127,7 +138,7 @@ def followed_hooks(runner: Any) -> list[Any]:
     return [
         hook
         for hook in runner.hooks
-        if not watches(hook) and not is_mmengines(hook, *_AROUND_STEPS) and (in_copy() or not is_users(hook))
+        if not _watches(hook) and not is_mmengines(hook, *_AROUND_STEPS) and (in_copy() or not is_users(hook))
     ]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from vram_guard.apply.backward_hooks import why_whole
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.parallel.resharding import divided_by_fsdp2
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 # ruff: noqa: SLF001 - OptimWrapper documents `_inner_count` for those who write their own backward
 
 
-def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") -> Callable[[], None]:
+def install(
+    model: Any, splitter: Splitter, loss_weight: LossWeight = "mean", graphs: LossGraphs | None = None
+) -> Callable[[], None]:
     """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
     ranks = hosts()
     sharded = isinstance(model, FullyShardedDataParallel) or divided_by_fsdp2(model)
@@ -38,6 +41,7 @@ def install(model: Any, splitter: Splitter, loss_weight: LossWeight = "mean") ->
     batches = MicroBatches(
         splitter,
         loss_weight,
+        graphs=graphs,
         ranks=ranks,
         in_step=synchronised,
         why_whole=functools.partial(why_whole, model),
@@ -106,7 +110,7 @@ class MicroBatchOptimWrapper:
     def update_params(self, loss: torch.Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> None:
         """Backward; after the last micro-batch, whatever the wrapper does after a batch."""
         wrapper, share, attempt = (vars(self)[name] for name in ("_wrapper", "_share", "_attempt"))
-        part = loss * share.weight
+        part = share.weighted(loss)
         if share.last and attempt is None:
             wrapper.update_params(part, step_kwargs=step_kwargs, zero_kwargs=zero_kwargs)
             return

@@ -14,6 +14,7 @@ from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
 from vram_guard.apply import learning_rate, step_counts
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
@@ -27,7 +28,7 @@ from vram_guard.techniques import Recipe
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.terminal import fitting_log, in_log, log_draws
-from vram_guard_mmengine import _layouts, _optim, _recovery, _smaller_validation
+from vram_guard_mmengine import _layouts, _optim, _recovery
 from vram_guard_mmengine._capture import CapturedRun, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
@@ -97,7 +98,7 @@ class RunnerTraining:
         """See :func:`vram_guard_mmengine._recovery.why_not`."""
         return refused.get("accumulate", "") or _recovery.why_not(self.runner)
 
-    def apply(self, decision: Decision, _loss_weight: LossWeight, applied: Applied) -> None:
+    def apply(self, decision: Decision, _loss_weight: LossWeight, _graphs: LossGraphs | None, applied: Applied) -> None:
         """Precision, batch size and the optimizer's form: the runner builds its parts from them."""
         runner, plan = self.runner, decision.plan
         if plan.precision != plan.precision_before:
@@ -109,8 +110,6 @@ class RunnerTraining:
                 )
         if plan.batch_size != plan.batch_size_before:
             self._grow(plan, applied)
-        if plan.evaluation is not None:
-            _smaller_validation.install(runner, plan.evaluation, applied)
         if _layouts.layout_of(runner) is not None:
             _layouts.apply(runner.strategy, plan.recipe, applied)
         if plan.recipe.optimizer != "as-written":

@@ -195,7 +195,7 @@ def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
     splitter = decision.splitter if decision is not None and guard.changes else None
     if decision is None or decision.spare is None or guard.no_recovery:
         if splitter is not None:
-            guard.applied.callback(_split_step.install(runner.model, splitter, guard.loss_weight))
+            guard.applied.callback(_split_step.install(runner.model, splitter, guard.loss_weight, guard.graphs))
         return
     batch = plan.batch_size if guard.changes else plan.batch_size_before
     undo = _recovery.arm(
@@ -203,6 +203,7 @@ def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
         decision.spare,
         MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch),
         guard.loss_weight,
+        graphs=guard.graphs,
         most=settings.max_recoveries,
         prediction_text=guard.prediction,
         on_failure=guard.out_of_memory,

@@ -13,15 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard_accelerate import guard
 
-from .harness import FIT, GRAPH, TIGHT, Case, Outcome, generator_states, listening, refusal
+from .harness import FIT, TIGHT, Case, Outcome, generator_states, listening, refusal
 
 CASES: list[Case] = []
-#: Fits slices of half the batch, and not the whole (``TIGHT``; ``GRAPH``, where nothing is run to prove them).
+#: Fits slices of half the batch, and not the whole.
 SMALL = "45MiB"
 GUARDS: dict[str, dict[str, Any]] = {
     FIT: {"budget": "64GiB"},
     TIGHT: {"budget": SMALL},
-    GRAPH: {"budget": SMALL, "proof_seconds": 0},
 }
 
 
@@ -104,7 +103,7 @@ def case(name: str, says: str = "", *, modes: tuple[str, ...] = (), **how: Any) 
             kind = thing if isinstance(thing, type) else Returning
             return lambda mode: loop(kind(), mode, **how)
 
-        usual = (FIT, TIGHT, GRAPH) if len(CASES) < 3 or "counter" in name else (TIGHT, GRAPH)
+        usual = (FIT, TIGHT) if len(CASES) < 3 or "counter" in name else (TIGHT,)
         # Relative to the largest entry: a mean over a sequence of 256 rounds more than a small perceptron.
         CASES.append(Case(name, make, modes or usual, says=says, tolerance=1e-4))
         return thing

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .accelerate import Network, case
-from .harness import GRAPH
+from .harness import TIGHT
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 1, 1, 2, 1, 1, 0.3])
 LOSS = r"\bloss|gradient of|mean over|sample"
@@ -134,7 +134,7 @@ STATE = r"\bstate\b|attribute|changes|advance|writes|buffer|counter|weights|step
 
 
 def of_outputs(name: str, says: str = JOINED) -> Callable[[Any], Any]:
-    return case(f"graph: {name}", says, modes=(GRAPH,))
+    return case(f"graph: {name}", says, modes=(TIGHT,))
 
 
 @of_outputs("centred by the batch")
@@ -235,7 +235,7 @@ def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
                 x, y = inputs(self, x, y)
                 return {"loss": F.cross_entropy(super().forward(x), y)}
 
-        case(f"graph: {name}", says, modes=(GRAPH,))(Inner)
+        case(f"graph: {name}", says, modes=(TIGHT,))(Inner)
         return inputs
 
     return register
@@ -330,7 +330,7 @@ def outside(name: str, says: str = JOINED) -> Callable[[Any], Any]:
                 return outputs(self, x, super().forward)
 
         of = lambda m, x, y: F.cross_entropy(m(x), y)  # noqa: E731
-        case(f"graph: outside, {name}", says, modes=(GRAPH,), loss_of=of)(Inner)
+        case(f"graph: outside, {name}", says, modes=(TIGHT,), loss_of=of)(Inner)
         return outputs
 
     return register
@@ -400,7 +400,7 @@ def given(name: str, more: Callable[[torch.Tensor, torch.Tensor], Any], says: st
                 return loss(super().forward(x), y, more)
 
         of = lambda m, x, y: m(x, y, more(x, y))  # noqa: E731
-        case(f"graph: given {name}", says, modes=(GRAPH,), loss_of=of)(Inner)
+        case(f"graph: given {name}", says, modes=(TIGHT,), loss_of=of)(Inner)
         return loss
 
     return register
@@ -431,7 +431,7 @@ def by_a_mean(out, y, mean):
     return F.cross_entropy(out - mean, y)
 
 
-@case("graph: the length as an attribute", JOINED, modes=(GRAPH,), loss_of=lambda m, x, y: with_length(m, x, y))
+@case("graph: the length as an attribute", JOINED, modes=(TIGHT,), loss_of=lambda m, x, y: with_length(m, x, y))
 class OfLength(Network):
     length = 0
 

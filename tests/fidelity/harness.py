@@ -34,10 +34,8 @@ from vram_guard import private_names
 REPORT, FIT, MICRO, CHECKPOINT, TIGHT = MODES = ("report", "fit", "micro", "checkpoint", "tight")
 #: A budget that nothing but slices of the batch may meet.
 SLICES = "slices"
-#: Micro-batches that nothing is run to prove (``proof_seconds=0``): wherever they are pinned, they are so as well.
-GRAPH = "graph"
 #: Largest relative difference: where nothing is changed, none; recomputed forwards; sums in another order.
-TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, GRAPH: 1e-5, TIGHT: 1e-5, SLICES: 1e-5}
+TOLERANCES = {REPORT: 0.0, FIT: 0.0, CHECKPOINT: 1e-6, MICRO: 1e-5, TIGHT: 1e-5, SLICES: 1e-5}
 #: Values below are rounding errors of what they were computed from (gradients that cancel out).
 FLOOR = 1e-2
 #: Promises, facts about every plan, and what is said about sizes: never the words that a difference needs.
@@ -89,8 +87,7 @@ class Case:
 
     @property
     def pairs(self) -> list[tuple[Case, str]]:
-        modes = (*self.modes, GRAPH) if MICRO in self.modes else self.modes
-        return [(self, mode) for mode in modes]
+        return [(self, mode) for mode in self.modes]
 
 
 @dataclass

@@ -21,7 +21,6 @@ from vram_guard_lightning import VramGuard
 from .harness import (
     CHECKPOINT,
     FIT,
-    GRAPH,
     MICRO,
     REPORT,
     SLICES,
@@ -272,7 +271,6 @@ def guard(mode: str, about: Case, peak: int) -> VramGuard:
         REPORT: {"mode": "report"},
         FIT: {},
         MICRO: {"pin": {"micro_batch_size": about.micro}},
-        GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
         # Mixed precision is another training by intention, and always said.
         SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ("slices",)},

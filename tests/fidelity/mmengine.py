@@ -24,7 +24,6 @@ import vram_guard_mmengine
 from .harness import (
     CHECKPOINT,
     FIT,
-    GRAPH,
     MICRO,
     REPORT,
     SLICES,
@@ -123,7 +122,6 @@ def guard(mode: str, about: Case, peak: int) -> Any:
         REPORT: {"mode": "report"},
         FIT: {},
         MICRO: {"pin": {"micro_batch_size": about.micro}},
-        GRAPH: {"pin": {"micro_batch_size": about.micro}, "proof_seconds": 0},
         CHECKPOINT: {"pin": {"checkpoint": "all"}},
         SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ["slices"]},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ["accumulate", "checkpoint", "offload", "foreach"]},

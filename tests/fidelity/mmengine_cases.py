@@ -13,7 +13,7 @@ from mmengine.registry import DATASETS
 from torch import nn
 from torch.nn import functional as F
 
-from .harness import CHECKPOINT, FIT, GRAPH, MICRO, REPORT, TIGHT, unchanged
+from .harness import CHECKPOINT, FIT, MICRO, REPORT, TIGHT, unchanged
 from .lightning import BlockNet, PureBlock
 from .lightning_losses import CAUSE, WEIGHTS, flat
 from .lightning_state import DRAWS
@@ -372,7 +372,7 @@ class EditsBatch(Hook):
 configured("hook that edits the batch", REPORT, MICRO, hooks=lambda: [EditsBatch()])
 
 
-@case("train_step that leaves its loss in the batch", GRAPH, says=r"batch\['seen'\]")
+@case("train_step that leaves its loss in the batch", MICRO, says=r"batch\['seen'\]")
 def left_in_the_batch():
     class Leaves(Base):
         def train_step(self, data, optim_wrapper):

@@ -47,7 +47,6 @@ from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
 
 LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
-PROVEN = "the plan: 4 samples were run as written and under it"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
 LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
 SLICED = LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=5)
@@ -352,7 +351,6 @@ def test_an_edited_script_is_planned_for_in_its_own_process(tmp_path: Path, cach
         assert results[-1]["restored"]
         assert Path(f"{out}.0").read_text() == "a step\n" * 3  # none of a copy's
     assert "micro-batch size" in results[1]["text"]
-    assert PROVEN in results[1]["text"]
     assert 0 < difference(*results[:2]) < 1e-6
     assert results[2]["text"] == ""  # switched off
     assert difference(results[0], results[2]) == 0
@@ -402,15 +400,6 @@ def test_two_processes_whose_copy_is_lost_both_train_as_it_is_written(tmp_path: 
         results.append(torch.load(out))
     assert done.stderr.count("which is left unchanged") == 1
     assert difference(*results) == 0
-    assert [Path(f"{out}.{rank}").read_text() for rank in (0, 1)] == ["a step\n" * 2] * 2
-
-
-def test_an_edited_script_of_two_processes_is_proven_beside_their_connections(tmp_path: Path, cache: Path) -> None:
-    out = tmp_path / "out.pt"
-    command = (*TWO, EDITED, "--out", out, "--budget", "40MiB")
-    done = launch(*command, cache=cache, guarded=False, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    assert PROVEN in torch.load(out)["text"]  # and not: "it took more than 20.0 s", in which the copy waited for ranks
     assert [Path(f"{out}.{rank}").read_text() for rank in (0, 1)] == ["a step\n" * 2] * 2
 
 

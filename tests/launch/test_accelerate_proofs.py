@@ -1,4 +1,4 @@
-"""Plans for a script are used where the loss graph or a word allows them, and no run of a few samples differs."""
+"""Plans for a script are used where the loss graph or a word allows them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ from accelerate_cases import ONE, TRAINER, TRAINING, difference, launch  # noqa:
 
 from vram_guard.apply.normalisers import Normaliser  # noqa: E402
 from vram_guard.codec import from_json, to_json  # noqa: E402
-from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
-from vram_guard.techniques import Recipe  # noqa: E402
 from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
-from vram_guard_accelerate._settings import LaunchSettings  # noqa: E402
-from vram_guard_accelerate.dry_run._real_samples import few_samples, most_different  # noqa: E402
-from vram_guard_accelerate.planning._proven import _parts  # noqa: E402
 
 LOSSES = cases.HERE / "accelerate_scripts" / "losses.py"
 SEGMENTATION = cases.HERE / "accelerate_scripts" / "segmentation.py"
-RUN = "the plan: {} samples were run as written and under it"
 BY_GRAPH = "slices of a batch: proven by the loss graph"
 WIDE: dict[str, Any] = {"budget": "76MiB", "allow": ("chunked_loss",)}
 AS_SAID = "slices of a batch: as you said (--loss-weight mean)"
@@ -41,15 +35,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("proofs")
     asked = folder / "asked"
     sliced = {"budget": "40MiB", "allow": ("accumulate",)}
-    for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Masked", "Counting", "Queued"):
+    for name in ("Plain", "Dropping", "Contrastive", "Weighted", "Ignoring", "Masked", "Counting", "Queued", "Centred"):
         cases.request(asked / name, LOSSES, name, **sliced)
     cases.request(asked / "segmentation", SEGMENTATION, budget="26MiB", allow=("accumulate",))
     cases.request(asked / "Grouped", LOSSES, "Grouped", budget="40MiB", allow=("accumulate", "offload_activations"))
     cases.request(asked / "Wide", LOSSES, "Wide", **WIDE)
-    cases.request(asked / "Wide_heavy", LOSSES, "Wide", **WIDE, proof_seconds=1e-4)
     cases.request(asked / "Wide_running", LOSSES, "Wide", budget="1MiB", allow=("expandable_segments",))
-    for name in ("Plain", "Counting", "Contrastive", "Ignoring", "Centred"):  # no time to run anything
-        cases.request(asked / f"{name}_heavy", LOSSES, name, **sliced, proof_seconds=1e-4)
     cases.request(asked / "Contrastive_said", LOSSES, "Contrastive", **sliced, loss_weight="mean")
     large = {"budget": "112MiB", "allow": ("checkpoint",)}
     for name in ("Drawing", "Unhindered"):
@@ -73,10 +64,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "Heavy",
     ],
 )
-def test_a_plan_is_used_where_a_few_samples_come_to_the_same(answers: Any, name: str) -> None:
+def test_a_plan_is_used_where_it_is_the_same_for_every_value(answers: Any, name: str) -> None:
     answer = answers[name]
     assert answer["changed"], answer["notes"]
-    assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
 
 
 WEIGHED = {
@@ -91,14 +81,8 @@ WEIGHED = {
 def test_slices_are_weighed_by_what_the_loss_is_divided_by(answers: Any, name: str, count: str) -> None:
     answer = answers[name]
     assert answer["launch_plan"]["micro_batch_size"] < 16, answer["notes"]
-    assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
+    assert any(note.startswith(BY_GRAPH) for note in answer["notes"]), answer["notes"]
     assert f"the losses of micro-batches are weighted by {count}" in answer["notes"]
-
-
-def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any) -> None:
-    notes = answers["Ignoring_heavy"]["notes"]
-    assert any(note.startswith(BY_GRAPH) for note in notes), notes
-    assert f"the losses of micro-batches are weighted by {WEIGHED['Ignoring']}" in notes
 
 
 @pytest.mark.parametrize(
@@ -107,16 +91,10 @@ def test_labels_that_do_not_count_are_found_in_the_loss_graph_alone(answers: Any
         pytest.param(
             "Contrastive", "smaller micro-batches", "joins samples of the batch", marks=pytest.mark.torch_since(2, 6)
         ),
-        pytest.param(
-            "Contrastive_heavy",
-            "smaller micro-batches",
-            "joins samples of the batch",
-            marks=pytest.mark.torch_since(2, 6),
-        ),
-        ("Centred_heavy", "smaller micro-batches", "aten.sub"),
+        ("Centred", "smaller micro-batches", "aten.sub"),
         ("Counting", "smaller micro-batches", "keeps: calls"),
         ("Queued", "smaller micro-batches", "it adds means over different counts of the batch"),
-        ("Spoiling_waiting", "offload_activations", "the gradient of "),
+        ("Spoiling_waiting", "offload_activations", "nothing is known of the backward pass of"),
     ],
 )
 def test_what_comes_to_something_else_is_refused_by_name(answers: Any, name: str, technique: str, named: str) -> None:
@@ -125,13 +103,6 @@ def test_what_comes_to_something_else_is_refused_by_name(answers: Any, name: str
     (refusal,) = [note for note in answer["notes"] if note.startswith(f"{technique} ")]
     assert "not possible here" in refusal
     assert named in refusal
-
-
-def test_what_is_too_heavy_to_run_is_proven_by_the_loss_graph(answers: Any) -> None:
-    answer = answers["Plain_heavy"]
-    assert answer["launch_plan"]["micro_batch_size"] == 8
-    assert BY_GRAPH in answer["notes"]
-    assert any("it would take" in note for note in answer["notes"]), answer["notes"]
 
 
 def test_a_script_that_takes_no_other_batch_size_is_planned_for_at_its_own(answers: Any) -> None:
@@ -143,12 +114,11 @@ def test_a_script_that_takes_no_other_batch_size_is_planned_for_at_its_own(answe
     assert "losses.py, line" in refusal
 
 
-def test_what_neither_proves_is_not_cut(answers: Any) -> None:
-    refusals = [note for note in answers["Counting_heavy"]["notes"] if "micro-batches are not possible" in note]
+def test_what_is_not_proven_is_not_cut(answers: Any) -> None:
+    refusals = [note for note in answers["Counting"]["notes"] if "micro-batches are not possible" in note]
     assert "changes state that the model keeps: calls" in refusals[0]
     assert "--loss-weight" in refusals[0]
-    assert not answers["Counting_heavy"]["changed"]
-    assert answers["Counting_heavy"]["plan"]["reasons"][0].startswith("It would fit with 2 micro-batches of 8, but")
+    assert answers["Counting"]["plan"]["reasons"][0].startswith("It would fit with 2 micro-batches of 8, but")
 
 
 @pytest.mark.torch_since(2, 6)
@@ -158,20 +128,10 @@ def test_products_are_kept_where_that_saves_time(answers: Any) -> None:
     assert recipe["checkpoint_keeps"] == ["addmm"]
 
 
-def test_each_technique_of_a_plan_can_be_blamed_by_itself() -> None:
-    plan = LaunchPlan(recipe=Recipe(checkpoint=("blocks.0",), checkpoint_keeps=("addmm",)))
-    found = {name: part.recipe for name, part in _parts(plan, with_slices=False)}
-    assert found == {"checkpoint": Recipe(checkpoint=("blocks.0",)), "selective_checkpoint": plan.recipe}
-
-
 @pytest.mark.torch_since(2, 6)
-def test_a_loss_in_chunks_is_used_where_a_run_has_proven_it_alone(answers: Any) -> None:
+def test_a_loss_in_chunks_is_used_where_it_is_allowed(answers: Any) -> None:
     answer = answers["Wide"]
     assert answer["launch_plan"]["recipe"]["chunked_head"] == "head", answer["notes"]
-    assert any(note.startswith(RUN.format(4)) for note in answer["notes"]), answer["notes"]
-    unproven = answers["Wide_heavy"]
-    assert not unproven["changed"]
-    assert any("a loss in chunks is not possible here: it would take" in note for note in unproven["notes"])
 
 
 def test_expandable_segments_are_proposed_where_the_process_runs_already(answers: Any) -> None:
@@ -224,15 +184,7 @@ def test_a_launch_whose_plan_is_refuted_starts_nothing_and_trains_as_written_und
     assert (plain.returncode, refuted.returncode, guarded.returncode) == (0, 1, 0), guarded.stderr
     assert "keeps: calls" in " ".join(refuted.stderr.split())
     assert not sliced.exists()
-    assert RUN.format(4) in guarded.stderr
     assert difference(torch.load(written), torch.load(other)) < 1e-6
-
-
-def test_a_launch_of_normalised_random_slices_is_proven_and_runs(tmp_path: Path, cache: Path) -> None:
-    options = ("--budget", "40MiB", "--margin", "0", "--allow", "accumulate")
-    done = launch(*ONE, *options, LOSSES, "Dropping", "--out", tmp_path / "out.pt", cache=cache)
-    assert done.returncode == 0, done.stderr
-    assert RUN.format(4) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -255,35 +207,3 @@ def test_a_launch_that_weighs_its_slices_is_the_same_training(
     one, other = torch.load(written), torch.load(sliced)
     assert difference(one, other) < 1e-5
     assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)
-
-
-# --- samples ------------------------------------------------------------------------------------------------------
-
-
-def test_samples_are_those_that_differ_most() -> None:
-    texts = [{"labels": [1, 1, 1]}, {"labels": [1, 1, 1]}, {"labels": [1, 1, -100]}, {"labels": [-100, -100, -100]}]
-    assert most_different(texts, 3) == [texts[0], texts[3], texts[2]]
-    assert most_different([0.5, 0.25, 0.125], 2) == [0.5, 0.25]
-    assert most_different(["cat", "dog"], 2) == ["cat", "dog"]
-
-
-def test_few_samples_of_loaders_of_all_kinds() -> None:
-    from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(10))
-
-    numbers = TensorDataset(torch.arange(10.0))
-    assert few_samples(DataLoader(numbers, batch_size=8), 4)[0].tolist() == [0, 1, 2, 3]
-    assert few_samples(DataLoader(Stream(), batch_size=8), 4).tolist() == [0, 1, 2, 3]
-    ready = [torch.arange(8.0).reshape(8, 1), torch.zeros(8, 1)]
-    assert few_samples(DataLoader(ready, batch_size=None), 4).flatten().tolist() == [0, 1, 2, 3]
-    with pytest.raises(UnsupportedStepError, match="its batch has 3 samples"):
-        few_samples(DataLoader(numbers, batch_size=3), 4)
-
-
-@pytest.mark.parametrize("seconds", [-1, True, "20", float("nan"), float("inf")])
-def test_seconds_that_make_no_sense(seconds: Any) -> None:
-    with pytest.raises(InvalidInputError, match="proof_seconds"):
-        LaunchSettings(proof_seconds=seconds)

@@ -193,9 +193,9 @@ def test_other_ways_to_checkpoint(recipe: Recipe, name: str) -> None:
 
 
 def guard_settings(prefix: str) -> dict[str, Any]:
-    """Blocks are checkpointed, and no step is run for a proof."""
+    """Blocks are checkpointed."""
     pin = {"checkpoint": tuple(prefix + name for name in BLOCKS)}
-    return {"budget": "1GiB", "pin": pin, "proof_seconds": 0, "remember": False}
+    return {"budget": "1GiB", "pin": pin, "remember": False}
 
 
 def check(name: str, written: dict[str, torch.Tensor], guarded: dict[str, torch.Tensor], stopped: object) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("mmengine")
 from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's own imports warn of
 
 from fidelity import suites
-from fidelity.harness import GRAPH, MICRO, check
+from fidelity.harness import MICRO, check
 
 
 def sample() -> Iterator[tuple[Any, Any, str]]:
@@ -22,7 +22,7 @@ def sample() -> Iterator[tuple[Any, Any, str]]:
         for case in listed:
             kinds.setdefault((bool(case.says), case.exact), case)
         for case in kinds.values():
-            yield suite, case, next((mode for _, mode in case.pairs if mode in (MICRO, GRAPH)), case.modes[0])
+            yield suite, case, next((mode for _, mode in case.pairs if mode == MICRO), case.modes[0])
 
 
 ROWS = list(sample())

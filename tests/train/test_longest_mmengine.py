@@ -82,17 +82,17 @@ def test_a_runner_is_planned_for_its_longest_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("large", "collate", "model", "seconds"),
+    ("large", "collate", "model"),
     [
-        (13, "pseudo_collate", "SmallClassifier", 60),
-        (13, "pseudo_collate", "Brightness", 0),  # without a run of samples
-        (None, "pseudo_collate", "SmallClassifier", 60),
-        (None, "pseudo_collate", "Brightness", 0),
-        (13, "padded_collate", "SmallClassifier", 60),
+        (13, "pseudo_collate", "SmallClassifier"),
+        (13, "pseudo_collate", "Brightness"),
+        (None, "pseudo_collate", "SmallClassifier"),
+        (None, "pseudo_collate", "Brightness"),
+        (13, "padded_collate", "SmallClassifier"),
     ],
 )
 def test_micro_batches_that_are_padded_otherwise_than_the_whole_batch_are_refused(
-    large, collate, model, seconds, tmp_path, capsys
+    large, collate, model, tmp_path, capsys
 ):
     """One picture is larger: `train_step` pads its batch to it, and the classifier looks at the padding, too."""
     root = cases.write_configs(tmp_path / "configs", cases.MMPRETRAIN)
@@ -106,7 +106,7 @@ def test_micro_batches_that_are_padded_otherwise_than_the_whole_batch_are_refuse
     plain, whole = trained("plain"), trained("whole", budget="1GiB", mode="report", allow=["accumulate"])
     budget = cases.guard(whole).plan.before.peak_reserved - 1
     capsys.readouterr()
-    split = trained("split", budget=budget, margin=0, allow=["accumulate"], proof_seconds=seconds)
+    split = trained("split", budget=budget, margin=0, allow=["accumulate"])
     said = " ".join("".join(capsys.readouterr()).split())
     if large is None or collate == "padded_collate":
         assert cases.guard(split).plan.splits > 1

@@ -594,26 +594,7 @@ def validated(build: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *hooks, **settings: planned(200, (low + high) // 2, *hooks, **settings)
 
 
-def test_a_smaller_validation_batch_is_applied_where_the_metrics_stay(validated: Callable[..., Any]) -> None:
+def test_a_smaller_validation_batch_is_only_proposed(validated: Callable[..., Any]) -> None:
     runner, plan = validated(allow=["evaluation"])
-    as_written, _ = validated(mode="report")
-    assert plan.fits
-    assert (plan.evaluation.batch_size_before, plan.evaluation.batch_size) == (200, 50)
-    assert (runner.val_dataloader.batch_size, as_written.val_dataloader.batch_size) == (50, 200)
-    values = [one.message_hub.get_scalar("val/right").current() for one in (runner, as_written)]
-    assert values[0] == values[1]
-
-
-@HOOKS.register_module(force=True)
-class CountsRounds(Hook):
-    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None: ...
-
-
-def test_a_smaller_validation_batch_is_only_proposed_where_something_counts_batches(
-    validated: Callable[..., Any],
-) -> None:
-    runner, plan = validated({"type": "CountsRounds"}, allow=["evaluation"])
     assert (plan.fits, plan.evaluation, runner.val_dataloader.batch_size) == (False, None, 200)
-    said = "\n".join(plan.reasons)
-    assert "With batches of 50 in place of 200, validation fits" in said
-    assert "after_val_iter of CountsRounds is called for every batch" in said
+    assert any("With batches of 50 in place of 200, validation fits" in reason for reason in plan.reasons)

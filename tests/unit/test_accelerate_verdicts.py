@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +23,8 @@ from vram_guard_accelerate._launch_plan import LaunchPlan, option_words  # noqa:
 from vram_guard_accelerate._settings import LOSS_WEIGHT  # noqa: E402
 from vram_guard_accelerate._sharding_change import INTRODUCED, ShardingChange  # noqa: E402
 from vram_guard_accelerate.cli import _launchers, agreed_plan  # noqa: E402
-from vram_guard_accelerate.dry_run import _cpu_time, own_ranks  # noqa: E402
-from vram_guard_accelerate.dry_run._proving import ProofTask  # noqa: E402
+from vram_guard_accelerate.dry_run import own_ranks  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
-from vram_guard_accelerate.dry_run.proofs import Proofs as ProofsOfScript  # noqa: E402
-from vram_guard_accelerate.dry_run.proofs import ScriptProof as Proof  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
 from vram_guard_accelerate.planning._proven import Judge  # noqa: E402
 from vram_guard_accelerate.relaunch import relaunch as relaunches  # noqa: E402
@@ -36,158 +32,39 @@ from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch  # no
 
 RECIPE = LaunchPlan().recipe
 SLICED = LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=2)
-CHECKPOINTED = SLICED.recipe.with_(checkpoint=("0",), checkpoint_keeps=("mm",))
 
 
-class Proofs:
-    """Answers by what a plan changes: "slices", "checkpoint", "selective", "offload", "chunked"."""
-
-    def __init__(self, **answers: Proof) -> None:
-        self._answers = answers
-        self.asked: list[str] = []
-
-    def of(self, plan: LaunchPlan) -> Proof:
-        changes = {
-            "slices": plan.slices,
-            "checkpoint": plan.recipe.checkpoint,
-            "selective": plan.recipe.checkpoint_keeps,
-        }
-        changes |= {"offload": plan.recipe.offload_activations, "chunked": plan.recipe.chunked_head}
-        self.asked.append("+".join(name for name, changed in changes.items() if changed))
-        return self._answers.get(self.asked[-1], Proof(4))
-
-
-def judged(plan: LaunchPlan, proofs: Proofs, **more: Any) -> Any:
-    weight, by_running = more.pop("weight", None), more.pop("only_by_running", False)
-    settings: Any = SimpleNamespace(loss_weight=weight)
-    why, steps = more.pop("why", ""), more.pop("steps", None)
-    judge = Judge(proofs, settings, lambda: why, lambda: ("remark",), lambda _: steps, only_by_running=by_running)  # type: ignore[arg-type]
-    return judge.of(plan)
+def judged(plan: LaunchPlan, **more: Any) -> Any:
+    settings: Any = SimpleNamespace(loss_weight=more.get("weight"))
+    return Judge(settings, lambda: more.get("why", ""), lambda: ("remark",), lambda _: more.get("steps")).of(plan)
 
 
 def test_a_plan_that_leaves_every_number_is_not_looked_at() -> None:
-    proofs = Proofs()
-    found = judged(LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=4), proofs)
-    assert (found.refused, found.notes, proofs.asked) == ({}, (), [])
+    found = judged(LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=4), why="it is unknown")
+    assert (found.refused, found.notes) == ({}, ())
 
 
-def test_what_the_graph_proves_is_run_too() -> None:
-    for random, said in ((False, 2), (True, 3)):
-        found = judged(SLICED, Proofs(slices=Proof(4, random=random)))
-        assert found.refused == {}
-        assert "4 samples were run" in found.notes[1]
-        assert len(found.notes) == said
-    whole = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(checkpoint=("0",)))
-    assert len(judged(whole, Proofs(checkpoint=Proof(4, random=True))).notes) == 2  # and compared in the training
+def test_the_loss_graph_proves_slices() -> None:
+    found = judged(SLICED)
+    assert (found.refused, len(found.notes), found.notes[-1]) == ({}, 2, "remark")
+    found = judged(SLICED, why="it is unknown")
+    assert found.refused["accumulate"].startswith("it is unknown")
+    assert LOSS_WEIGHT in found.refused["accumulate"]
 
 
 def test_as_the_user_said_slices_are_not_proven() -> None:
-    proofs = Proofs()
-    found = judged(SLICED, proofs, weight="mean")
+    found = judged(SLICED, weight="mean", why="it is unknown")
     assert ["--loss-weight mean" in note for note in found.notes] == [True]
-    assert proofs.asked == []
-    found = judged(SLICED, proofs, weight="mean", only_by_running=True)
-    assert proofs.asked == ["slices"]
-    found = judged(replace(SLICED, recipe=RECIPE.with_(checkpoint=("0",))), proofs, weight="mean")
-    assert proofs.asked[1:] == ["checkpoint"]
-    assert len(found.notes) == 3  # as said, run, compared in the training
-
-
-@pytest.mark.parametrize(
-    ("wrong", "refused"),
-    [
-        ({"slices": Proof(4, "it differs")}, {"accumulate"}),
-        ({"checkpoint": Proof(4, "it differs")}, {"checkpoint"}),
-        ({"selective": Proof(4, "it differs")}, {"selective_checkpoint"}),
-        ({"offload": Proof(4, "it differs")}, {"offload_activations"}),
-        ({"checkpoint": Proof(4, "it differs"), "slices": Proof(4, "it differs")}, {"checkpoint", "accumulate"}),
-        ({}, {"offload_activations"}),  # only together: the last is given up
-    ],
-)
-def test_of_a_plan_that_differs_the_parts_that_do_are_refused(wrong: dict[str, Proof], refused: set[str]) -> None:
-    recipe = CHECKPOINTED.with_(offload_activations=("1",))
-    names = {"selective": "checkpoint+selective"}
-    answers = {names.get(name, name): proof for name, proof in wrong.items()}
-    proofs = Proofs(**answers, **{"slices+checkpoint+selective+offload": Proof(4, "all differs")})
-    found = judged(replace(SLICED, recipe=recipe), proofs)
-    assert set(found.refused) == refused
-    assert all("differ" in why for why in found.refused.values())
-    parts = ["slices", "checkpoint", "checkpoint+selective", "offload"]
-    assert proofs.asked == ["slices+checkpoint+selective+offload", *parts]
-
-
-def test_where_nothing_was_run_the_loss_graph_proves_slices() -> None:
-    slow = Proof(why_not="too slow")
-    found = judged(SLICED, Proofs(slices=slow))
-    assert (found.refused, len(found.notes), found.notes[-1]) == ({}, 3, "remark")
-    assert "proven by the loss graph" in found.notes[0]
-    found = judged(SLICED, Proofs(slices=slow), why="it is unknown")
-    assert found.refused["accumulate"].startswith("it is unknown")
-    assert LOSS_WEIGHT in found.refused["accumulate"]
-    found = judged(SLICED, Proofs(slices=slow), only_by_running=True)
-    assert "without a DataLoader" in found.refused["accumulate"]
-    whole = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(checkpoint=("0",)))
-    found = judged(whole, Proofs(checkpoint=slow), why="it is unknown")
-    assert (found.refused, len(found.notes)) == ({}, 1)  # compared in the training
-    chunked = replace(SLICED, micro_batch_size=4, recipe=RECIPE.with_(chunked_head="head"))
-    assert judged(chunked, Proofs(chunked=slow)).refused == {"chunked_loss": "too slow"}
+    found = judged(replace(SLICED, recipe=RECIPE.with_(checkpoint=("0",))), weight="mean")
+    assert len(found.notes) == 2  # as said, compared in the training
 
 
 def test_small_steps_of_an_optimizer_are_judged_beside() -> None:
     steps = SimpleNamespace(refutation="", words=lambda: "its steps are as large")
-    assert judged(SLICED, Proofs(), steps=steps).notes[-1] == "its steps are as large"
+    assert judged(SLICED, steps=steps).notes[-1] == "its steps are as large"
     steps.refutation = "its steps are larger"
     eight = replace(SLICED, recipe=RECIPE.with_(optimizer="8bit"))
-    proofs = Proofs()
-    assert list(judged(eight, proofs, steps=steps).refused.values()) == ["its steps are larger"]
-    assert proofs.asked == []
-
-
-@pytest.mark.parametrize(
-    ("count", "said"), [(1, "0"), (3, "0; 1; 2"), (4, "0; 1; 2; and 1 more"), (9, "0; 1; 2; and 6 more")]
-)
-def test_three_differences_are_named_and_the_others_counted(count: int, said: str) -> None:
-    class Compared(ProofsOfScript):
-        def __init__(self) -> None:
-            self._seconds, self._random = 1.0, True
-            self._task = ProofTask(4, 1, 1, True)
-
-        def _differences(self, *_given: Any) -> list[str]:
-            return [str(number) for number in range(count)]
-
-    found = Compared().of(SLICED)
-    assert (found.samples, found.difference, found.why_not, found.random) == (4, said, "", True)
-
-
-# --- time on this CPU -----------------------------------------------------------------------------------------------
-
-
-def test_the_time_of_a_step_is_its_operations_by_the_rates_that_are_reached(monkeypatch: Any) -> None:
-    def work(phase: str, flops: float, moved: float) -> Any:
-        return SimpleNamespace(
-            phase=phase,
-            flops=SimpleNamespace(at=lambda size: flops * size),
-            moved=SimpleNamespace(at=lambda size: moved * size),
-        )
-
-    timeline: Any = SimpleNamespace(
-        work=[work("forward", 100.0, 10.0), work("backward", 200.0, 20.0), work("optimizer", 1e9, 1e9)]
-    )
-    monkeypatch.setattr(_cpu_time, "_rates", lambda: (50.0, 10.0))
-    assert _cpu_time.seconds_on_cpu(timeline, 2) == pytest.approx((600 / 50 + 2 * 60 / 10) / 0.4)
-
-
-def test_rates_are_of_a_multiplication_and_a_sum_the_quickest_of_three(monkeypatch: Any) -> None:
-    took = iter([3.0, 2.0, 4.0, 8.0, 0.5, 7.0])
-    monkeypatch.setattr(_cpu_time, "_seconds", lambda work: work() is not None and next(took))
-    computing, moving = _cpu_time._rates.__wrapped__()
-    assert computing == pytest.approx(2 * 384**3 / 2.0)
-    assert moving == pytest.approx(3 * 8 * 4 * 2**20 / 0.5)  # two that are read, one that is written
-    assert next(took, None) is None
-
-
-def test_seconds_are_measured() -> None:
-    assert 0.02 <= _cpu_time._seconds(lambda: time.sleep(0.02)) < 5
+    assert list(judged(eight, steps=steps).refused.values()) == ["its steps are larger"]
 
 
 # --- relaunches ----------------------------------------------------------------------------------------------------

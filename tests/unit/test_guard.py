@@ -30,7 +30,6 @@ from vram_guard.guard.training import CapturedTraining
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
 from vram_guard.proof.effects import other_draws
-from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
 from vram_guard.techniques import Recipe
 from vram_guard.watch.corrections import Corrections, subject
 
@@ -342,13 +341,6 @@ class Small(CapturedTraining):
 
     def refusals(self, settings: GuardSettings) -> list[Refusal]:
         return []
-
-    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
-        raise UnsupportedStepError("There is no framework here.")
-
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.step.loss(self.model, batch)
-        return loss
 
 
 @pytest.mark.parametrize("micro", [8, 4])

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.simulate.parallel.groups import alone
-from vram_guard_mmengine import _capture, _checkpoints, _compare, _dividing, _layouts, _recovery, _rehearsal
+from vram_guard_mmengine import _capture, _checkpoints, _compare, _dividing, _layouts, _recovery
 from vram_guard_mmengine._evaluation import EvaluationLoop, is_endless, number_of_batches
 from vram_guard_mmengine._refusals import refusals
 from vram_guard_mmengine._settings import checked_priority
@@ -154,23 +154,6 @@ def test_a_wrapper_in_a_config_says_how_it_clips(given: Any, clips: Any) -> None
     assert (facts.accumulate, facts.precision, facts.built, facts.kind) == (3, "32-true", False, OptimWrapper)
 
 
-def test_a_rehearsal_accumulates_two_batches_at_most() -> None:
-    config = {"type": "AmpOptimWrapper", "dtype": "float16", "optimizer": {"type": "SGD"}, "accumulative_counts": 5}
-    plain = _rehearsal._plain_wrapper(config)
-    assert plain == {"type": OptimWrapper, "optimizer": {"type": "SGD"}, "accumulative_counts": 2}
-    assert _rehearsal._plain_wrapper({"optimizer": {"type": "SGD"}})["accumulative_counts"] == 1
-    built = OptimWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), accumulative_counts=4)
-    assert _rehearsal._plain_wrapper(built)._accumulative_counts == 2
-    assert config["accumulative_counts"] == 5
-
-
-@pytest.mark.parametrize(("loader", "length"), [(range(7), 7), (range(1), 2), (DataLoader(Stream()), 1000)])
-def test_a_rehearsals_loader_delivers_its_batch_as_it_is(loader: Any, length: int) -> None:
-    found = _rehearsal._loader_of(loader, batch := {"inputs": [torch.ones(3)]})
-    assert len(found) == length
-    assert next(iter(found)) is batch
-
-
 def test_hooks_of_the_user_may_read_what_a_step_has_left() -> None:
     class Reads(Hook):
         def after_train_iter(
@@ -178,7 +161,8 @@ def test_hooks_of_the_user_may_read_what_a_step_has_left() -> None:
         ) -> None: ...
 
     for hooks, read in (([LoggerHook(), Reads()], True), ([LoggerHook(), EMAHook()], False)):
-        assert _rehearsal.read_afterwards(SimpleNamespace(hooks=hooks)) == read
+        captured: Any = SimpleNamespace(runner=SimpleNamespace(hooks=hooks))
+        assert _capture.CapturedRun.read_afterwards.fget(captured) == read
 
 
 @pytest.mark.parametrize(("release", "only"), [("2.5.1", False), ("2.6.0", True), ("2.13.0+cu130", True)])

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.microbatch import probe_layout
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH, slice_forward
-from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError
+from vram_guard.errors import LossChangedError, UnsupportedStepError, UnsupportedTechniqueError
 
 
 class Output(NamedTuple):
@@ -141,6 +142,45 @@ def test_a_slice_in_which_nothing_counts_changes_nothing(x: torch.Tensor, empty:
     for loss in losses:
         loss.backward()
     same_gradients(whole, sliced)
+
+
+class Late(Net):
+    """A loss that becomes another one."""
+
+    late = False
+
+    def forward(self, x: torch.Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+        out = super().forward(x, labels)
+        return {**out, "loss": out["loss"].sqrt()} if self.late else out
+
+
+def test_from_where_the_loss_is_another_one_calls_run_as_written(x: torch.Tensor) -> None:
+    net = Late("loss", dropout=0.5).double()
+    twin = copy.deepcopy(net)
+    slice_forward(net, 10, 5, graphs=LossGraphs(net))
+    labels = torch.arange(10) % 3
+    net(x, labels)["loss"].backward()
+    net.late = twin.late = True
+
+    def called(one: Net) -> torch.Tensor:
+        torch.manual_seed(1)
+        found: torch.Tensor = one(x, labels)["loss"]
+        return found
+
+    with pytest.warns(UserWarning, match="run as written"):
+        first = called(net)
+    assert first == called(net) == called(twin)
+    assert net.calls == [5, 5, 5, 10, 10]
+
+
+def test_where_slices_have_moved_statistics_another_loss_stops_before_it_is_learned(x: torch.Tensor) -> None:
+    net = Late("loss").double()
+    net.norm = nn.BatchNorm1d(2)
+    slice_forward(net, 10, 5, graphs=LossGraphs(net))
+    net(x, torch.arange(10) % 3)["loss"].backward()
+    net.late = True
+    with pytest.raises(LossChangedError, match="SqrtBackward0"):
+        net(x, torch.arange(10) % 3)
 
 
 def test_a_loss_that_is_weighed_by_a_part_that_a_call_lacks_is_refused(x: torch.Tensor) -> None:

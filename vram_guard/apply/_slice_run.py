@@ -12,6 +12,7 @@ from torch import nn
 
 from vram_guard.apply._autocast import autocast_now, no_autocast
 from vram_guard.apply._slice_gradients import SummedGradients, memory_of
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import loss_weights, mean_shares
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.normalisers import Normaliser
@@ -20,7 +21,7 @@ from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves, mapped
 from vram_guard.state.forwards import FirstForward, SecondForward
-from vram_guard.state.modules import statistics_kept
+from vram_guard.state.modules import normalisation_buffers, statistics_kept
 from vram_guard.state.random_generators import RandomState
 from vram_guard.tensors import tensors_of
 
@@ -40,6 +41,9 @@ class SlicedModel:
         scale: the factor by which losses are scaled in float16.
         at_most: run so many slices and take the others for done.
         on_slice: called before the forward of each slice, with its first sample, its samples, and those of the batch.
+        graphs: with which losses that it returns are compared; None: with none.
+        as_written_from_here: whether a loss was made in another way than those before: it is no longer cut.
+        differentiated: whether there was a backward pass: the calls before the first one are all that a step makes.
         divides: whether the model divides its loss by the number that it is given for that; None: not seen yet.
         rows_of_two: how many rows its outputs for two samples have; None: not looked at.
     """
@@ -51,8 +55,16 @@ class SlicedModel:
     scale: Callable[[], float]
     at_most: int | None
     on_slice: Callable[[int, int, int], None]
+    graphs: LossGraphs | None = None
+    as_written_from_here: bool = False
+    differentiated: bool = False
     divides: bool | None = None
     rows_of_two: tuple[int, ...] | None = None
+
+    @property
+    def has_statistics(self) -> bool:
+        """True if a forward moves running statistics of normalisation."""
+        return bool(normalisation_buffers(self.model))
 
 
 class SlicedRun:
@@ -110,6 +122,8 @@ class SlicedRun:
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The outputs of the whole batch, flat."""
         first = 0
+        if self._sliced.graphs is not None and self._sliced.differentiated:
+            self._sliced.graphs.next_batch()
         for number, part in enumerate(self._slices):
             self._random.append(RandomState.with_current_device())
             with self._first_forward():
@@ -156,6 +170,8 @@ class SlicedRun:
                 )
             )
         self._scalar, loss = scalars[0]
+        if self._sliced.graphs is not None:
+            self._sliced.graphs.check(loss)
         del out, scalars
         if self._is_empty(number):
             return
@@ -205,6 +221,10 @@ class SlicedRun:
 
         return mapped(part.data, fresh), own
 
+    def draw_again(self) -> None:
+        """Random numbers go on from where they were before the first slice."""
+        self._random[0].restore()
+
     def rebuilt(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """The model's own kind of output, over the tensors that carry the gradient."""
         return self._merging.rebuilt(outputs)
@@ -213,6 +233,7 @@ class SlicedRun:
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients of the inputs and parameters, from those of the outputs."""
+        self._sliced.differentiated = True
         total: list[torch.Tensor | None] = [None] * (len(self.given) + len(self._parameters))
         rest = list(gradients)
         if self._scalar is not None:

@@ -17,6 +17,7 @@ Both are exact, where the model treats samples independently. Batch normalisatio
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal
@@ -25,11 +26,12 @@ import torch
 from torch import nn
 
 from vram_guard.apply._slice_run import ITEMS_IN_BATCH, SlicedModel, SlicedRun, needs_gradient
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import split_or_warn
 from vram_guard.apply.microbatch import Layout, Splitter
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.apply.outputs import rows_of
-from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.errors import LossChangedError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import leaves
 from vram_guard.state.modules import statistics_kept
@@ -49,6 +51,7 @@ def slice_forward(
     returns_loss: bool = True,
     scale: Callable[[], float] = lambda: 1.0,
     at_most: int | None = None,
+    graphs: LossGraphs | None = None,
     on_slice: Callable[[int, int, int], None] = lambda _first, _samples, _of: None,
 ) -> Callable[[], None]:
     """From now on, ``model`` trains on slices of ``micro_batch_size`` samples; evaluation is as before.
@@ -65,6 +68,8 @@ def slice_forward(
         returns_loss: whether the one number that the model returns, if it does, is what is differentiated. Where it is
             computed beside the outputs that are, nothing is done for it beforehand.
         scale: the factor by which losses are scaled in float16 (``GradScaler.get_scale``).
+        graphs: with which each loss that the model returns is compared; None: with none. A call whose loss is made in
+            another way runs as written, and so do the next ones.
         at_most: run so many slices and take the others for done: for traces, where one is like another.
         on_slice: called before the forward of each slice, with its first sample, its samples, and those of the batch.
 
@@ -74,7 +79,7 @@ def slice_forward(
     before = vars(model).get("forward")
     if isinstance(loss_weight, Normaliser):
         loss_weight = loss_weight.bound(model)
-    sliced = SlicedModel(model, model.forward, loss_weight, returns_loss, scale, at_most, on_slice)
+    sliced = SlicedModel(model, model.forward, loss_weight, returns_loss, scale, at_most, on_slice, graphs)
     vars(model)["forward"] = SlicedForward(sliced, Splitter(batch_size, micro_batch_size, layout=layout))
 
     def undo() -> None:
@@ -108,7 +113,7 @@ class SlicedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch."""
         sliced = self._sliced
-        if not sliced.model.training or not torch.is_grad_enabled():
+        if sliced.as_written_from_here or not sliced.model.training or not torch.is_grad_enabled():
             return sliced.as_written(*args, **kwargs)
         parameters = [parameter for parameter in sliced.model.parameters() if parameter.requires_grad]
         called = by_name(args, kwargs)
@@ -121,7 +126,18 @@ class SlicedForward:
         if slices[0].samples == 1 and sliced.rows_of_two is None:
             sliced.rows_of_two = self._rows_of_two(called, len(args))
         run = SlicedRun(sliced, slices, parameters, called, len(args))
-        outputs = _Slices.apply(run, *run.given, *parameters)  # type: ignore[no-untyped-call]
+        try:
+            outputs = _Slices.apply(run, *run.given, *parameters)  # type: ignore[no-untyped-call]
+        except LossChangedError as changed:
+            if sliced.has_statistics:  # which the slices before have moved
+                raise
+            warnings.warn(
+                "vram_guard: " + _("{why}: this batch and the next ones run as written", why=changed.reason),
+                stacklevel=2,
+            )
+            run.draw_again()
+            sliced.as_written_from_here = True
+            return sliced.as_written(*args, **kwargs)
         return run.rebuilt(outputs)
 
     def _rows_of_two(self, called: dict[str, Any], positional: int) -> tuple[int, ...]:

@@ -258,16 +258,6 @@ def opened_for_writing() -> Counter[str]:
     return Counter() if _written is None else _written.so_far()
 
 
-def refuse_connections() -> None:
-    """From now on, until this process ends, connecting to another one is an error."""
-
-    def audit(event: str, values: tuple[Any, ...]) -> None:
-        if event == "socket.connect":
-            raise UnsupportedStepError(_("it connects to {address}", address=repr(values[1])))
-
-    sys.addaudithook(audit)
-
-
 def _checksum(file: Path) -> int:
     """Of what a file holds; of a link, of where it leads to."""
     if file.is_symlink():

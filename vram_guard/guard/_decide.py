@@ -144,7 +144,12 @@ def decide_alone(
     captured = replace(captured, step=graph.step)
     about = None if gpu is None else subject(captured.model, step.precision, gpu)
     known = Corrections().factor(about) if settings.remember and about is not None else 1.0
-    refusals = (Refusal("accumulate", why_not_split(make)), *captured.refusals(settings))
+    smaller = _("whether it computes the same in smaller batches is not known: make those of its loader smaller")
+    refusals = (
+        Refusal("accumulate", why_not_split(make)),
+        Refusal("evaluation", smaller),
+        *captured.refusals(settings),
+    )
     refused = {technique: reason for technique, reason in refusals if reason}
     try:
         plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
@@ -240,8 +245,8 @@ def _proven_plan(
             plan = replace(plan, reason_values=(*plan.reason_values, refused_reason("slices", refused["slices"])))
         if settings.mode != "fit" or not plan.fits or not plan.changed:
             return plan, Proof("")
-        progress(_("running one step on a few samples, as written and as planned"))
-        proof = prove(captured, plan, graph, settings.said_loss_weight, settings.proof_seconds)
+        progress(_("proving that the plan leaves what is learned as it was"))
+        proof = prove(captured, plan, graph, settings.said_loss_weight)
         if isinstance(proof, Proof):
             divided = captured.step.parallel is not None or plan.recipe.sharding is not None
             if not divided or not isinstance(proof.loss_weight, Normaliser | EveryLabel) or plan.splits == 1:

@@ -7,14 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler
-
-from vram_guard.capture.loader import set_batch_size
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard._decide import in_copy_of_process, least_budget
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero
-from vram_guard.job import Job, JobRun, evenly
+from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.state.random_generators import random_state_kept
@@ -23,39 +20,9 @@ from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
-    from vram_guard.guard.applied import Applied
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.guard.training import Training
     from vram_guard.timeline import Estimate, Timeline
-
-
-def why_not_smaller(loader: Any, size: int, *, ranks: int = 1) -> str:
-    """The reason why a loader of an evaluation cannot deliver smaller batches of the same samples; "" where it can.
-
-    Args:
-        loader: of a validation.
-        size: of the smaller batches.
-        ranks: processes among which its samples are divided.
-    """
-    if type(getattr(loader, "batch_sampler", None)) is not BatchSampler:
-        kind = type(getattr(loader, "batch_sampler", None) or loader).__name__
-        return _("its batches are made by {kind}", kind=kind)
-    try:
-        samples = len(loader.dataset)
-    except TypeError:
-        return _("its data set is a stream")
-    smaller, whole = (one * ranks for one in (evenly(loader.batch_size, size), loader.batch_size))
-    if loader.drop_last and samples % smaller != samples % whole:
-        return _("drop_last leaves out the samples of a last batch, which would be others")
-    return ""
-
-
-def smaller_batches(loader: Any, size: int, applied: Applied) -> None:
-    """Make a loader deliver batches of at most so many samples until the guard's changes are undone."""
-    before = loader.batch_size
-    if before > size:
-        applied.callback(set_batch_size, loader, before)
-        set_batch_size(loader, evenly(before, size))
 
 
 @dataclass(frozen=True)

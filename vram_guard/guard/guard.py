@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import bound_to
 from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard._decide import decide
@@ -60,6 +61,11 @@ class Guard:
         found = None if self.decision is None else self.decision.loss_weight
         return bound_to(self.training.model, found or self.settings.said_loss_weight or "mean")
 
+    @cached_property
+    def graphs(self) -> LossGraphs | None:
+        """Those of the training's losses; None where the user has said what the loss is over the samples."""
+        return LossGraphs(self.training.model) if self.settings.said_loss_weight is None else None
+
     @property
     def may_change(self) -> bool:
         """True if a plan may be applied."""
@@ -102,7 +108,7 @@ class Guard:
             estimate = plan.estimate if self.changes else plan.before
             self.first_steps = FirstSteps.begin(reader, decision.about, estimate, remember=settings.remember)
         if self.changes:
-            training.apply(decision, self.loss_weight, self.applied)
+            training.apply(decision, self.loss_weight, self.graphs, self.applied)
         lines = self._report_lines(decision)
         if training.ranks.rank == 0 and not settings.verbose:
             lines.append(where_to_read_on(page_to_keep(plan), "verbose=True"))

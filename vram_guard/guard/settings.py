@@ -180,8 +180,6 @@ class GuardSettings(PlanSettings):
         recover: in mode "fit", go on after a real out-of-memory error: the batch that failed is rolled back and runs
             again in smaller micro-batches. Under DDP gradients are then averaged after backward, not during it.
         max_recoveries: how many such errors a training is taken through before it stops.
-        proof_seconds: what running one optimizer step on a few samples, as written and under the plan, may take on the
-            CPU; where it would take longer, the graph of the loss has to prove the plan. 0: it always has to.
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
@@ -198,7 +196,6 @@ class GuardSettings(PlanSettings):
     recover: bool = True
     max_recoveries: int = 8
     remember: bool = True
-    proof_seconds: float = 20.0
     cudnn: str | None = None
 
     def __post_init__(self) -> None:
@@ -208,10 +205,6 @@ class GuardSettings(PlanSettings):
         check_switches(recover=self.recover, remember=self.remember)
         check_cudnn(self.cudnn)
         checked_count("max_recoveries", self.max_recoveries)
-        if isinstance(self.proof_seconds, bool) or not 0 <= self.proof_seconds < float("inf"):
-            raise InvalidInputError(
-                _("proof_seconds must be 0 or more seconds, not {value}", value=repr(self.proof_seconds))
-            )
         self._keep("pin", self.pins)
         if self.grow:
             self.pins.check_growth()

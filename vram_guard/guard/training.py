@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.refusals import Refusal
-from vram_guard.language import _
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from vram_guard.apply.loss_graphs import LossGraphs
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.capture.loader import Sample
     from vram_guard.forks.fork import Progress
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
     from vram_guard.proof.effects import StepEffects
-    from vram_guard.proof.evaluations import EvaluationRehearsal
-    from vram_guard.proof.observed import Observed
-    from vram_guard.proof.rehearsal import Rehearsal, Rehearsed
     from vram_guard.step import TrainingStep
-    from vram_guard.techniques import Sharding
 
 
 @dataclass(frozen=True)
@@ -53,45 +48,8 @@ class CapturedTraining(ABC):
     def refusals(self, settings: GuardSettings) -> Iterable[Refusal]:
         """Techniques that this training does not admit; those with an empty reason are possible."""
 
-    @abstractmethod
-    def rehearse(self, rehearsal: Rehearsal) -> Rehearsed:
-        """Run one optimizer step for real on the CPU; called in a copy of the process, of which nothing is kept.
-
-        Raises:
-            Exception: whatever the user's code raises, or the framework.
-        """
-
-    def rehearses(self, sharding: Sharding) -> bool:  # noqa: ARG002 - for those who can
-        """True if a rehearsal, which is one process, runs under this change of how the model is divided."""
-        return False
-
-    @property
-    def evaluated_samples(self) -> tuple[int, ...]:
-        """Samples of the data sets of its validation's loaders."""
-        return ()
-
-    def rehearse_evaluation(self, rehearsal: EvaluationRehearsal) -> Observed:  # noqa: ARG002 - for those who can
-        """Run its validation for real on the CPU, see :meth:`rehearse`.
-
-        Raises:
-            Exception: whatever the user's code raises, or the framework.
-        """
-        raise UnsupportedStepError(_("there is no validation that could be run"))
-
-    @abstractmethod
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        """The loss of a loaded batch, on the CPU, with its graph; called in a copy of the process.
-
-        Raises:
-            Exception: whatever the user's code raises.
-        """
-
-    def given(self, batch: Any) -> Any:
-        """A batch as the loader delivered it, as :attr:`step` gets it."""
-        return batch
-
     def loaded(self, batch: Any) -> Any:
-        """The other way round."""
+        """A batch as :attr:`step` gets it -> as the loader delivered it."""
         return batch
 
     @property
@@ -146,7 +104,7 @@ class Training(Protocol):
             refused: technique -> why it is not possible.
         """
 
-    def apply(self, decision: Decision, loss_weight: LossWeight, applied: Applied) -> None:
+    def apply(self, decision: Decision, loss_weight: LossWeight, graphs: LossGraphs | None, applied: Applied) -> None:
         """Put the decision's plan into the framework's objects, as far as that is possible before they are set up."""
 
     def learning_rate_factor(self, plan: Plan) -> float:

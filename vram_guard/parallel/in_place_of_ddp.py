@@ -132,7 +132,7 @@ class Divided(nn.Module):
 
 
 def divide(
-    module: nn.Module, sharding: Sharding, device: torch.device, *, send_buffers: bool = True, mesh: Any = None
+    module: nn.Module, sharding: Sharding, device: torch.device, *, send_buffers: bool = True
 ) -> tuple[Divided, Callable[[Iterable[torch.optim.Optimizer]], None]]:
     """Divide a model over the processes of the default group, before its optimizer is built.
 
@@ -141,7 +141,6 @@ def divide(
         sharding: how.
         device: that this process trains on.
         send_buffers: whether the first rank's buffers are sent to all in every forward.
-        mesh: with one dimension "shard"; None: of all processes.
 
     Returns:
         The module to call, and a function that puts the whole model, and its optimizers, together in host memory again:
@@ -149,12 +148,12 @@ def divide(
     """
     import torch.distributed as dist
 
-    ranks = dist.get_world_size() if mesh is None else mesh.size()
+    ranks = dist.get_world_size()
     if ranks > 1:
         as_on_the_first(module, device)
     layout = layout_of(sharding, ranks)
     before = {part: set(vars(part)) for part in module.modules()}
-    install(module, layout, make_mesh(layout, device.type) if mesh is None else mesh)
+    install(module, layout, make_mesh(layout, device.type))
     stay = keep_parameters_in_place(module) if sharding.offload else None
 
     def put_together(optimizers: Iterable[torch.optim.Optimizer]) -> None:

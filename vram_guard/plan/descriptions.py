@@ -219,7 +219,7 @@ class RelativeTime(float):
     """A modelled step time over that of the step as written, for messages.
 
     Example:
-        >>> f"would take {StepTime(1.25)}", f"would take {StepTime(0.999)}"
+        >>> f"would take {RelativeTime(1.25)}", f"would take {RelativeTime(0.999)}"
         ('would take 1.25 times the step time as written', 'would take about the same step time as written')
     """
 

@@ -166,11 +166,6 @@ class Plan(ShownInNotebooks):
         return self.before.fits(self.budget, self.correction)
 
     @property
-    def cuts_batch_norm(self) -> bool:
-        """True if batch normalisation takes its statistics over micro-batches."""
-        return any(reason.kind is Why.BATCH_NORM for reason in self.reason_values)
-
-    @property
     def only_pins_fail(self) -> bool:
         """True if the step fits as written, and nothing with the pinned settings does."""
         return self.fits_as_written and not self.fits

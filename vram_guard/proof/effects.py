@@ -132,11 +132,6 @@ def compared_while_training() -> str:
     return _("each recomputation is compared with the first forward while training")
 
 
-def but_for_statistics() -> str:
-    """The end of a sentence about a proof of micro-batches, where a model normalises over its batch."""
-    return _(", but for the statistics of batch normalisation, which stand still in the proof")
-
-
 def other_draws() -> str:
     """The words for a step that draws random numbers."""
     return _("micro-batches draw other random numbers than a whole batch, from the same distributions")

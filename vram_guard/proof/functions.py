@@ -9,8 +9,8 @@ import torch
 
 from vram_guard.language import _
 
-#: Module and name of those that leave samples apart: each gives back the gradients that it is given, those that
-#: autograd computes of what it called, or a function of each element or row.
+#: Module and name of those that leave samples apart, and what they saved as it was: each gives back the gradients that
+#: it is given, those that autograd computes of what it called, or a function of each element or row.
 _APART = frozenset(
     (
         ("torch.utils.checkpoint", "CheckpointFunction"),
@@ -25,6 +25,7 @@ _APART = frozenset(
         ("torch.distributed.tensor._api", "_FromTorchTensor"),
         ("deepspeed.runtime.zero.parameter_offload", "PreBackwardFunctionForModule"),
         ("deepspeed.runtime.zero.parameter_offload", "PostBackwardFunctionModule"),
+        ("bitsandbytes.autograd._functions", "MatMul4Bit"),
         ("transformers.models.bloom.modeling_bloom", "GeLUFunction"),
         ("transformers.models.recurrent_gemma.modeling_recurrent_gemma", "SqrtBoundDerivative"),
         ("transformers.models.sew_d.modeling_sew_d", "XSoftmax"),
@@ -34,7 +35,7 @@ _APART = frozenset(
 
 
 def unknown_functions(functions: Iterable[type]) -> Iterator[str]:
-    """Sentences about functions that may join samples in a backward pass.
+    """Sentences about functions that may join samples in a backward pass, or change there what others have saved.
 
     Args:
         functions: subclasses of ``torch.autograd.Function`` that were applied.
@@ -47,7 +48,8 @@ def unknown_functions(functions: Iterable[type]) -> Iterator[str]:
     for one in dict.fromkeys(functions):
         if (one.__module__, one.__qualname__) not in _APART:
             yield _(
-                "nothing is known of the backward pass of {function}, whether it leaves samples apart",
+                "nothing is known of the backward pass of {function}: whether it leaves samples apart, and what it has "
+                "saved as it was",
                 function=f"{one.__module__}.{one.__qualname__}",
             )
 

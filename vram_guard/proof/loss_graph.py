@@ -18,10 +18,10 @@ from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun
-from vram_guard.proof.observed import normalisation_buffers
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
 from vram_guard.proof.step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
+from vram_guard.state.modules import normalisation_buffers
 from vram_guard.step import TrainingStep
 from vram_guard.tensors import storage_of
 
@@ -117,6 +117,14 @@ class LossGraph:
             return _("{name} would happen once per micro-batch", name=name)
         return ""
 
+    def own_backward(self, batch_size: int) -> str:
+        """The first function with a backward pass of its own of which nothing is known, in a sentence; "" for none."""
+        return next((why for look in self._looked(batch_size) for why in look.own_backward), "")
+
+    def written(self, batch_size: int) -> tuple[str, ...]:
+        """Names of weights, buffers and attributes that the step itself writes to."""
+        return tuple(dict.fromkeys(name for look in self._looked(batch_size) for name in look.written))
+
     def draws(self, batch_size: int) -> bool:
         """True if the step draws random numbers."""
         return any(look.random for look in self._looked(batch_size))
@@ -191,12 +199,13 @@ class LossGraph:
             later = [_("the step reads {name}, which moves on with the training", name=n) for n in self._effects.reads]
             if isinstance(own, torch.nn.Module):
                 later += ran.changed_later(own, self._effects.companions)
-            later += [*ran.takes_gradients(), *unknown_functions(functions)]
+            own_backward = tuple(unknown_functions(functions))
+            later += [*ran.takes_gradients(), *own_backward]
             if heard.of_python:
                 later.append(_("it draws from a generator of NumPy or Python, maybe one number for the whole batch"))
             form = apart.form(loss) if before is None else before.form  # it also makes what is made once
             self._looks[self._size] = _TracedLoss(
-                changed, written, called, form, logged, heard.random, state.beyond, tuple(later)
+                changed, written, called, form, logged, heard.random, state.beyond, tuple(later), own_backward
             )
         return returned
 
@@ -262,6 +271,8 @@ class _TracedLoss(NamedTuple):
     """What it leads to and what is not looked into, with its kind."""
     later: tuple[str, ...]
     """Why it may do something else in later steps."""
+    own_backward: tuple[str, ...]
+    """Sentences about functions of whose backward pass nothing is known."""
 
 
 def _is_mean(one: LossForm | None, other: LossForm | None) -> bool:

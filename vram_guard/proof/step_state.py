@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vram_guard.apply.loss_terms import parts_of
-from vram_guard.proof.observed import normalisation_buffers
+from vram_guard.state.modules import normalisation_buffers
 from vram_guard.state.reached import OF_EVERY_MODULE, ReachedState, has_state
 from vram_guard.tensors import storage_of, version_of
 from vram_guard.user_code import is_installed_file

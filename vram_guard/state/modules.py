@@ -36,6 +36,21 @@ class ModuleState:
             refill(container, content)
 
 
+def normalisation_buffers(model: nn.Module) -> frozenset[str]:
+    """Running statistics and counters, which a step in micro-batches is known to advance in another way.
+
+    Example:
+        >>> sorted(normalisation_buffers(nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2))))
+        ['0.num_batches_tracked', '0.running_mean', '0.running_var']
+    """
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - the base of batch and instance norm
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    )
+
+
 @contextlib.contextmanager
 def statistics_kept(model: nn.Module) -> Iterator[None]:
     """A forward that runs again leaves the running statistics of batch normalisation alone."""

@@ -9,16 +9,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.apply.outputs import detached, merged
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import LossChangedError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -33,6 +37,19 @@ class Share:
     """Factor of its loss."""
     first: bool
     last: bool
+    graphs: LossGraphs | None = None
+    """Of the losses so far; None: the user has said what the loss is over the samples."""
+
+    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """Its loss as a part of the batch's, before the backward pass.
+
+        Raises:
+            LossChangedError: the loss is made in another way than those that micro-batches are proven for.
+        """
+        if self.graphs is not None:
+            (self.graphs.see if self.first and self.last else self.graphs.check)(loss)
+        weighted: torch.Tensor = loss * self.weight
+        return weighted
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class BatchPass:
     """The attempt of the pass, where recovery is armed."""
     uneven: RankCoordinator | None = None
     """The ranks, where they may run different numbers of micro-batches."""
+    graphs: LossGraphs | None = None
+    """See :attr:`Share.graphs`."""
 
     @property
     def whole(self) -> bool:
@@ -67,11 +86,11 @@ class BatchPass:
         if self.uneven is not None:
             one = self._refusing(one, self.uneven)
         if self.whole:
-            return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, first=True, last=True))
+            return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, True, True, self.graphs))
         parts, weights = self._counting()
         outputs: list[Any] = []
         for at, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            share = Share(part.data, part.samples, weight, first=at == 0, last=at == len(parts) - 1)
+            share = Share(part.data, part.samples, weight, at == 0, at == len(parts) - 1, self.graphs)
             if self.attempt is not None:
                 self.attempt.last = share.last
             outputs.append(detached(one(share)))
@@ -103,6 +122,7 @@ class MicroBatches:
     Args:
         splitter: how they are cut; None: learned from the first batch that has to be.
         loss_weight: what the loss is over the samples of a batch.
+        graphs: of the losses so far, with which each one is compared; None: the user has said what the loss is.
         recovery: recovers a batch from running out of memory; None: errors are left alone.
         schedule: the sizes of micro-batches to take; None: the splitter's.
         why_whole: asked before a batch is cut: the reason for which it must not be, "" for none.
@@ -116,6 +136,7 @@ class MicroBatches:
         splitter: Splitter | None,
         loss_weight: LossWeight = "mean",
         *,
+        graphs: LossGraphs | None = None,
         recovery: Recovery | None = None,
         schedule: MicroBatchSchedule | None = None,
         why_whole: Callable[[], str] = str,
@@ -130,6 +151,7 @@ class MicroBatches:
         """The reason for which batches must stay whole; "" for none."""
         self._splitter = splitter
         self._loss_weight = loss_weight
+        self._graphs = graphs
         self._why_whole = why_whole
 
     def for_validation(self) -> MicroBatches:
@@ -145,7 +167,11 @@ class MicroBatches:
             return self._pass(batch, work, self.schedule.size, None)
 
         def attempted(attempt: Attempt) -> T:
-            return self._pass(batch, work, attempt.micro_batch_size, attempt)
+            try:
+                return self._pass(batch, work, attempt.micro_batch_size, attempt)
+            except LossChangedError as changed:
+                self.never_cut = changed.reason
+                raise
 
         return self.recovery.run(
             attempted,
@@ -155,16 +181,23 @@ class MicroBatches:
             what=_("this batch") if what is None else what,
         )
 
+    def see(self, loss: torch.Tensor) -> None:
+        """The loss of a batch that is trained on as written, before its backward pass."""
+        if self._graphs is not None:
+            self._graphs.see(loss)
+
     def _pass(self, batch: Any, work: Callable[[BatchPass], T], size: int | None, attempt: Attempt | None) -> T:
         if size is None or self._splitter is None:
-            return work(BatchPass([MicroBatch(batch, 1, 1)], self._loss_weight, attempt))
+            return work(BatchPass([MicroBatch(batch, 1, 1)], self._loss_weight, attempt, graphs=self._graphs))
         self._splitter.micro_batch_size = size
         number, even = (None, True) if isinstance(self._ranks, SingleProcess) else self._agreed(self._splitter, batch)
         why = self._why_whole()
         if not why and isinstance(self._loss_weight, EveryLabel):
             why = self._loss_weight.why_whole(batch)
         parts = split_or_warn(self._splitter, batch, why, number)
-        return work(BatchPass(parts, self._loss_weight, attempt, None if even else self._ranks))
+        if self._graphs is not None:
+            self._graphs.next_batch()
+        return work(BatchPass(parts, self._loss_weight, attempt, None if even else self._ranks, self._graphs))
 
     def _agreed(self, splitter: Splitter, batch: Any) -> tuple[int, bool]:
         """The number of micro-batches of this rank's batch: as many as the rank needs that needs the most.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from vram_guard.errors import RecoveryFailedError
+from vram_guard.errors import LossChangedError, RecoveryFailedError
 from vram_guard.language import _
 from vram_guard.watch._gradients import SetAside
 from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
@@ -197,6 +197,11 @@ class Recovery:
                 if not isinstance(outcome, Failure):
                     return outcome
                 self._take_back(outcome, running, schedule, samples_of, what)
+            except LossChangedError as changed:
+                if running.committed or not isinstance(self.ranks, SingleProcess):
+                    self.leave(changed)
+                    raise
+                self._take_back_whole(changed, running, schedule)
             finally:
                 self.snapshot.forget()
 
@@ -208,6 +213,8 @@ class Recovery:
             running.commit()
         except ElsewhereError as error:
             failure = replace(drop_traceback(error), elsewhere=True)
+        except LossChangedError:
+            raise
         except Exception as error:
             if running.committed or not is_out_of_memory(error):
                 self.leave(error)
@@ -266,6 +273,17 @@ class Recovery:
             )
         )
         schedule.size = smaller
+
+    def _take_back_whole(self, changed: LossChangedError, running: Attempt, schedule: MicroBatchSchedule) -> None:
+        """As before the attempt: the batch runs again as written, and so do the next ones."""
+        running.aside.put_back()
+        try:
+            self.snapshot.check()
+        except CannotRollBackError as why:
+            raise self.final(_("{changed}\nThe batch cannot be repeated: {why}", changed=changed, why=why)) from changed
+        self.snapshot.restore()
+        schedule.size = None
+        self.log(_("{why}: the batch is rolled back and runs again whole, as do the next ones", why=changed.reason))
 
     def say_unused(self, parameters: Sequence[nn.Parameter]) -> None:
         """Say once that parameters got no gradient on some rank, where DistributedDataParallel would have stopped."""

@@ -34,12 +34,10 @@ class PlanInstaller:
 
     Args:
         plan: what is changed.
-        on_slice: see :func:`vram_guard.apply.sliced_forward.slice_forward`.
     """
 
-    def __init__(self, plan: LaunchPlan, on_slice: Callable[[int, int, int], None] = lambda *_slice: None) -> None:
+    def __init__(self, plan: LaunchPlan) -> None:
         self.plan = plan
-        self._on_slice = on_slice
         self._models: list[nn.Module] = []
         self._training = LoaderMatcher(plan.loader)
         self._scaled: set[int] = set()
@@ -148,8 +146,8 @@ class PlanInstaller:
                 plan.grown_batch_size,
                 plan.micro_batch_size,
                 loss_weight=plan.loss_weight,
+                compares=not plan.loss_said,
                 returns_loss=plan.returns_loss,
-                on_slice=self._on_slice,
             )
 
     def _end_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.sliced_forward import slice_forward
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def set_slices(
     models: Iterable[tuple[nn.Module, Layout | None]],
     batch_size: int,
     micro_batch_size: int,
+    *,
+    compares: bool = False,
     **how: Any,
 ) -> None:
     """Every trained model works in slices of so many samples, inside DistributedDataParallel.
@@ -63,6 +66,7 @@ def set_slices(
         models: each with the layout of its arguments; None: each call is read by itself.
         batch_size: samples of a full batch.
         micro_batch_size: samples of a slice.
+        compares: whether each loss that a model returns is compared with those before it.
         **how: the other arguments of :func:`slice_forward`.
     """
 
@@ -72,7 +76,9 @@ def set_slices(
 
     for model, layout in models:
         if any(parameter.requires_grad for parameter in model.parameters()):
-            slice_forward(within(model), batch_size, micro_batch_size, layout=layout, scale=scale, **how)
+            graphs = LossGraphs(model) if compares else None
+            inner = within(model)
+            slice_forward(inner, batch_size, micro_batch_size, layout=layout, scale=scale, graphs=graphs, **how)
 
 
 def within(model: nn.Module) -> nn.Module:

@@ -65,8 +65,6 @@ class CudaShim(TorchFunctionMode):
         """Storages that are as large there as they are here; of others, each tensor is moved by itself."""
         self.loads = Loads(self._arrived)
         self._used = self._begun = False
-        self.shows_devices = True
-        """Tensors on the GPU say that they are there; off where a step is run for real, on the CPU."""
 
     @property
     def used(self) -> bool:
@@ -129,7 +127,7 @@ class CudaShim(TorchFunctionMode):
             return args[0] if name == "pin_memory" else False
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if self.shows_devices and name in ("__get__", "get_device"):
+        if name in ("__get__", "get_device"):
             return self._device_shown(func, args, kwargs)
         to_gpu = [is_gpu(value) for value in args]
         # After torch.set_default_device("cuda") torch itself would name it, further down.
@@ -144,7 +142,7 @@ class CudaShim(TorchFunctionMode):
     def _of_type(self, func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """``Tensor.type``: the name of its type, or the tensor as another one, on the device of that type."""
         if dtype is None:
-            return type_on_gpu(tensor.dtype) if self.shows_devices and self.holds(tensor) else func(tensor, **kwargs)
+            return type_on_gpu(tensor.dtype) if self.holds(tensor) else func(tensor, **kwargs)
         meant = meaning_of(dtype)
         if meant is None:
             return self._derived(func, (tensor, dtype, *args), kwargs)

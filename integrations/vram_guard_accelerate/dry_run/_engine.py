@@ -95,16 +95,6 @@ class EngineProcess:
         except VramGuardError as error:
             stopped(str(error))
 
-    def take_off(self) -> None:
-        """The Accelerator takes itself for a process that is alone, and so does a Trainer."""
-        from accelerate import DistributedType
-        from accelerate.state import AcceleratorState, PartialState
-
-        for state in (PartialState, AcceleratorState):
-            state._shared_state["distributed_type"] = DistributedType.NO  # noqa: SLF001 - see private_api.py
-        if self.trainer is not None:
-            self.trainer.is_deepspeed_enabled = False
-
     @contextlib.contextmanager
     def making(self, tracer: ExternalLoopTracer) -> Iterator[None]:
         """While Accelerate completes its config and makes the engine: for one of the pretended processes.

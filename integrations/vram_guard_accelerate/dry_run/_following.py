@@ -107,8 +107,6 @@ class FollowingPhase(LoopPhase):
             tuple(loop.models),
             sample,
             self.run.sharding.server,
-            self.run.proof_server,
-            self._probe.requests,
             fsdp_plugin=configured.plugin if isinstance(configured, ShardedProcess) else None,
             engine=configured.layout if isinstance(configured, EngineProcess) else None,
             loaded_beside=tuple(loop.loaded_beside()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -20,7 +21,6 @@ from vram_guard.forks import ended
 from vram_guard.forks.fork import fork_with_generators
 from vram_guard.forks.tied import Child
 from vram_guard.language import _
-from vram_guard_accelerate._alive import freeze_before_copying
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
 
@@ -70,7 +70,7 @@ class ForkServer:
 
 def _serve(asked: socket.socket) -> NoReturn:
     """Copy this process for every task; raises :class:`ForkEntered` in the copies."""
-    freeze_before_copying()
+    gc.freeze()  # a copy that looked through all objects would have all their memory
     faulthandler.disable()  # where the server stands tells nobody anything
     copies: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, lambda *_signal: _ended(copies))

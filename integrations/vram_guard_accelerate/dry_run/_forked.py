@@ -16,6 +16,7 @@ from vram_guard.errors import LostCopyError
 from vram_guard.language import _
 from vram_guard.limits import ROUNDS_FOLLOWED, TRACE_SECONDS
 from vram_guard.proof.effects import Listening
+from vram_guard.proof.functions import unknown_functions
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
@@ -279,6 +280,7 @@ class ForkedPhase(LoopPhase):
             advances=changed(self._state, state_of(self.loop.models)),
             changed_in_calls=self._changes.names,
             numbers=self._changes.numbers,
+            own_backward=tuple(unknown_functions(observer.functions)),
         )
         return TraceResult(timeline, facts, observer.profile(self._sample, between), random=self._random)
 

@@ -58,17 +58,6 @@ class RunSharding:
         self.may_shard = False
         self.configured = EngineProcess(plugin, shape, self.change)
 
-    @property
-    def may_be_proven(self) -> bool:
-        """True if a copy of the process can train for real, alone and on the CPU."""
-        return self.copy is None
-
-    def take_off(self) -> None:
-        """In a copy that trains for real, alone and on the CPU: the model stays whole, and computes the same."""
-        if self.configured is not None:
-            self.configured.take_off()
-            self.configured = None
-
     def start_server(self, accelerator: Any) -> None:
         """Leave a copy of the process here, for steps whose parameters are kept on the host; at the first place only.
 
@@ -108,11 +97,6 @@ class ShardedProcess:
     def flat(self) -> bool:
         """True for FSDP's first version, which makes flat parameters of the model's own."""
         return bool(self.plugin.fsdp_version == 1)
-
-    def take_off(self) -> None:
-        """The Accelerator takes itself for a process that is alone."""
-        del type(self.state).distributed_type
-        self.state.fsdp_plugin = None
 
     def wrap_blocks(self, model: nn.Module) -> None:
         """Say which blocks of this model are groups of their own, where the plugin does not."""

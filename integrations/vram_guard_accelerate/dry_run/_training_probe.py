@@ -37,11 +37,6 @@ class TrainingProbe:
         self._latest = self._count if began is None else began
         return self._latest
 
-    @property
-    def requests(self) -> int:
-        """Number of batches that were asked for so far."""
-        return self._count
-
     def trains_from_here(self, patience: float) -> bool:
         """True if the requested batch is the training's first; called where the mode does not show it.
 

@@ -79,10 +79,6 @@ class FirstBatch:
     sample: Sample
     fork_server: ForkServer | None
     """Makes copies in which the model is sharded; None where parameters may not be kept on the host."""
-    proof_server: ForkServer | None
-    """Makes copies that go on from ``prepare`` for real; None where nothing is proven by running."""
-    request: int
-    """The number of the batch that it asks for, among all since ``prepare``."""
     fsdp_plugin: Any = None
     """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
     engine: Parallel | None = None
@@ -106,11 +102,6 @@ class FirstBatch:
     def by_itself(self) -> bool:
         """True if the script trains without Accelerate."""
         return isinstance(self.accelerator, OwnLoop)
-
-    @property
-    def called_with(self) -> int:
-        """Samples that the model of a loop without a loader is called with; 0: a loader makes its batches."""
-        return self.sample.batch_size if self.sample.loader is None else 0
 
     @property
     def why_one_size(self) -> str:

@@ -19,7 +19,7 @@ from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
-from vram_guard_accelerate.dry_run._model_calls import agreed_layouts, layouts_of
+from vram_guard_accelerate.dry_run._model_calls import agreed_layouts
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import Fork
 from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult
@@ -83,16 +83,9 @@ class ForkedTraces:
             self._others[other] = _answer_of(ask, _what(request))
         return other, self._others[other]
 
-    def read_layouts(self, only: LoopFacts | None = None) -> str:
-        """Find out how the models' arguments are cut; why they cannot be ("" where they can).
-
-        Args:
-            only: what was seen of a loop that has one size of batches; None: other sizes are looked at.
-        """
-        if only is None:
-            found, why = agreed_layouts(lambda size: self.facts_at(size).calls, len(self.layouts))
-        else:
-            found, why = layouts_of(only.calls, len(self.layouts))
+    def read_layouts(self) -> str:
+        """Find out how the models' arguments are cut; why they cannot be ("" where they can)."""
+        found, why = agreed_layouts(lambda size: self.facts_at(size).calls, len(self.layouts))
         self.layouts = self.layouts if why else found
         return why
 

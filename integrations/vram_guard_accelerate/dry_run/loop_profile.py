@@ -15,6 +15,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vram_guard.apply.loss_terms import is_made_of, number_of
+from vram_guard.patching import replace_attributes
+from vram_guard.proof.functions import told
 from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.techniques import within
@@ -54,6 +56,8 @@ class LoopObserver:
 
     def __init__(self) -> None:
         self.returned = ReturnedLosses()
+        self.functions: list[type] = []
+        """Functions with a backward pass of their own that were called."""
         self._events: list[_Event] = []
         self._ends: list[int] = []
         """Indices of the events at which optimizer steps end."""
@@ -70,6 +74,7 @@ class LoopObserver:
         for owner in (torch.optim.Optimizer, torch.nn.Module):
             self._around(owner, "zero_grad", self._zeroed)
         register_optimizer_step_pre_hook(self._before_step)
+        replace_attributes(torch.autograd.Function, {"apply": told(self.functions)})
 
     def _around(self, owner: Any, name: str, callback: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         """Call back after every call that is not inside another call of the same function.

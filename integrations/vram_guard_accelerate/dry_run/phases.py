@@ -21,7 +21,6 @@ from vram_guard.limits import BATCHES_AHEAD, ROUNDS_FOLLOWED
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
-from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._sharded_copy import RunSharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
@@ -54,7 +53,6 @@ class DryRun:
         decide: given the script at its first training batch: plans, and does not return.
         may_shard: whether the plan may keep parameters on the host (FSDP2).
         sharding: what is changed of how the launch, or the script, shards the model.
-        may_prove: whether a changed plan may be proven by running it.
         planned_batch: the batch that is planned for.
     """
 
@@ -65,7 +63,6 @@ class DryRun:
         *,
         may_shard: bool = False,
         sharding: ShardingChange = AS_LAUNCHED,
-        may_prove: bool = False,
         planned_batch: PlannedBatch = PlannedBatch(),  # noqa: B008 - a value
     ) -> None:
         self.shape = shape
@@ -73,9 +70,7 @@ class DryRun:
         self.script = ScriptObservations()
         self.observer = LoopObserver()
         self.sharding = RunSharding(may_shard=may_shard, change=sharding)
-        self.may_prove = may_prove
         self.planned_batch = planned_batch
-        self.proof_server: ForkServer | None = None
         self.phase = DryRunPhase(self)
         self.loads = False
         """A loader makes a batch: loaders that it asks give it their own."""

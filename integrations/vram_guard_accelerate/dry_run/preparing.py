@@ -6,7 +6,6 @@ A script without Accelerate is followed from where its loop asks for the first b
 from __future__ import annotations
 
 import sys
-import weakref
 from types import FrameType
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from vram_guard.language import _, marked
-from vram_guard.limits import LARGEST_PROVEN
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
@@ -22,9 +20,6 @@ from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_
 from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
-from vram_guard_accelerate.dry_run._fork_server import ForkServer
-from vram_guard_accelerate.dry_run._proving import ProvingPhase
-from vram_guard_accelerate.dry_run.forks import ForkEntered
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -123,31 +118,18 @@ class PreparingPhase(DryRunPhase):
     # --- scripts with Accelerate --------------------------------------------------------------------------------
 
     def prepare(self, original: Any, accelerator: Any, args: Any, kwargs: Any) -> Any:
-        """The first ``prepare``: from here on, the process is symbolic, and its copies that prove a plan are real."""
+        """The first ``prepare``: from here on, the process is symbolic."""
         self._calls.end()  # Dynamo would follow what lies around the calls of modules
-        self.run.phase = self._next(accelerator, args)
+        self.run.phase = self._next(accelerator)
         return self.run.phase.prepare(original, accelerator, args, kwargs)
 
-    def _next(self, accelerator: Any, prepared: tuple[Any, ...]) -> DryRunPhase:
-        """What comes after this phase, in the original and in copies."""
+    def _next(self, accelerator: Any) -> DryRunPhase:
+        """What comes after this phase."""
         tensors = alive(torch.Tensor)
         moved, shared = self._shim.moved(tensors), self._shim.shared()
-        known = [weakref.ref(tensor) for tensor in tensors]
         del tensors  # what the script lets go of is gone
-        try:
-            if self._may_be_proven(prepared):
-                self.run.proof_server = ForkServer()
-            self._shim.end()
-            return FollowingPhase(self.run, accelerator, moved, shared, self._shim.loads)
-        except ForkEntered as entered:
-            self.run.sharding.take_off()
-            self._shim.shows_devices = False
-            return ProvingPhase(self.run, entered.task, entered.parent, known)
-
-    def _may_be_proven(self, prepared: tuple[Any, ...]) -> bool:
-        models = [thing for thing in prepared if isinstance(thing, nn.Module)]
-        weights = sum(one.nbytes for model in models for one in (*model.parameters(), *model.buffers()))
-        return self.run.may_prove and self.run.sharding.may_be_proven and weights <= LARGEST_PROVEN
+        self._shim.end()
+        return FollowingPhase(self.run, accelerator, moved, shared, self._shim.loads)
 
 
 def _framework_that_trains() -> str:

@@ -58,6 +58,8 @@ class LoopFacts:
     """Attributes and buffers of models that are others after every optimizer step: each call may move them on."""
     changed_in_calls: tuple[str, ...] = ()
     """The names of what models hold otherwise after one of their own calls."""
+    own_backward: tuple[str, ...] = ()
+    """Sentences about functions of whose backward pass nothing is known."""
     numbers: AbstractSet[tuple[str, str]] = frozenset()
     """Names and numbers that the models are given and find, beside the samples."""
 

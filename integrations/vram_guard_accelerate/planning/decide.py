@@ -32,7 +32,6 @@ from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
 from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
-from vram_guard_accelerate.dry_run.proofs import Proofs
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.planning._by_graph import GraphProof
 from vram_guard_accelerate.planning._proven import Judge, PlanVerdict
@@ -133,16 +132,13 @@ def _decided(
     trace = traces.first_trace()
     if current is not None:
         current.check(first.precision, trace.profile)
-    proofs = Proofs(first, trace, settings.proof_seconds)
     by_graph = GraphProof(traces, first.sample.batch_size)
     weigh = cache(lambda: _loss_weight(by_graph, trace.facts, settings))
     judge = Judge(
-        proofs,
         settings,
         lambda: _why_not_by_graph(by_graph.why_not),
         by_graph.remarks,
         lambda recipe: _small_steps(first, recipe),
-        only_by_running=bool(first.called_with),
     )
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
@@ -157,14 +153,14 @@ def _decided(
         if launch_plan.slices:
             weight, unclear = weigh()
             layouts = tuple(one and one.to_json() for one in traces.layouts)
-            launch_plan = replace(launch_plan, loss_weight=weight, layouts=layouts)
-        if launch_plan.slices and unclear:
-            verdict = PlanVerdict({"accumulate": unclear})
-        else:
-            verdict = judge.of(launch_plan, batch_norm=made.cuts_batch_norm)
+            launch_plan = replace(
+                launch_plan, loss_weight=weight, loss_said=settings.loss_weight is not None, layouts=layouts
+            )
+        unknown = launch_plan.slices and unclear
+        verdict = PlanVerdict({"accumulate": unclear}) if unknown else judge.of(launch_plan)
         if not verdict.refused:
             break
-        if "accumulate" in verdict.refused and not first.called_with:  # which only a run can prove
+        if "accumulate" in verdict.refused:
             fitting, before = made, planner.refused
         planner = replace(planner, refused={**planner.refused, **verdict.refused})
     if fitting is not None and not made.fits:
@@ -387,6 +383,7 @@ def _refused(
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
+        "offload_activations": next(iter(facts.own_backward), ""),
         "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
     }
     if first.by_itself:
@@ -429,13 +426,17 @@ def _why_not_grown(first: FirstBatch) -> str:
 def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
     if first.fails_at_others:
         return first.fails_at_others
+    if facts.own_backward:
+        return facts.own_backward[0]
     if facts.updates_others:
         return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
     if first.compiled:
         return _("a model that torch.compile compiles as a whole is not cut open")
     if first.by_itself and first.shape.ranks > 1 and (why := own_ranks.why_not_within(first.root)):
         return why
-    return traces.read_layouts(facts if first.called_with else None)
+    if first.sample.loader is None:
+        return _("the script makes its batches without a DataLoader: how samples lie in them is not known")
+    return traces.read_layouts()
 
 
 def _why_not_by_graph(reason: Callable[[], str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -20,7 +21,6 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import page_to_keep
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
-from vram_guard_accelerate._alive import freeze_before_script
 from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
@@ -94,7 +94,6 @@ def _follow(
         decided,
         may_shard=shards,
         sharding=change,
-        may_prove=settings.may_prove,
         planned_batch=settings.planned_batch,
     )
     run.phase = PreparingPhase(run)
@@ -103,7 +102,7 @@ def _follow(
     for one in early:
         one.watch()
     run.phase.begins()
-    freeze_before_script()
+    gc.freeze()  # what is there is none of the script's
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
     try:
         _run_script.run(request.command, module=request.module)
