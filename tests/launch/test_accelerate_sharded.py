@@ -324,7 +324,7 @@ def test_where_accelerate_does_not_shard_nothing_is_prepared() -> None:
     from accelerate import Accelerator
 
     with (
-        pytest.raises(UnsupportedTechniqueError, match="did not switch on"),
+        pytest.raises(UnsupportedTechniqueError),
         fsdp.sharding(Accelerator(cpu=True), [torch.nn.Linear(2, 2)], fsdp.ON_HOST),
     ):
         pytest.fail("it was prepared")

@@ -213,7 +213,7 @@ def test_a_job_that_fails_is_told_with_its_traceback():
     answer = workers.ask(failing, limit=60)
     assert answer.result is None
     assert "in failing" in answer.error
-    with pytest.raises(RuntimeError, match="ValueError: no such thing"):
+    with pytest.raises(RuntimeError, match="ValueError"):
         answer.checked()
 
 

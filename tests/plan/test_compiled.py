@@ -248,7 +248,7 @@ def test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncomp
 def test_flex_attention_outside_the_compiler_is_refused() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    with pytest.raises(UnsupportedStepError, match=r"call torch\.compile\(flex_attention\)"):
+    with pytest.raises(UnsupportedStepError, match=r"torch\.compile\(flex_attention\)"):
         run_step(attending(flex_attention), 4, CAPABILITY)
 
 
@@ -528,7 +528,7 @@ def test_a_half_installed_triton_is_said(tmp_path: Any, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(tmp_path)
     for name in [one for one in sys.modules if one.partition(".")[0] == "triton"]:  # torch with CUDA brings it along
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(NotCompiledError, match=r"libtriton\.so is not here"):
+    with pytest.raises(NotCompiledError, match=r"libtriton\.so"):
         followed(step_of(compiled_blocks()))
 
 

@@ -193,14 +193,12 @@ def test_pins_of_operators() -> None:
     always = plan(feed(), 32, peak(Recipe()) - 1, margin=0, allow=["checkpoint"], pin={"checkpoint_keeps": ["addmm"]})
     assert always.recipe.checkpoint_keeps == ("addmm",)
     for value in ("addm", 3, ["gelu"]):
-        with pytest.raises(InvalidInputError, match="pin: checkpoint_keeps: unknown"):
+        with pytest.raises(InvalidInputError, match="checkpoint_keeps"):
             plan(feed(), 32, "64GiB", pin={"checkpoint_keeps": value})
 
 
 def test_not_beside_fsdp_and_not_in_compiled_blocks() -> None:
-    with pytest.raises(
-        UnsupportedStepError, match="checkpoint_keeps is pinned, but compiled blocks cannot keep results"
-    ):
+    with pytest.raises(UnsupportedStepError, match="checkpoint_keeps"):
         _compiled(pin={"checkpoint": "all", "checkpoint_keeps": ["addmm"]})
     on_host = {"checkpoint": "all", "checkpoint_keeps": ["addmm"], "parameters_on_host": True}
     made = plan(feed(), 32, "64GiB", pin=on_host)

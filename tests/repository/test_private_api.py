@@ -59,7 +59,7 @@ def test_a_missing_name_is_said_before_anything_is_traced(monkeypatch: pytest.Mo
     gone = PrivateName("torch._C:_never_was_there", "nothing", "nowhere")
     monkeypatch.setattr(private_api, "PRIVATE_NAMES", (*private_api.PRIVATE_NAMES, gone))
     private_api.check_torch.cache_clear()
-    with pytest.raises(UnsupportedStepError, match=r"torch\._C\._never_was_there.*tested with"):
+    with pytest.raises(UnsupportedStepError, match=r"torch\._C\._never_was_there"):
         private_api.check_torch()
     monkeypatch.undo()
     private_api.check_torch.cache_clear()

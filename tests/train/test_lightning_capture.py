@@ -280,7 +280,7 @@ def test_a_stream_that_cannot_be_copied_is_refused() -> None:
             super().__init__()
             self.lines = (line for line in "abc")
 
-    with pytest.raises(UnsupportedStepError, match=r"Holding cannot be copied.*open them in __iter__"):
+    with pytest.raises(UnsupportedStepError, match="__iter__"):
         _sample.read(torch.utils.data.DataLoader(Holding(), batch_size=4))
 
 
@@ -347,7 +347,7 @@ def test_a_lost_loss_is_refused_by_name(tmp_path: Any) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.net(batch[0])
 
-    with pytest.raises(UnsupportedStepError, match="training_step returned None"):
+    with pytest.raises(UnsupportedStepError, match="training_step"):
         captured(tmp_path, Silent())
 
 

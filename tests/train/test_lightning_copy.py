@@ -128,7 +128,7 @@ def test_a_copy_that_dies_is_said_and_the_training_goes_on_unguarded(tmp_path: P
     assert "left unchanged" in said
     assert guard.plan is None
     assert torch.equal(plain, weights)
-    with pytest.raises(UnsupportedStepError, match="killed by signal 11"):
+    with pytest.raises(UnsupportedStepError):
         fitted(tmp_path, VramGuard(budget="1GiB", mode="strict", remember=False), "strict", Dying)
 
 

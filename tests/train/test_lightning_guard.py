@@ -250,7 +250,7 @@ def test_strict_raises_before_training_and_leaves_the_trainer_usable(tmp_path: A
     module = cases.make_module()
     before = cases.weights(module).clone()
     trainer = cases.make_trainer(INSTALLED[0], tmp_path, [VramGuard(budget="1MiB", mode="strict")])
-    with pytest.raises(DoesNotFitError, match="does not fit as written"):
+    with pytest.raises(DoesNotFitError):
         trainer.fit(module, cases.loader(40))
     assert torch.equal(before, cases.weights(module))
     assert module.loaded == []
@@ -601,7 +601,7 @@ def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> 
         guarded = run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, loss_weight="mean"), seen)
     assert seen[-9:] == [4] * 9
     assert_equal_training(plain, guarded)
-    with pytest.raises(UnsupportedStepError, match="starts with 4, not with the 5 samples of the batch"):
+    with pytest.raises(UnsupportedStepError, match="5 samples"):
         run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, mode="strict"), [])
 
 

@@ -600,7 +600,7 @@ def test_a_prediction_that_does_not_fit_is_told_and_left_as_it_is(tmp_path: Any)
     assert [len(one) for one in found.returned] == [4096]
     smaller = evaluated(tmp_path, Judged(), 4096, found.predicted.smaller, **short)
     assert (smaller.predicted.fits, smaller.said) == (True, [])
-    with pytest.raises(DoesNotFitError, match=r"trainer\.predict does not fit"):
+    with pytest.raises(DoesNotFitError, match=r"trainer\.predict"):
         evaluated(tmp_path, Judged(), 4096, 4096, mode="strict", **short)
     assert evaluated(tmp_path, Judged(), 4096, 4096, whole_job=False, **short).predicted is None
 
@@ -648,7 +648,7 @@ def test_a_test_that_comes_after_the_training_is_told_before_it(tmp_path: Any, c
         strict.fit(Judged(), datamodule=Data(2**17))
         strict.test(Judged())
 
-    with pytest.raises(DoesNotFitError, match=r"trainer\.test does not fit"):
+    with pytest.raises(DoesNotFitError, match=r"trainer\.test"):
         short()
     made().fit(Judged(), datamodule=Data())  # nothing comes after it
     assert not said()

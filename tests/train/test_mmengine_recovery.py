@@ -178,7 +178,7 @@ def test_in_validation(root: Path, undisturbed: Any) -> None:
 def test_what_cannot_be_helped_ends_clearly(root: Path) -> None:
     with pytest.raises(RecoveryFailedError, match=r"no smaller micro-batch[\s\S]*What was predicted"):
         train(root, "hopeless", "hopeless")
-    with pytest.raises(RecoveryFailedError, match="max_recoveries is 1"):
+    with pytest.raises(RecoveryFailedError, match="max_recoveries"):
         train(root, "too-many", "hopeless", **{"vram_guard.max_recoveries": 1})
 
 

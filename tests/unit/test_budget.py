@@ -96,9 +96,9 @@ def test_the_whole_nominal_size_of_a_card_is_capped_and_says_so():
 
 
 def test_contradictions_are_refused():
-    with pytest.raises(InvalidInputError, match="more than RTX 4090 has"):
+    with pytest.raises(InvalidInputError, match="RTX 4090"):
         Budget.resolve("25GiB", gpu="RTX 4090")
-    with pytest.raises(InvalidInputError, match="budget is for RTX 4080 and gpu says RTX 4090"):
+    with pytest.raises(InvalidInputError, match="RTX 4080"):
         Budget.resolve("RTX 4080", gpu="RTX 4090")
     with pytest.raises(InvalidInputError, match="not both"):
         Budget.resolve("24GiB", device=0)
@@ -198,7 +198,7 @@ def test_without_gpu_and_without_an_amount_one_is_asked_for():
         pass
     else:
         pytest.skip("there is a GPU here")
-    with pytest.raises(NoDeviceError, match=r'budget="24GiB".*gpu="RTX 4090"'):
+    with pytest.raises(NoDeviceError, match='budget="24GiB"'):
         Budget.resolve()
 
 

@@ -259,7 +259,7 @@ def test_a_name_that_leaves_the_memory_open_is_refused_with_the_choices(open_nam
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(InvalidInputError, match=r"'RTX 4090'.*budget=\"24GiB\""):
+    with pytest.raises(InvalidInputError, match='budget="24GiB"'):
         find_gpu("RTX 4900")
     for typed, meant in (("RTX 4009", "RTX 4090"), ("4O90", "RTX 4090"), ("H 100", "H100 SXM")):
         with pytest.raises(InvalidInputError, match=f"Did you mean '{meant}'"):

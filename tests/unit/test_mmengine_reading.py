@@ -187,7 +187,7 @@ def test_a_base_file_of_somebody_else_is_replaced_by_force_alone(tmp_path: Path)
     written = path.read_text()
     assert write_base(tmp_path) == path, "the same contents are no obstacle"
     path.write_text("budget = 1")
-    with pytest.raises(InvalidInputError, match="--force replaces it"):
+    with pytest.raises(InvalidInputError, match="--force"):
         write_base(tmp_path)
     assert path.read_text() == "budget = 1"
     assert write_base(tmp_path, force=True).read_text() == written

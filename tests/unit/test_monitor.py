@@ -136,10 +136,10 @@ def test_the_device_of_a_training_is_found_by_cudas_number(machine, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     with device_sampler(torch.device("cuda", 0)) as sampler:
         assert sampler()[0].used == 23 * GIB
-    with pytest.raises(NoDeviceError, match="runs on cpu"), device_sampler(torch.device("cpu")):
+    with pytest.raises(NoDeviceError), device_sampler(torch.device("cpu")):
         pass
     machine(card(), fails={"nvmlInit": 12})
-    with pytest.raises(NoDeviceError, match="cannot be watched"), device_sampler(torch.device("cuda", 0)):
+    with pytest.raises(NoDeviceError), device_sampler(torch.device("cuda", 0)):
         pass
 
 

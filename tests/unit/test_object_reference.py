@@ -118,12 +118,12 @@ def test_malformed_names_are_refused_before_anything_is_imported(name):
 
 
 def test_modules_that_cannot_be_imported(module, tmp_path):
-    with pytest.raises(InvalidInputError, match="there is no module 'no_such_package_here'"):
+    with pytest.raises(InvalidInputError, match="'no_such_package_here'"):
         load_object("no_such_package_here.inner:build")
     with pytest.raises(InvalidInputError, match="there is no file"):
         load_object("missing.py:build")
     (tmp_path / "broken.py").write_text("import no_such_library_here\n")
-    with pytest.raises(InvalidInputError, match="needs 'no_such_library_here'"):
+    with pytest.raises(InvalidInputError, match="'no_such_library_here'"):
         load_object("broken.py:build")
     (tmp_path / "wrong.py").write_text("def build(:\n")
     with pytest.raises(InvalidInputError, match="SyntaxError"):

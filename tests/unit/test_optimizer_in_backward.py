@@ -78,7 +78,7 @@ def test_what_cannot_is_refused() -> None:
             step_where([optimizer], IN_BACKWARD)
     hooked = torch.optim.AdamW(weights)
     hooked.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(UnsupportedTechniqueError, match="hooks around its step"):
+    with pytest.raises(UnsupportedTechniqueError):
         step_where([torch.optim.SGD(weights), hooked], IN_BACKWARD)
     assert not any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in weights)
 

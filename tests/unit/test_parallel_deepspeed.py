@@ -59,7 +59,7 @@ def test_without_deepspeed_its_kinds_name_what_to_install(monkeypatch):
 def test_a_release_that_was_not_tested_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.1.0")
-    with pytest.raises(UnsupportedTechniqueError, match=r"deepspeed 0\.1\.0 was not tested: .* 0\.19\.8"):
+    with pytest.raises(UnsupportedTechniqueError, match=r"0\.19\.8"):
         run_step(step(Parallel(8, kind="deepspeed2")), 2, (9, 0))
 
 
@@ -157,7 +157,7 @@ def test_a_layout_may_keep_any_optimizers_states_there():
     layout = Parallel(2, kind="deepspeed2", offload=True)
     timeline = run_step(given("deepspeed2", 2).with_(parallel=layout), 2, (9, 0))
     assert most(timeline, "optimizer_states") == 0
-    with pytest.raises(InvalidInputError, match=r"DeepSpeed refuses its config: .*DeepSpeedCPUAdam"):
+    with pytest.raises(InvalidInputError, match="DeepSpeedCPUAdam"):
         run_step(given("deepspeed2", 2, {**SMALL, "offload_optimizer": {"device": "cpu"}}), 2, (9, 0))
 
 
@@ -218,9 +218,9 @@ def test_a_stage_that_nobody_knows_is_refused(stage, error):
 
 @engine
 def test_a_step_that_deepspeed_does_not_train_so_is_refused():
-    with pytest.raises(UnsupportedTechniqueError, match="by their norm alone"):
+    with pytest.raises(UnsupportedTechniqueError):
         run_step(given("deepspeed2", clip_grad_value=1.0), 2, (9, 0))
-    with pytest.raises(UnsupportedTechniqueError, match="give an optimizer"):
+    with pytest.raises(UnsupportedTechniqueError):
         run_step(given("deepspeed2", optimizer=None), 2, (9, 0))
     model = Net()
     model.head.weight.ds_id = 0

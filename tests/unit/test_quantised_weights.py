@@ -93,7 +93,7 @@ def test_weights_in_eight_bits_and_integer_products(bnb):
 def test_sharded_quantised_weights_are_refused_by_name(bnb):
     net = Net(four_bits(bnb, double=True))
     net.quantised.to("cpu")
-    with pytest.raises(UnsupportedTechniqueError, match=r"quantised\.weight is quantised by bitsandbytes"):
+    with pytest.raises(UnsupportedTechniqueError, match=r"quantised\.weight"):
         trace(step(net, parallel=Parallel(2, kind="fsdp2")))
 
 
@@ -172,5 +172,5 @@ def test_configs_of_weights_that_nobody_can_follow_are_refused_by_name(method):
 
 def test_layers_that_nobody_can_follow_are_refused_by_name():
     layer = type("QuantLinear", (nn.Linear,), {"__module__": "gptqmodel.nn_modules.qlinear.torch"})(IN, OUT)
-    with pytest.raises(UnsupportedStepError, match="quantised is a QuantLinear of gptqmodel"):
+    with pytest.raises(UnsupportedStepError, match="QuantLinear"):
         trace(step(Net(layer)))

@@ -492,7 +492,7 @@ def test_rows_that_are_not_samples_are_refused(micro: int) -> None:
     model = Net()
     model.last = nn.Flatten(0)  # type: ignore[assignment]
     slice_forward(model, 10, micro)
-    with pytest.raises(UnsupportedTechniqueError, match="so its rows are not the samples"):
+    with pytest.raises(UnsupportedTechniqueError):
         model(torch.randn(10, 6))
 
 
@@ -514,7 +514,7 @@ def test_a_model_that_answers_one_sample_in_another_form_is_refused_in_slices_of
 
     model = Sparing().double()
     slice_forward(model, 10, 1)
-    with pytest.raises(UnsupportedTechniqueError, match="the model returns 1 tensors for one sample and 2 for two"):
+    with pytest.raises(UnsupportedTechniqueError):
         model(x)
 
 

@@ -320,6 +320,6 @@ def test_copies_and_pickles_of_the_model() -> None:
 
 def test_unknown_names_change_nothing() -> None:
     model = Stack(2)
-    with pytest.raises(InvalidInputError, match=r"no module named 'h\.2'; did you mean"):
+    with pytest.raises(InvalidInputError, match=r"'h\.2'"):
         offload_activations(model, ["h.0", "h.2"])
     assert "forward" not in vars(model.h[0])

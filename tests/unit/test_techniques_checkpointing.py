@@ -619,7 +619,7 @@ def test_what_is_kept_lies_between_as_written_and_all_computed_again() -> None:
 
 def test_operators_that_cannot_be_kept_are_refused() -> None:
     assert Recipe(checkpoint_keeps=("mm",)) == Recipe()
-    with pytest.raises(InvalidInputError, match=r"checkpoint_keeps: unknown 'addm', known are .*did you mean 'addmm'"):
+    with pytest.raises(InvalidInputError, match="checkpoint_keeps"):
         Recipe(checkpoint=("h.0",), checkpoint_keeps=("addm",))
 
 
