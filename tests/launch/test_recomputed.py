@@ -26,6 +26,8 @@ TRIED = (
     *("a context variable", "functional_call with modulated weights", "an inner step of MAML"),
     *("a hook removed before the backward pass", "weights that move through .data", "the time", "nothing"),
 )
+#: Those of them that are trained under each framework: what is told apart is told apart by the blocks alone.
+UNDER_FRAMEWORKS = (TRIED[0], TRIED[3], TRIED[7], TRIED[9])
 forking = pytest.mark.skipif(not can_fork(), reason="copies of processes need Linux")
 
 
@@ -241,7 +243,7 @@ def test_lightning(tmp_path: Path) -> None:
         return state(module.net), stopped
 
     seen = set()
-    for name in TRIED:
+    for name in UNDER_FRAMEWORKS:
         kind = (STOPS | EQUAL)[name]
         guarded, stopped = fitted(kind, VramGuard(**guard_settings("net.")))
         check(name, fitted(kind, None)[0], guarded, stopped)
@@ -296,7 +298,7 @@ def test_mmengine(tmp_path: Path) -> None:
         return state(model.net), stopped
 
     seen = set()
-    for name in TRIED:
+    for name in UNDER_FRAMEWORKS:
         guarded, stopped = fitted(name, VramGuardHook(**guard_settings("net.")))
         check(name, fitted(name, None)[0], guarded, stopped)
         seen.add(stopped is None)

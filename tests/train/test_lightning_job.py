@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
+import logging
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -325,14 +326,12 @@ def test_the_work_of_hooks_between_epochs_has_a_name_of_its_own(tmp_path: Any) -
 
 
 class Counters(pl.Callback):  # type: ignore[misc, name-defined]
-    """Writes down, for the whole class, what hooks see of the Trainer's counters."""
-
-    seen: ClassVar[list[Any]] = []
+    """Logs what hooks see of the Trainer's counters: a log is kept where the callback's own state is put back."""
 
     def note(self, name: str, trainer: Any) -> None:
         epochs = trainer.fit_loop.epoch_progress.current
         counted = (epochs.ready, epochs.started, epochs.processed, epochs.completed)
-        self.seen.append((name, trainer.current_epoch, counted, trainer.training))
+        logging.getLogger("counters").info("%s", (name, trainer.current_epoch, counted, trainer.training))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.note("on_fit_start", trainer)
@@ -347,14 +346,22 @@ class Counters(pl.Callback):  # type: ignore[misc, name-defined]
         self.note("on_train_epoch_end", trainer)
 
 
-def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(tmp_path: Any) -> None:
+def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "counters")
+
+    def seen() -> list[Any]:
+        found: list[Any] = [one.args[0] for one in caplog.records if one.name == "counters"]
+        caplog.clear()
+        return found
+
     cases.make_trainer(NAMESPACE, tmp_path, [Counters()], max_epochs=3).fit(Net(), loader())
-    real = [*Counters.seen]
-    Counters.seen.clear()
+    real = seen()
     told(tmp_path, Net(), Counters(), max_epochs=3)
-    assert {name for name, *_ in Counters.seen} == {name for name, *_ in real}
-    assert not [one for one in Counters.seen if one not in real]
-    Counters.seen.clear()
+    traced = seen()
+    assert {name for name, *_ in traced} == {name for name, *_ in real} != set()
+    assert not [one for one in traced if one not in real]
 
 
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
@@ -608,7 +615,7 @@ def test_a_prediction_that_does_not_fit_is_told_and_left_as_it_is(tmp_path: Any)
 class Data(pl.LightningDataModule):  # type: ignore[misc, name-defined]
     """Its test has rows only once it is set up for it."""
 
-    def __init__(self, rows: int = 4096) -> None:
+    def __init__(self, rows: int = 512) -> None:
         super().__init__()
         self.stages: list[str] = []
         self.rows, self._tested = 0, rows
@@ -645,7 +652,7 @@ def test_a_test_that_comes_after_the_training_is_told_before_it(tmp_path: Any, c
     strict = made(budget="150MiB", mode="strict")
 
     def short() -> None:
-        strict.fit(Judged(), datamodule=Data(2**17))
+        strict.fit(Judged(), datamodule=Data(2**15))
         strict.test(Judged())
 
     with pytest.raises(DoesNotFitError, match=r"trainer\.test"):

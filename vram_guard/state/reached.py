@@ -92,9 +92,10 @@ def in_libraries(value: Any) -> bool:
 
 
 def home_of(value: Any) -> str:
-    """The top-level module of a function, or of an object's class."""
+    """The top-level module of a function, or of an object's class; this package's adapters count as the package."""
     named = value if isinstance(value, FunctionType) else type(value)
-    return str(getattr(named, "__module__", "")).partition(".")[0]
+    home = str(getattr(named, "__module__", "")).partition(".")[0]
+    return "vram_guard" if home.startswith("vram_guard_") else home
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
