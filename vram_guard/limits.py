@@ -105,7 +105,7 @@ CALLS_FOLLOWED = 4
 GRAPH_NODES = 10_000
 #: Objects that a training's functions and modules lead to, the nearest first: a look at one takes a microsecond or two,
 #: and a walk before every batch stays below the time of a short step.
-OBJECTS_REACHED = 10_000
+OBJECTS_REACHED = 5000
 #: Items of a container whose items are looked into; what a longer one holds itself is remembered all the same.
 ITEMS_REACHED = 10_000
 #: Bytes of a NumPy array that is copied before every batch: a tenth of a millisecond.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 #: As PyTorch 2.13 words it.
 TEXT = (
@@ -31,25 +30,6 @@ class _BreaksInBackward(torch.autograd.Function):
 def breaks_in_backward(tensor: torch.Tensor, error: Exception | None = None) -> torch.Tensor:
     """The tensor itself; its gradient cannot be computed."""
     return _BreaksInBackward.apply(tensor, error or no_memory())
-
-
-class BreaksAtOperator(TorchDispatchMode):
-    """Out of memory at operator number ``at`` (from 0) inside the block; at the end of it, where there are fewer."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.left = at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise no_memory()
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        super().__exit__(kind, *rest)
-        if kind is None:
-            raise no_memory()
 
 
 class BreakingAdamW(torch.optim.AdamW):

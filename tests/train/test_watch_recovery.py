@@ -39,7 +39,7 @@ from vram_guard.watch._gradients import SetAside
 from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
 from vram_guard.watch.batches import MicroBatches, Share
 from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.rank_coordinator import SingleProcess, Verdict, _as_one, _buckets
+from vram_guard.watch.rank_coordinator import SingleProcess, Verdict
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 
 
@@ -393,32 +393,6 @@ def test_as_many_errors_as_allowed_are_recovered_from(most: int) -> None:
     with pytest.raises(RecoveryFailedError, match=f"out-of-memory error {most + 1}, and max_recoveries is {most}"):
         loop.train()
     assert len(loop.said) == most
-
-
-@pytest.mark.parametrize("room", [0, 100])
-def test_tensors_of_a_bucket_are_exchanged_as_one(room: int) -> None:
-    flats = {(torch.float32, torch.device("cpu")): torch.zeros(room)}
-    one, turned, other = torch.ones(2, 3), torch.ones(3, 2).t(), torch.full((4,), 5.0)
-    for bucket in ([one], [turned], [one, turned, other], [other]):
-        before = [tensor.clone() for tensor in bucket]
-        with _as_one(bucket, flats) as flat:
-            assert flat.tolist() == torch.cat([tensor.reshape(-1) for tensor in before]).tolist()
-            flat.add_(torch.arange(len(flat)))
-        expected = torch.cat([tensor.reshape(-1) for tensor in before]) + torch.arange(len(flat))
-        assert torch.cat([tensor.reshape(-1) for tensor in bucket]).tolist() == expected.tolist()
-    exchange = _as_one([one, other], flats)
-    exchange.__enter__().zero_()
-    exchange.__exit__(ValueError)
-    assert one.any()  # what was not exchanged is not put back
-
-
-def test_buckets_hold_one_kind_and_not_more_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_coordinator, "BUCKET", 16)
-    sizes, whole = (2, 2, 1, 9, 1), torch.ones(2, dtype=torch.int64)
-    floats = [torch.ones(size) for size in sizes]
-    found = _buckets([*floats[:2], whole, *floats[2:]])
-    assert sorted([tensor.numel() for tensor in bucket] for bucket in found) == [[1], [1], [2], [2, 2], [9]]
-    assert [id(tensor) for bucket in found for tensor in bucket if tensor.is_floating_point()] == [*map(id, floats)]
 
 
 # --- what is reached from the model ---------------------------------------------------------------------------

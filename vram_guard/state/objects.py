@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vram_guard.state.containers import MUTABLE, contents_of, refill
-from vram_guard.state.modules import ModuleState
+from vram_guard.state.reached import ReachedState
 
 
 @contextlib.contextmanager
@@ -32,35 +31,19 @@ def objects_kept(objects: Iterable[Any], *, besides: nn.Module) -> Iterator[None
         objects: each with a ``__dict__``.
         besides: a module that is put back by others; it may be among what the objects hold.
     """
-    holders = [one for one in objects if hasattr(one, "__dict__")]
-    own = [vars(one) for one in holders]
-    contents = contents_of(value for attributes in own for value in attributes.values())
-    known = {id(part) for part in besides.modules()}
-    modules = {id(part): part for part in _modules_in(own) if id(part) not in known}
-    states = [ModuleState(module, contents_of(vars(module).values())) for module in modules.values()]
-    parameters = {id(one): one for module in modules.values() for one in module.parameters()}
-    flags = [(one, one.requires_grad, one.grad) for one in parameters.values()]
+    own = list(objects)
+    held, known = set(map(id, own)), set(map(id, besides.modules()))
+
+    def left_alone(value: Any) -> bool:
+        return id(value) in known or not (isinstance(value, nn.Module) or id(value) in held)
+
+    state = ReachedState((("", one) for one in own), left_alone, globals_too=False)
+    parameters = [one for _name, one in state.tensors.values() if isinstance(one, nn.Parameter)]
+    flags = [(one, one.requires_grad, one.grad) for one in parameters]
     try:
-        with attributes_kept(holders):
-            yield
+        yield
     finally:
-        for container, content in contents:
-            refill(container, content)
-        for state in states:
-            state.restore()
+        state.restore()
         for parameter, required, gradient in flags:
             parameter.requires_grad_(required)
             parameter.grad = gradient
-
-
-def _modules_in(attributes: Iterable[Any]) -> Iterator[nn.Module]:
-    """The modules among attributes, in containers too, with all their parts."""
-    pending = list(attributes)
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, nn.Module):
-            yield from value.modules()
-        elif isinstance(value, (*MUTABLE, tuple)) and id(value) not in seen:
-            seen.add(id(value))
-            pending += value.values() if isinstance(value, dict) else value

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -181,57 +181,58 @@ def _step_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _OptimizerState:
-    """State that an optimizer step changes in place, by version counters."""
+    """Weights, gradients and states of an optimizer, which a step changes in place, by version counters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights: list[tuple[torch.Tensor, int]] = []
-        self._gradients: list[tuple[torch.Tensor, int]] = []
-        self._values: list[tuple[Any, Any, Any, int]] = []
-        self._keys: dict[Any, set[Any]] = {}
+        self._before: dict[_Entry, tuple[Any, int]] = {}
 
     def remember(self) -> None:
         """Now: gradients are complete, nothing of the step is done."""
-        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
-        self._weights = [(weight, version_of(weight)) for weight in weights]
-        self._gradients = [(w.grad, version_of(w.grad)) for w in weights if w.grad is not None]
-        state = self._optimizer.state
-        self._keys = {owner: set(own) for owner, own in state.items() if isinstance(own, dict)}
-        self._values = [
-            (owner, key, value, version_of(value) if isinstance(value, torch.Tensor) else 0)
-            for owner, own in state.items()
-            if isinstance(own, dict)
-            for key, value in own.items()
-        ]
+        tensor = torch.Tensor
+        self._before = {
+            place: (value, version_of(value) if isinstance(value, tensor) else 0) for place, value in self._entries()
+        }
 
     def changed(self) -> str:
         """Changes since then, in words; "" for none."""
-        weights = sum(version_of(weight) != before for weight, before in self._weights)
-        gradients = sum(version_of(gradient) != before for gradient, before in self._gradients)
-        values = sum(self._moved(*remembered) for remembered in self._values)
-        found = [
-            _("{count} of {of} {name}", count=count, of=of, name=name)
-            for count, of, name in (
-                (weights, len(self._weights), _("weights")),
-                (values, len(self._values), _("optimizer state entries")),
-                (gradients, len(self._gradients), _("gradients")),
-            )
-            if count
-        ]
-        return ", ".join(found)
+        now = dict(self._entries())
+        moved = [place.kind for place, before in self._before.items() if _moved(*before, now.get(place))]
+        of = [place.kind for place in self._before]
+        names = {"weight": _("weights"), "state": _("optimizer state entries"), "gradient": _("gradients")}
+        return ", ".join(
+            _("{count} of {of} {name}", count=moved.count(kind), of=of.count(kind), name=name)
+            for kind, name in names.items()
+            if kind in moved
+        )
 
     def restore(self) -> None:
         """Throw away the state that the failed step made."""
-        state = self._optimizer.state
-        for owner in list(state):
-            if owner not in self._keys:
-                del state[owner]
-            elif isinstance(state[owner], dict):
-                for key in set(state[owner]) - self._keys[owner]:
-                    del state[owner][key]
+        for place, _value in list(self._entries()):
+            if place not in self._before and place.kind == "state":
+                del self._optimizer.state[place.owner][place.key]
+        for owner in [owner for owner, own in self._optimizer.state.items() if own == {}]:
+            del self._optimizer.state[owner]
 
-    def _moved(self, owner: Any, key: Any, value: Any, before: int) -> bool:
-        now = self._optimizer.state.get(owner, {}).get(key)
-        if isinstance(value, torch.Tensor):
-            return now is not value or version_of(value) != before
-        return bool(now is not value and now != value)
+    def _entries(self) -> Iterator[tuple[_Entry, Any]]:
+        for weight in (weight for group in self._optimizer.param_groups for weight in group["params"]):
+            yield _Entry("weight", weight), weight
+            if weight.grad is not None:
+                yield _Entry("gradient", weight), weight.grad
+        for owner, own in self._optimizer.state.items():
+            if isinstance(own, dict):
+                yield from ((_Entry("state", owner, key), value) for key, value in own.items())
+
+
+class _Entry(NamedTuple):
+    """Where an optimizer holds something, or a weight does."""
+
+    kind: str
+    owner: Any
+    key: Any = None
+
+
+def _moved(value: Any, version: int, now: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return now is not value or version_of(value) != version
+    return bool(now is not value and now != value)
