@@ -301,6 +301,31 @@ configured(
     optim_wrapper={"optimizer": SGD, "accumulative_counts": 3},
     train_cfg={"by_epoch": True, "max_epochs": 2},
 )
+
+
+COUNTED: list[int] = []
+
+
+class Counts(Hook):
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        COUNTED.append(batch_idx)
+
+
+class Late(Base):
+    """Another loss after two batches, told by nothing that is followed."""
+
+    def loss(self, out: torch.Tensor, b: Any) -> torch.Tensor:
+        loss = super().loss(out, b)
+        return loss.sqrt() if len(COUNTED) >= 2 else loss
+
+
+def late() -> Late:
+    COUNTED.clear()
+    return Late()
+
+
+SQRT: dict[str, Any] = {"says": "sqrt"}  # hooks are played when it is planned: it is refused then
+configured("a loss that becomes another one", MICRO, make=late, hooks=lambda: [Counts()], about=SQRT)
 configured("several epochs", train_cfg={"by_epoch": True, "max_epochs": 3})
 configured(
     "iterations",

@@ -1,4 +1,4 @@
-"""State and randomness of a Lightning module's own, and blocks that are checkpointed: none differs in silence."""
+"""State and randomness of a module's own, checkpointed blocks, losses that change: none differs in silence."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from fidelity import lightning_blocks, lightning_state, lightning_unseen
+from fidelity import lightning_blocks, lightning_later, lightning_state, lightning_unseen
 from fidelity.harness import check, every
 from fidelity.lightning import SUITE, of
 
 
-@every(SUITE, [*of(lightning_state), *of(lightning_blocks), *of(lightning_unseen)])
+@every(SUITE, [*of(lightning_state), *of(lightning_blocks), *of(lightning_unseen), *of(lightning_later)])
 def test_no_silent_difference(suite, case, mode):
     check(suite, case, mode)
