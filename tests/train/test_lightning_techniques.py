@@ -199,8 +199,8 @@ def test_nonsense_is_refused_at_once(settings: dict[str, Any], message: str) -> 
         VramGuard(budget="4GiB", **settings)
 
 
-@pytest.mark.parametrize("pin", [{"micro_batch_size": 4}, {"checkpoint": "all"}])
-def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_path: Any, pin: dict[str, Any]) -> None:
+def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_path: Any) -> None:
+    pin = {"micro_batch_size": 4, "checkpoint": "all"}
     guard = VramGuard(budget="4GiB", pin=pin, mode="strict")
     module = fit(tmp_path, guard)
     assert guard.plan is not None

@@ -371,16 +371,6 @@ def test_a_hook_registered_by_hand(pretrain: Style) -> None:
     same(pretrain.plain, runner)
 
 
-def test_the_loss_of_a_model_that_was_placed_on_a_gpu_is_run_on_the_cpu(pretrain: Style) -> None:
-    """A Runner places its model as it is made; in the copy that runs the loss, its weights are on the host."""
-    runner = cases.build(pretrain.cfg("placed"))
-    runner.model.data_preprocessor._device = torch.device("cuda")
-    captured = RunnerTraining(runner).capture()
-    loss = captured.loss_of(captured.sample.distinct(4))
-    assert loss.device.type == "cpu"
-    assert loss.requires_grad
-
-
 @pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize(
@@ -405,8 +395,6 @@ def test_what_mmengine_compiles_is_followed(pretrain: Style, kind: str, given: A
     assert (made.compiled.why, made.compiled.graphs) == ("", graphs)
     assert made.estimate.tier == "symbolic"
     assert made.estimate.peak_allocated < made.compiled.eager.peak_allocated
-    loss = captured.loss_of(captured.sample.distinct(4))  # for proofs the model runs on the host, uncompiled
-    assert loss.requires_grad
 
 
 # --- what is written down ---------------------------------------------------------------------------------------
@@ -441,7 +429,7 @@ def test_the_report_is_drawn_as_the_log_can_take_it(
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding=encoding)
     with speaking(language), contextlib.redirect_stdout(stream):
-        cases.train(pretrain.guarded(f"{encoding}-{language}", **PINNED))
+        cases.train(pretrain.guarded(f"{encoding}-{language}", changes={"train_cfg.max_epochs": 1}, **PINNED))
     stream.flush()
     text = written.getvalue().decode(encoding)
     report = text.partition("- INFO - vram_guard\n")[2].partition(" - mmengine - ")[0]
@@ -585,8 +573,8 @@ def test_report_changes_nothing(style: Style) -> None:
 # --- pins -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pin", [{"micro_batch_size": 4}, {"checkpoint": "all"}])
-def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(pretrain: Style, pin: dict[str, Any]) -> None:
+def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(pretrain: Style) -> None:
+    pin = {"micro_batch_size": 4, "checkpoint": "all"}
     runner = cases.train(pretrain.guarded("strict", budget="1GiB", pin=pin, mode="strict"))
     plan = cases.guard(runner).plan
     assert plan.fits

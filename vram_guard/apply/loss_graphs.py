@@ -69,7 +69,7 @@ class LossGraphs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self.model = model
         self._known: set[tuple[Node, Node]] = set()
         self._trained = ""
         self._learning = True
@@ -103,7 +103,7 @@ class LossGraphs:
         self._trained = self._weights()
 
     def _weights(self) -> str:
-        return "".join("01"[weight.requires_grad] for weight in self._model.parameters())
+        return "".join("01"[weight.requires_grad] for weight in self.model.parameters())
 
 
 def pairs_of(made: Iterable[torch.Tensor]) -> set[tuple[Node, Node]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vram_guard.apply.loss_graphs import LossGraphs
@@ -53,6 +53,7 @@ class Guard:
         self.running: Running | None = None
         self.no_recovery = _("it has not begun")
         self.rates_contain = 1.0
+        self._graphs: LossGraphs | None = None
         self._left_alone = training.why_left_alone() if settings.mode == "fit" else ""
 
     @property
@@ -61,10 +62,15 @@ class Guard:
         found = None if self.decision is None else self.decision.loss_weight
         return bound_to(self.training.model, found or self.settings.said_loss_weight or "mean")
 
-    @cached_property
+    @property
     def graphs(self) -> LossGraphs | None:
         """Those of the training's losses; None where the user has said what the loss is over the samples."""
-        return LossGraphs(self.training.model) if self.settings.said_loss_weight is None else None
+        if self.settings.said_loss_weight is not None:
+            return None
+        model = self.training.model
+        if self._graphs is None or self._graphs.model is not model:  # a config, until the framework has built it
+            self._graphs = LossGraphs(model)
+        return self._graphs
 
     @property
     def may_change(self) -> bool:
