@@ -40,6 +40,7 @@ from benchmarks.harness.records import Results, Row, write
 from benchmarks.harness.workers import ask
 from benchmarks.harness.workloads import WORKLOADS, Workload
 from vram_guard import plan, trace
+from vram_guard.plan import PlanOptions
 from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.units import format_bytes
 
@@ -199,8 +200,12 @@ def planned(model: str) -> dict[str, Any]:
     workload, (budget, size) = WORKLOADS[model], PLANNED[model]
     workload.prepare()
     said: list[str] = []
-    asked: dict[str, Any] = {"gpu": "A100 80GB", "allow": TECHNIQUES, "host_budget": "256GiB", "progress": said.append}
-    took = timed(lambda: plan(workload.step, size, budget, **asked))
+    options = PlanOptions(host_budget="256GiB")
+    took = timed(
+        lambda: plan(
+            workload.step, size, budget, gpu="A100 80GB", allow=TECHNIQUES, options=options, progress=said.append
+        )
+    )
     made = took.result
     details = {
         "batch_size": size,

@@ -21,6 +21,8 @@ import vram_guard
 from vram_guard.cli import _parser
 from vram_guard.guard.settings import GuardSettings, PlanSettings
 from vram_guard.language import speaking
+from vram_guard.old_names import ADVANCED
+from vram_guard.plan import PlanOptions
 from vram_guard.settings import KINDS
 from vram_guard_accelerate._settings import add_options
 
@@ -89,21 +91,27 @@ def settings() -> str:
     """Every setting with its default and what it means."""
     meanings = {**_arguments(PlanSettings), **_arguments(GuardSettings)}
     defaults = {field.name: field.default for field in dataclasses.fields(GuardSettings)}
-    rows = [
-        f"| `{name}` | {f'`VRAM_GUARD_{name.upper()}`' if name in KINDS else ''} | `{_default(defaults[name])}` | "
+    variables = {name: f"`VRAM_GUARD_{name.upper()}`" for name in KINDS}
+    rows = {
+        name: f"| `{name}` | {variables.get(name, '')} | `{_default(defaults[name])}` | "
         f"{meaning.replace('|', chr(92) + '|')} |"
         for name, meaning in meanings.items()
-    ]
+    }
+    heading = ("| setting | variable | default | meaning |", "| --- | --- | --- | --- |")
     others = sorted(set(KINDS) - set(meanings))
     return "\n".join(
         [
             f"# Settings\n\n{NOTE}",
             "Arguments of `VramGuard` and keys of `vram_guard = dict(...)`;",
             "[where else they may stand](../en/index.md#settings).\n",
-            "| setting | variable | default | meaning |",
-            "| --- | --- | --- | --- |",
-            *rows,
-            f"\nOf single commands or adapters: {', '.join(f'`{name}`' for name in others)}.\n",
+            *heading,
+            *(row for name, row in rows.items() if name not in ADVANCED),
+            "",
+            "`advanced={...}` of all three holds the others (`vram-guard launch --advanced NAME=VALUE`); files and",
+            "variables have them beside the rest.\n",
+            *heading,
+            *(row for name, row in rows.items() if name in ADVANCED),
+            f"\nOf single commands and adapters: {', '.join(f'`{name}`' for name in others)}.\n",
         ]
     )
 
@@ -123,8 +131,8 @@ def _default(value: Any) -> str:
 def api() -> str:
     """Every public name with its signature and its docstring."""
     parts = [f"# Python\n\n{NOTE} `import vram_guard` imports neither torch nor a framework.\n"]
-    for name in vram_guard.__all__:
-        value = getattr(vram_guard, name)
+    public = {name: getattr(vram_guard, name) for name in vram_guard.__all__}
+    for name, value in sorted([*public.items(), ("plan.PlanOptions", PlanOptions)], key=lambda item: item[0]):
         if not isinstance(value, str):
             text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", inspect.getdoc(value) or "")
             parts.append(f"## {name}\n\n```text\n{text}\n```\n")

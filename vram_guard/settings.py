@@ -5,19 +5,20 @@
 2. ``VRAM_GUARD_<NAME>`` in the environment.
 3. What is given: the command's options, the arguments of a callback, a config's ``vram_guard = dict(...)``.
 
+The settings of a guard's ``advanced={...}`` stand in the file and the environment like the others.
+
 ``budget``, ``gpu`` and ``gpu_memory`` say the same thing in three ways: a later one replaces all three.
 ``VRAM_GUARD_DISABLE=1`` turns everything off: adapters ask :func:`disabled`.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, NamedTuple
 
 from vram_guard.config_file import load_toml
 from vram_guard.errors import InvalidInputError
@@ -27,9 +28,6 @@ PREFIX: Final = "VRAM_GUARD_"
 OWN_FILE: Final = "vram_guard.toml"
 PROJECT_FILE: Final = "pyproject.toml"
 TABLE: Final = "vram_guard"
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: What each setting is; how the words of the environment are read.
 KINDS: Final[Mapping[str, str]] = {
@@ -105,31 +103,6 @@ def filled(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     amount_given = not AMOUNTS.isdisjoint(given)
     wanted = set(names) - given.keys() - (AMOUNTS if amount_given else frozenset())
     return {**given, **{name: one.value for name, one in settings().items() if name in wanted}}
-
-
-def filled_from_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """A constructor whose arguments come from the settings where the caller leaves them out.
-
-    An argument of None is one left out: a config written by LightningCLI gives every argument.
-    """
-    signature = inspect.signature(function)
-
-    @wraps(function)
-    def filling(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            unknown = next((name for name in kwargs if name not in signature.parameters), "")
-            near = get_close_matches(unknown, list(signature.parameters), n=1)
-            hint = _("; did you mean {near}?", near=repr(near[0])) if near else ""
-            raise TypeError(f"{error}{hint}") from None
-        by_name = {name for name, one in signature.parameters.items() if one.kind is not one.POSITIONAL_ONLY}
-        given = {name: value for name, value in bound.arguments.items() if value is not None}
-        more = filled(given, by_name & KINDS.keys())
-        bound.arguments.update({name: more[name] for name in more.keys() - given.keys()})
-        return function(*bound.args, **bound.kwargs)
-
-    return filling
 
 
 def disabled() -> bool:
@@ -210,6 +183,15 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, Setting]:
         if word:
             found[name] = Setting(_checked(variable, name, _read(kind, word)), variable)
     return found
+
+
+def read(name: str, word: str, source: str) -> Any:
+    """A setting's value from a word, as of an option.
+
+    Raises:
+        InvalidInputError: it is of another kind, or there is no such setting.
+    """
+    return _checked(source, name, _read(KINDS.get(name, "text"), word))
 
 
 def _read(kind: str, word: str) -> Any:

@@ -49,7 +49,7 @@ def launched(budget: str) -> Found:
     """``vram-guard launch``: planned by a dry run, then trained under that plan."""
     script = (SCRIPT, "trainer")
     planned = json.loads(_output(*VRAM_GUARD, "launch", "--dry-run", "--json", "--budget", budget, *script))
-    printed = _output(*VRAM_GUARD, "launch", "--yes", "--budget", budget, *script)
+    printed = _output(*VRAM_GUARD, "launch", "--budget", budget, *script)
     found = planned["estimate"]
     predicted = [found["peak_allocated"], found["peak_reserved"]]
     return {**_last(printed), "predicted": predicted, "plan": _headline(printed)}

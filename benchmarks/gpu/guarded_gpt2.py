@@ -66,7 +66,7 @@ def lightning(budget: str) -> dict[str, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-4)
 
-    guard = VramGuard(budget=budget, remember=False)
+    guard = VramGuard(budget=budget, advanced={"remember": False})
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: Any = dict.fromkeys(names, False)
     Trainer(max_steps=5, callbacks=[guard], **quiet).fit(Gpt2(), torch.utils.data.DataLoader(Words(80), batch_size=16))

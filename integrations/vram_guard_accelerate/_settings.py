@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.cli import options
-from vram_guard.cli.releases import add_release_options
+from vram_guard.cli.printing import tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
-from vram_guard.plan.checks import check_seconds
+from vram_guard.old_names import ADVANCED
+from vram_guard.plan.checks import check_seconds, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW
-from vram_guard.settings import filled
+from vram_guard.settings import filled, read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,12 +48,14 @@ class LaunchSettings(PlanSettings):
     Args:
         loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
             read from the loss.
+        remember: start with the plan of an equal launch before, where there is one. False: plan anew.
         start_seconds: that the script may take until it begins to train.
     """
 
     allow: tuple[str, ...] | None = None
     """Sorted after the check: it is part of the name under which a plan is remembered."""
     loss_weight: Literal["mean", "sum"] | None = None
+    remember: bool = True
     start_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class LaunchSettings(PlanSettings):
         if self.loss_weight not in (None, "mean", "sum"):
             raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
         check_seconds("start_seconds", self.start_seconds)
+        check_switches(remember=self.remember)
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -79,23 +83,56 @@ class LaunchSettings(PlanSettings):
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Settings of what is given; the rest comes from the project's settings, see :mod:`vram_guard.settings`."""
-        # A switch that was not given is False; but for the one that is on by default, which is None then.
-        off = {name for name in ("whole_job",) if given.get(name) is False}
-        own = {
-            name: value for name, value in given.items() if value is not None and (value is not False or name in off)
-        }
-        return super().of(filled(own, cls.names()))
+        own = {name: value for name, value in cls.flat(given).items() if value is not None}
+        return cls(**filled(own, cls.names()))
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
-        """The same of parsed command-line options, among which there are others."""
-        return cls.of({name: value for name, value in options.items() if name in cls.names()})
+        """The same of parsed command-line options, among which there are others; a switch that is off was not given.
+
+        Raises:
+            InvalidInputError: an option makes no sense.
+        """
+        own = {name: value for name, value in options.items() if name in cls.names() and value is not False}
+        advanced = dict(_assigned(one) for one in options.get("advanced") or ())
+        for old, now in options.get("old") or ():
+            if now is None:
+                tell(_("{old} is the default, and the next release does not know it: leave it out", old=old))
+                continue
+            new = f"--advanced {now}"
+            tell(_("{old} is an old name, which the next release does not know: write {new}", old=old, new=new))
+            advanced |= [_assigned(now)]
+        return cls.of({**own, "advanced": advanced})
+
+
+def _assigned(word: str) -> tuple[str, Any]:
+    """``NAME=VALUE`` as a setting and its value."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise InvalidInputError(_("--advanced takes NAME=VALUE, not {value}", value=repr(word)))
+    return name, read(name, value, "--advanced")
+
+
+class _Old(argparse.Action):
+    """An option that is one of ``--advanced`` now, or (``const`` is None) nothing."""
+
+    def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        now = self.const if self.nargs == 0 else f"{self.const}={values}"
+        namespace.old = [*(getattr(namespace, "old", None) or ()), (option_string, now)]
+
+
+#: Options of earlier releases -> what stands behind ``--advanced`` now, and those whose value stands there.
+_OLD_SWITCHES: dict[str, str | None] = {"--no-whole-job": "whole_job=false", "--fresh": "remember=false", "--yes": None}
+_OLD_OPTIONS = (
+    *("gpu_memory", "target_utilization", "lr_rule", "host_budget", "longest_seconds"),
+    *("start_seconds", "releases"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The guard's options, for ``vram-guard launch`` and ``python -m vram_guard_accelerate`` alike."""
     group = parser.add_argument_group(_("vram_guard's options"))
-    options.add_options(group, "budget", "gpu", "gpu-memory", "verbose")
+    options.add_options(group, "budget", "gpu", "verbose")
     options.add_options(group, "margin", type=float)
     group.add_argument(
         "--allow",
@@ -108,11 +145,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
     group.add_argument(
-        "--target-utilization", type=float, metavar="SHARE", help=_("share that --grow may fill (default: 0.8)")
-    )
-    options.add_options(group, "lr-rule", default=None)
-    group.add_argument("--host-budget", metavar="BYTES", help=_("host memory that may be used (default: what is free)"))
-    group.add_argument(
         "--loss-weight",
         metavar="KIND",
         help=_("how the model's loss is reduced over the batch: mean or sum (default: read from the loss)"),
@@ -123,29 +155,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=_("the batch that is planned for: largest, first, or a share such as 0.99 (default: largest)"),
     )
     group.add_argument(
-        "--no-whole-job",
-        dest="whole_job",
-        action="store_false",
-        default=None,
-        help=_("plan for the first steps alone, not for evaluation, saving and the next epoch"),
+        "--advanced",
+        action="append",
+        metavar="NAME=VALUE",
+        help=_(
+            "another setting: {names}; such as remember=false, which plans anew",
+            names=", ".join(sorted(set(ADVANCED) & set(LaunchSettings.names()))),
+        ),
     )
-    group.add_argument(
-        "--longest-seconds",
-        type=float,
-        metavar="SECONDS",
-        help=_("time for looking for the longest batch (default: 2)"),
-    )
-    group.add_argument(
-        "--start-seconds",
-        type=float,
-        metavar="SECONDS",
-        help=_("time that the script may take until it begins to train (default: 1800)"),
-    )
-    add_release_options(group)
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
     options.add_options(group, "json")
-    group.add_argument("--yes", action="store_true", help=_("launch without asking (the default)"))
     group.add_argument("--ask", action="store_true", help=_("show the plan and ask before launching"))
-    group.add_argument(
-        "--fresh", action="store_true", help=_("plan anew, even if the plan of an equal launch is known")
-    )
+    for flag, now in _OLD_SWITCHES.items():
+        group.add_argument(flag, action=_Old, dest="old", nargs=0, const=now, help=argparse.SUPPRESS)
+    for name in _OLD_OPTIONS:
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, action=_Old, dest="old", const=name, help=argparse.SUPPRESS)

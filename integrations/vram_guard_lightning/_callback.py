@@ -11,9 +11,9 @@ from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
 from vram_guard.language import _
+from vram_guard.old_names import ADVANCED, takes_old_names
 from vram_guard.plan.checks import Mode
-from vram_guard.plan.techniques import DEFAULT_ALLOW
-from vram_guard.settings import disabled, filled_from_settings
+from vram_guard.settings import disabled, filled
 from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
 from vram_guard_lightning._evaluation import KINDS, capture_evaluation, capture_later, comes_later
@@ -58,12 +58,13 @@ class VramGuard(CallbackBase):
     logged.
 
     Args:
-        budget, gpu, margin and the other settings: see :class:`vram_guard.guard.settings.GuardSettings`.
-        monitor: seconds between two samples of the utilisation and memory of rank 0's GPU while training (through
-            NVML); mean and peak are printed and logged at the end. None: it is not monitored.
+        budget, gpu, margin, allow, mode, grow, pin, loss_weight, longest, recover, verbose: see
+            :class:`vram_guard.guard.settings.GuardSettings`; None: its default.
+        advanced: its other settings, by name, and ``monitor``: seconds between two samples of the utilisation and
+            memory of rank 0's GPU while training (through NVML); mean and peak are printed and logged at the end.
 
-    What is not given comes from the environment (``VRAM_GUARD_MARGIN=0.1``) or from ``[tool.vram_guard]`` in the
-    project's ``pyproject.toml``, see :mod:`vram_guard.settings`. ``VRAM_GUARD_DISABLE=1`` turns the callback off.
+    What is not given, or None, comes from the environment (``VRAM_GUARD_MARGIN=0.1``) or from ``[tool.vram_guard]`` in
+    the project's ``pyproject.toml``, see :mod:`vram_guard.settings`. ``VRAM_GUARD_DISABLE=1`` turns the callback off.
 
     Attributes:
         plan: the plan, on every rank; None before, and where there is none.
@@ -81,37 +82,28 @@ class VramGuard(CallbackBase):
         True
     """
 
-    @filled_from_settings
+    @takes_old_names("advanced", [name for name in CallbackSettings.names() if name in ADVANCED])
     def __init__(
         self,
         budget: Budget | str | int | None = None,
         gpu: str | None = None,
         margin: float | None = None,
-        allow: str | Iterable[str] = DEFAULT_ALLOW,
-        mode: Mode = "fit",
-        grow: bool = False,
-        target_utilization: float = 0.8,
-        lr_rule: str = "linear",
-        loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] = "auto",
+        allow: str | Iterable[str] | None = None,
+        mode: Mode | None = None,
+        grow: bool | None = None,
         *,
-        gpu_memory: str | float | None = None,
         pin: Mapping[str, Any] | None = None,
-        blocks: str | Iterable[str] | None = None,
-        host_budget: str | int | None = None,
-        releases: str | None = None,
-        cudnn: str | None = None,
-        recover: bool = True,
-        max_recoveries: int = 8,
-        remember: bool = True,
-        whole_job: bool = True,
-        longest: float | str = "largest",
-        longest_seconds: float = 2.0,
-        verbose: bool = False,
-        monitor: float | None = None,
+        loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] | None = None,
+        longest: float | str | None = None,
+        recover: bool | None = None,
+        verbose: bool | None = None,
+        advanced: Mapping[str, Any] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in CallbackSettings.names()}
+        arguments = locals()
+        names = CallbackSettings.names()
+        given = {name: arguments[name] for name in (*names, "advanced") if arguments.get(name) is not None}
         super().__init__()
-        self.settings = CallbackSettings(**given)
+        self.settings = CallbackSettings(**filled(CallbackSettings.flat(given), names))
         self.plan: Plan | None = None
         self._guard: Guard | None = None
         """Between setup and teardown, and only in the callback that works."""

@@ -8,7 +8,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import FlexibleRunner, Runner
 
 from vram_guard_mmengine._configs import refuse_before_mmengine
-from vram_guard_mmengine._settings import HookSettings, of_config_and_hook
+from vram_guard_mmengine._settings import HookSettings, checked_priority, of_config_and_hook
 from vram_guard_mmengine.hook import VramGuardHook, first_hook
 
 if TYPE_CHECKING:
@@ -22,13 +22,14 @@ def check_config(cfg: Any) -> None:
         InvalidInputError: an unknown key, an invalid budget, an unknown hook position, ...
     """
     refuse_before_mmengine(cfg)
-    shared = cfg.get("vram_guard") or {}
-    HookSettings.of(shared)
+    shared = HookSettings.flat(cfg.get("vram_guard") or {})
+    HookSettings(**shared)
     hooks = [*(cfg.get("default_hooks") or {}).values(), *(cfg.get("custom_hooks") or [])]
     for hook in hooks:
         if isinstance(hook, dict) and "VramGuardHook" in str(hook.get("type")):
-            own = {key: value for key, value in hook.items() if key != "type"}
-            HookSettings.of(of_config_and_hook(shared, own))
+            checked_priority(hook.get("priority", "NORMAL"))  # MMEngine's own key of every hook
+            own = HookSettings.flat({key: value for key, value in hook.items() if key not in ("type", "priority")})
+            HookSettings(**of_config_and_hook(shared, own))
 
 
 class _Guarded:

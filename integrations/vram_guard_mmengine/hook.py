@@ -42,9 +42,10 @@ class VramGuardHook(Hook):  # type: ignore[misc]
     - ``"strict"``: nothing is changed; a step that does not fit as written, or cannot be predicted, raises.
 
     Args:
-        **settings: those of :class:`vram_guard.guard.settings.GuardSettings`. ``recover`` is off by default here:
-            remembering what a batch may change costs one or two milliseconds an iteration.
-        priority: the hook's position among the others.
+        **settings: budget, gpu, margin, mode, allow, pin, grow, loss_weight, longest, recover and verbose, see
+            :class:`vram_guard.guard.settings.GuardSettings`; and ``advanced={...}`` for its other settings and the
+            ``priority`` of the hook among the others. ``recover`` is off by default here: remembering what a batch may
+            change costs one or two milliseconds an iteration.
 
     Keys of the config's own ``vram_guard = dict(...)`` count where the hook is given none of that name.
 
@@ -63,8 +64,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._given = settings
-        self.settings = HookSettings.of(settings)
+        self._given = HookSettings.flat(settings)
+        self.settings = HookSettings(**self._given)
         self._priority = self.settings.priority
         self.plan: Plan | None = None
         self._guard: Guard | None = None
@@ -128,8 +129,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             training.tell([found.words(what), *found.notes] if found.fits else found.notes)
 
     def _read_settings(self, runner: Any) -> None:
-        given = of_config_and_hook(runner.cfg.get("vram_guard") or {}, self._given)
-        self.settings = HookSettings.of(filled(given, HookSettings.names()))
+        given = of_config_and_hook(HookSettings.flat(runner.cfg.get("vram_guard") or {}), self._given)
+        self.settings = HookSettings(**filled(given, HookSettings.names()))
 
     # --- MMEngine's hooks -----------------------------------------------------------------------------------
 

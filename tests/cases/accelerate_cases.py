@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import preloaded
+from guard_arguments import in_advanced
 from guard_imports import PLANS
 
 from vram_guard.budget import Budget
@@ -111,7 +112,12 @@ def request(
     given = Budget.resolve(budget, gpu, margin=0.0)
     given = replace(given, compute_capability=given.compute_capability or (8, 0))
     asked = DryRunRequest(
-        tuple(map(str, command)), False, LaunchSettings.of(settings), given, ranks, local_ranks=local_ranks or ranks
+        tuple(map(str, command)),
+        False,
+        LaunchSettings.of(in_advanced(settings)),
+        given,
+        ranks,
+        local_ranks=local_ranks or ranks,
     )
     (folder / REQUEST).write_text(to_json(asked), encoding="utf-8")
 

@@ -55,10 +55,10 @@ def main(accelerator: str, case: str) -> None:
         torch.ones(1, device="cuda")
     guard = None
     if case in ("planned", "second_fit"):
-        guard = VramGuard(budget="640MiB", allow="accumulate", remember=False)
+        guard = VramGuard(budget="640MiB", allow="accumulate", advanced={"remember": False})
     if case == "out_of_memory":
         # The guard believes in far more than the process may take, so that the first step fails for real.
-        guard = VramGuard(budget="64GiB", mode="fit", allow="accumulate", remember=False)
+        guard = VramGuard(budget="64GiB", mode="fit", allow="accumulate", advanced={"remember": False})
         if on_gpu:
             torch.cuda.set_per_process_memory_fraction(640 * 2**20 / torch.cuda.mem_get_info()[1])
     if case == "second_fit":

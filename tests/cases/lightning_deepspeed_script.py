@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
+from guard_arguments import in_advanced
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import nn
 
@@ -78,7 +79,7 @@ def main(case: str, out: Path) -> None:
         settings["pin"] = {"checkpoint": 2}
     if "tight" in more:
         settings |= {"budget": "23MiB", "margin": 0.0, "allow": ("offload_optimizer",)}
-    callbacks = [VramGuard(**settings)] if "plain" not in more else []
+    callbacks = [VramGuard(**in_advanced(settings))] if "plain" not in more else []
     strategy = OnCpu(
         stage=int(stage),
         process_group_backend="gloo",

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
+from guard_arguments import in_advanced
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_sharded_script import RANK, OnCpu
@@ -100,7 +101,7 @@ def trained(case: str, out: Path, settings: dict[str, Any], **more: Any) -> tupl
         strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False, **how)
     else:
         strategy = DDPStrategy(**how)
-    guard = VramGuard(remember=False, margin=0, **settings)
+    guard = VramGuard(**in_advanced({"remember": False, "margin": 0, **settings}))
     saves = ModelCheckpoint(
         out / case / ("more" if more else str(settings["mode"])), save_last=True, every_n_train_steps=2
     )

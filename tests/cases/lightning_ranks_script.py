@@ -19,6 +19,7 @@ import oom_cases
 import torch
 import torch.distributed._functional_collectives as funcol
 import torchmetrics
+from guard_arguments import in_advanced
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
@@ -102,7 +103,7 @@ def main(case: str, out: Path) -> None:
     }
     if "split" in more:
         settings["pin"] = {"micro_batch_size": 4}
-    callbacks = [VramGuard(**settings)] if "plain" not in more else []
+    callbacks = [VramGuard(**in_advanced(settings))] if "plain" not in more else []
     strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=100), static_graph="static" in more)
     trainer = cases.make_trainer(
         "lightning.pytorch",

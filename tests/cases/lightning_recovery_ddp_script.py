@@ -105,7 +105,7 @@ def main(case: str, out: Path) -> None:
     callbacks: list[Any] = (
         []
         if kind == "plain"
-        else [VramGuard(budget="64GiB", allow=("accumulate",), remember=False, loss_weight="mean")]
+        else [VramGuard(budget="64GiB", allow=("accumulate",), advanced={"remember": False}, loss_weight="mean")]
     )
     if kind == "split":
         callbacks = [SplitsFrom()]

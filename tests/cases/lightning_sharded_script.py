@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
+from guard_arguments import in_advanced
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning_ranks_script import Uneven
 from torch import nn
@@ -137,7 +138,7 @@ def main(case: str, out: Path) -> None:
         settings["mode"] = "strict"
     if "poor" in more:  # one rank has less memory
         settings |= {"budget": "64GiB" if RANK == 0 else "1MiB"}
-    callbacks = [VramGuard(**settings)] if "plain" not in more else []
+    callbacks = [VramGuard(**in_advanced(settings))] if "plain" not in more else []
     # On the CPU, torch's FullyShardedDataParallel dies of saving for real.
     saving = [pl.callbacks.ModelCheckpoint(out / case, every_n_epochs=5 if kind == "fsdp" else 1)]
     trainer = cases.make_trainer(

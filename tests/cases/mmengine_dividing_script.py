@@ -20,6 +20,7 @@ vram_guard_mmengine.GuardRunner  # noqa: B018 - imports MMEngine
 import mmengine_cases as cases  # noqa: E402
 import mmengine_sharded_script  # noqa: E402, F401 - its policy, and FSDP on the CPU
 import torch  # noqa: E402
+from guard_arguments import in_advanced  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 
@@ -40,7 +41,7 @@ class Looks(cases.Hook):
 
 def trained(root: Path, case: str, way: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     kind = case.partition("+")[0]
-    cfg = cases.load(root, "small.py", root.parent / f"{case}-{way}", vram_guard={"mode": way, **settings})
+    cfg = cases.load(root, "small.py", root.parent / f"{case}-{way}", vram_guard=in_advanced({"mode": way, **settings}))
     cfg.merge_from_dict({
         "model.width": 512, "train_dataloader.dataset.size": 16, "train_cfg.max_epochs": 1,
         "val_dataloader.dataset.size": 16, "env_cfg.dist_cfg.backend": "gloo",

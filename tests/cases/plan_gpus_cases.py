@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from plan_arguments import in_options
 from torch import nn
 
 from vram_guard import Plan, TrainingStep, plan
@@ -40,7 +41,7 @@ def a_step(**changes: Any) -> TrainingStep:
 
 
 def planned(batch_size: int = 4, budget: str = "1GiB", **wishes: Any) -> Plan:
-    return plan(a_step(), batch_size, budget, **{"gpus": 16, "link": LINK, "layouts": PLAIN, **wishes})
+    return plan(a_step(), batch_size, budget, **in_options({"gpus": 16, "link": LINK, "layouts": PLAIN, **wishes}))
 
 
 def spread(made: Plan) -> Any:

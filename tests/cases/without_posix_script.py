@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import without_posix
+from guard_arguments import in_advanced
 
 
 def imports(_folder: Path) -> Any:
@@ -41,7 +42,7 @@ def lightning(folder: Path) -> Any:
     for settings in ({"budget": "64GiB"}, {"budget": 0}):
         if not settings["budget"]:
             settings["budget"] = plans[0].before.peak_reserved - 1
-        guard = VramGuard(**settings, margin=0, remember=False)
+        guard = VramGuard(**in_advanced({**settings, "margin": 0, "remember": False}))
         module = cases.make_module("lightning.pytorch", width=512, hidden=2048, optimizer="sgd")
         trainer = cases.make_trainer("lightning.pytorch", folder, [guard], max_epochs=1)
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from guard_arguments import in_advanced
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,7 +65,7 @@ def loop(
     if mode is None:
         model, optimizer, loader, scheduler = prepare()
     else:
-        with guard(**GUARDS[mode], margin=0.0, allow=["accumulate"]) as watch:
+        with guard(**in_advanced({**GUARDS[mode], "margin": 0.0, "allow": ["accumulate"]})) as watch:
             model, optimizer, loader, scheduler = prepare()
         print("\n".join(f"  - {line.strip(' •-')}" for line in watch.text.splitlines()))
     losses = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from guard_arguments import in_advanced
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.nn import functional as F
@@ -276,7 +277,7 @@ def guard(mode: str, about: Case, peak: int) -> VramGuard:
         SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ("slices",)},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ("accumulate", "checkpoint", "offload", "foreach")},
     }[mode]
-    return VramGuard(**{"budget": "64GiB", "remember": False, **settings})
+    return VramGuard(**in_advanced({"budget": "64GiB", "remember": False, **settings}))
 
 
 def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) -> Outcome:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from guard_arguments import in_advanced
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
@@ -126,7 +127,7 @@ def guard(mode: str, about: Case, peak: int) -> Any:
         SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ["slices"]},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ["accumulate", "checkpoint", "offload", "foreach"]},
     }[mode]
-    return vram_guard_mmengine.VramGuardHook(**{"budget": "64GiB", "remember": False, **settings})
+    return vram_guard_mmengine.VramGuardHook(**in_advanced({"budget": "64GiB", "remember": False, **settings}))
 
 
 class _Lines(logging.Handler):

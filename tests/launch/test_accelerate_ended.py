@@ -83,7 +83,7 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_what_others_have_ended_is_tried_again_once_and_then_not_known(
     tmp_path: Path, where: str, number: signal.Signals
 ) -> None:
-    launched, go_on = ("--budget", "1GiB", "--no-whole-job", str(ENDED), where), tmp_path / "go on"
+    launched, go_on = ("--budget", "1GiB", "--advanced", "whole_job=false", str(ENDED), where), tmp_path / "go on"
     with killing(where, number, 2, go_on) as killed:
         done = dry_run(tmp_path, *launched, GO_ON=str(go_on))
     assert (done.returncode, done.stdout, len(killed)) == (EXIT_NOT_KNOWN, "", 2), done.stderr

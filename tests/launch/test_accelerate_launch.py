@@ -183,7 +183,7 @@ def test_the_releases_of_a_launch_are_compared(
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
     command = [*options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]
     answers = []
-    for more in (["--releases", str(wanted)], []):
+    for more in (["--advanced", f"releases={wanted}"], []):
         assert main(["launch", *more, *command]) == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert all(answer["remembered"] for answer in answers)
@@ -191,7 +191,7 @@ def test_the_releases_of_a_launch_are_compared(
     said = f"accelerate {version('accelerate')} is installed, {wanted} asks for 0.1"
     assert [said in note for note in answers[0]["notes"]].count(True) == 1
     assert answers[1]["notes"] == [note for note in answers[0]["notes"] if said not in note]
-    assert main(["launch", "--releases", str(tmp_path / "none.txt"), *command]) == 2
+    assert main(["launch", "--advanced", f"releases={tmp_path / 'none.txt'}", *command]) == 2
     assert "none.txt cannot be read" in capsys.readouterr().err
 
 
@@ -534,7 +534,6 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, c
         (("--budget=-1GiB", str(TRAINING)), "-1GiB"),
         (("--budget", "1GiB", "--allow", "chekpoint", str(TRAINING)), "did you mean 'checkpoint'"),
         (("--budget", "1GiB", "--loss-weight", "median", str(TRAINING)), "loss_weight must be 'mean' or 'sum'"),
-        (("--budget", "1GiB", "--yes", "--ask", str(TRAINING)), "contradict"),
         (("--budget", "1GiB", "--no_python", str(TRAINING)), "not Python"),
         (("--budget", "1GiB", "--config_file", str(broken), str(TRAINING)), "config file"),
         (("--budget", "1GiB", "--config_file", str(tmp_path / "no.yaml"), str(TRAINING)), "does not exist"),
@@ -586,7 +585,7 @@ def test_help_names_every_option_of_ours(capsys: Any) -> None:
         main(["launch", "--help"])
     assert ended.value.code in (0, None)
     shown = capsys.readouterr().out
-    for name in ("--budget", "--host-budget", "--no-whole-job", "--longest-seconds", "--dry-run", "--fsdp_version"):
+    for name in ("--budget", "--advanced", "host_budget", "--dry-run", "--fsdp_version"):
         assert f"  {name}" in shown
 
 

@@ -168,7 +168,7 @@ def test_a_dry_run_inside_a_launch_only_looks(tmp_path: Path, options: tuple[str
     weights = tmp_path / "never.pt"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "vram_guard_accelerate", "--dry-run", "--no-whole-job", *options),
+            *(sys.executable, "-m", "vram_guard_accelerate", "--dry-run", "--advanced", "whole_job=false", *options),
             *(str(SCRIPT), "by_hand", str(weights)),
         ],
         env=cases.environment(),
@@ -342,7 +342,18 @@ def test_a_loop_that_a_framework_runs_is_sent_to_its_own_guard(tmp_path: Path) -
         script = tmp_path / f"{name}_loop.py"
         script.write_text(source)
         done = subprocess.run(
-            [sys.executable, "-m", "vram_guard", "launch", "--dry-run", "--fresh", "--budget", "1GiB", str(script)],
+            [
+                sys.executable,
+                "-m",
+                "vram_guard",
+                "launch",
+                "--dry-run",
+                "--advanced",
+                "remember=false",
+                "--budget",
+                "1GiB",
+                str(script),
+            ],
             cwd=tmp_path,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "VRAM_GUARD_CACHE": str(tmp_path / "cache")},
             capture_output=True,

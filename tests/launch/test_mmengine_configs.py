@@ -13,6 +13,7 @@ from vram_guard_mmengine import GuardRunner, VramGuardHook  # noqa: I001 - first
 import mmengine_cases as cases
 import mmengine_two_ranks
 import torch
+from guard_arguments import in_advanced
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import DATASETS, FUNCTIONS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, RUNNERS, Registry
@@ -295,7 +296,7 @@ def test_load_from_starts_with_its_weights_and_nothing_else(root: Path, plain: A
 
 
 def test_settings_are_only_read_by_the_hook_that_is_there() -> None:
-    hook = VramGuardHook(**SPLIT)
+    hook = VramGuardHook(**in_advanced(SPLIT))
     with pytest.raises(UnsupportedStepError):
         _optim.read({"one": {}, "other": {}})
     assert hook.plan is None

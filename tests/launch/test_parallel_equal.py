@@ -18,6 +18,7 @@ from equal_weights_script import CASES, FAULTS, HALF, Case, Weights
 from parallel_cases import loss
 
 from vram_guard import Plan, TrainingStep, plan
+from vram_guard.plan import PlanOptions
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copies (fork)"),
@@ -125,7 +126,7 @@ def planned(layouts: tuple[str, ...], budget: str, allow: tuple[str, ...]) -> Pl
         clip_grad_norm=script.CLIP,
         accumulate=ACCUMULATED,
     )
-    return plan(step, LOADED, budget, gpus=2, layouts=layouts, allow=allow, margin=0.0)
+    return plan(step, LOADED, budget, gpus=2, options=PlanOptions(layouts=layouts), allow=allow, margin=0.0)
 
 
 def applied(made: Plan) -> Case:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import recomputed_kinds as kinds
 import torch
+from guard_arguments import in_advanced
 from recomputed_kinds import BATCH, EQUAL, STOPS, data, made, same, state
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -245,7 +246,7 @@ def test_lightning(tmp_path: Path) -> None:
     seen = set()
     for name in UNDER_FRAMEWORKS:
         kind = (STOPS | EQUAL)[name]
-        guarded, stopped = fitted(kind, VramGuard(**guard_settings("net.")))
+        guarded, stopped = fitted(kind, VramGuard(**in_advanced(guard_settings("net."))))
         check(name, fitted(kind, None)[0], guarded, stopped)
         seen.add(stopped is None)
     assert seen == {True, False}
@@ -299,7 +300,7 @@ def test_mmengine(tmp_path: Path) -> None:
 
     seen = set()
     for name in UNDER_FRAMEWORKS:
-        guarded, stopped = fitted(name, VramGuardHook(**guard_settings("net.")))
+        guarded, stopped = fitted(name, VramGuardHook(**in_advanced(guard_settings("net."))))
         check(name, fitted(name, None)[0], guarded, stopped)
         seen.add(stopped is None)
     assert seen == {True, False}

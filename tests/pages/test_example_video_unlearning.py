@@ -63,7 +63,7 @@ def test_a_folder_without_a_configuration_is_refused(components, tmp_path):
 
 def test_the_script_trains_under_the_guard(tmp_path):
     """The whole line of the README: a symbolic run, a plan, and the same script with it."""
-    command = [sys.executable, "-m", "vram_guard.cli", "launch", "--yes", "--budget", "48MiB", "--cpu"]
+    command = [sys.executable, "-m", "vram_guard.cli", "launch", "--budget", "48MiB", "--cpu"]
     command += ["train_unlearning.py", "--model_path", "tiny", "--target_concept", "a red car"]
     command += ["--num_frames", "5", "--height", "16", "--width", "16", "--max_train_steps", "2"]
     command += ["--output_dir", str(tmp_path / "unlearned")]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vram_guard import TrainingStep
 from vram_guard.parallel.spec import Parallel
-from vram_guard.plan import plan
+from vram_guard.plan import PlanOptions, plan
 from vram_guard.report import text
 from vram_guard.simulate.compiled import Compiler
 from vram_guard.simulate.tracing.run import run_step
@@ -152,7 +152,13 @@ def test_a_plan_of_several_gpus_is_followed_compiled() -> None:
 def test_layouts_are_compared_uncompiled_and_the_one_that_is_taken_is_followed_compiled() -> None:
     told: list[str] = []
     made = plan(
-        step_of("blocks"), SAMPLES, "RTX 4090", gpus=2, layouts=("ddp", "fsdp2"), progress=told.append, allow=()
+        step_of("blocks"),
+        SAMPLES,
+        "RTX 4090",
+        gpus=2,
+        options=PlanOptions(layouts=("ddp", "fsdp2")),
+        progress=told.append,
+        allow=(),
     )
     assert made.spread is not None
     assert made.spread.layout is not None

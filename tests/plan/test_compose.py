@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_arguments import in_options
 from torch import nn
 
 from vram_guard import Parallel, TrainingStep, plan
@@ -563,7 +564,9 @@ def test_what_cannot_be_composed_is_planned_as_before(made: Any, how: dict[str, 
     found = []
     for marks in (True, False):
         random.seed(3)
-        found.append(plan(replace(source, marks=marks), BATCH, int(whole * 0.8), margin=0, **{"allow": CHEAP, **how}))
+        found.append(
+            plan(replace(source, marks=marks), BATCH, int(whole * 0.8), margin=0, **in_options({"allow": CHEAP, **how}))
+        )
     composed, direct = found
     assert (composed.fits, composed.precision, composed.splits, composed.recipe) == (
         direct.fits,

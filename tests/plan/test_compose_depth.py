@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 
 from vram_guard import Parallel, Plan, Timeline, TrainingStep, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, DepthLaw  # noqa: E402
-from vram_guard.plan import _depth  # noqa: E402
+from vram_guard.plan import PlanOptions, _depth  # noqa: E402
 from vram_guard.plan._depth import _FewerBlocks  # noqa: E402
 from vram_guard.plan.source import TraceRequest, source_of  # noqa: E402
 from vram_guard.simulate.operators import cudnn_choice  # noqa: E402
@@ -263,9 +263,10 @@ def late(since: int) -> TrainingStep:
 
 def planned(since: int) -> Plan:
     asked = late(since)
-    wishes: dict[str, Any] = {"gpus": 8, "link": "nvlink4", "layouts": ["fsdp2"], "allow": ["checkpoint"]}
+    options = PlanOptions(link="nvlink4", layouts=["fsdp2"])
     # Twelve blocks fit as they are where none keeps more, which is what five, six and eight say.
-    return plan(asked, 1, "140MiB" if since == DEPTH else "165MiB", margin=0.0, **wishes)
+    budget = "140MiB" if since == DEPTH else "165MiB"
+    return plan(asked, 1, budget, margin=0.0, gpus=8, allow=["checkpoint"], options=options)
 
 
 @pytest.mark.torch_since(2, 6)
@@ -337,5 +338,5 @@ def test_what_follows_all_blocks_asks_the_cudnn_that_was_chosen() -> None:
     own = source_of(late(DEPTH), (8, 0))
     source = replace(own, trace=noted("law", own.trace), direct=noted("direct", own.trace))
     held = own.trace(TraceRequest(2, "32-true")).at(2).peak_reserved
-    plan(source, 2, int(held * 0.8), margin=0.0, allow=["checkpoint"], cudnn="off")
+    plan(source, 2, int(held * 0.8), margin=0.0, allow=["checkpoint"], options=PlanOptions(cudnn="off"))
     assert set(asked) == {("law", "off"), ("direct", "off")}

@@ -12,11 +12,13 @@ from each import each
 
 torch = pytest.importorskip("torch")
 
+from plan_arguments import in_options  # noqa: E402
 from plan_gpus_cases import LINK, PLAIN, a_step, build, planned, spread  # noqa: E402
 
 from vram_guard import Parallel, Plan, TrainingStep, plan, trace  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard.parallel.links import topology  # noqa: E402
+from vram_guard.plan import PlanOptions  # noqa: E402
 from vram_guard.plan.communication import communication  # noqa: E402
 from vram_guard.plan.layouts import ModelSize, layout_name, layouts_of  # noqa: E402
 from vram_guard.plan.step_time import card_of, step_seconds  # noqa: E402
@@ -94,7 +96,7 @@ def test_nothing_fits_is_said_with_the_nearest() -> None:
 
 @pytest.mark.torch_since(2, 6)
 def test_a_whole_card_leaves_room_for_nccl() -> None:
-    made = plan(a_step(), 4, gpu="A100 80GB", gpus=16, link=LINK, layouts=["fsdp2"])
+    made = plan(a_step(), 4, gpu="A100 80GB", gpus=16, options=PlanOptions(link=LINK, layouts=["fsdp2"]))
     alone = plan(a_step(), 4, gpu="A100 80GB")
     taken = spread(made).outside
 
@@ -128,7 +130,7 @@ def test_host_memory_is_that_of_a_node() -> None:
 @pytest.mark.torch_since(2, 6)
 def test_a_layout_of_ones_own_is_planned_as_it_is() -> None:
     layout = Parallel(gpus=8, kind="fsdp2")
-    made = plan(a_step(parallel=layout), 64, "160MiB", link=LINK, allow=["accumulate"])
+    made = plan(a_step(parallel=layout), 64, "160MiB", options=PlanOptions(link=LINK), allow=["accumulate"])
 
     assert made.timeline is not None
     assert made.timeline.parallel == layout
@@ -203,7 +205,7 @@ def untouched() -> torch.nn.Module:
 )
 def test_what_makes_no_sense_is_refused(wishes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
-        plan(a_step(model=untouched), 4, **{"gpu": "A100 80GB", **wishes})
+        plan(a_step(model=untouched), 4, **in_options({"gpu": "A100 80GB", **wishes}))
 
 
 @pytest.mark.parametrize(

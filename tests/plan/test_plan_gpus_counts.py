@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from plan_gpus_cases import LINK, a_step, planned, spread  # noqa: E402
 
 from vram_guard import Parallel, plan, trace  # noqa: E402
+from vram_guard.plan import PlanOptions  # noqa: E402
 from vram_guard.plan.layout_facts import shares  # noqa: E402
 from vram_guard.plan.layouts import LAYOUTS, layout_name, layouts_of  # noqa: E402
 
@@ -40,7 +41,7 @@ def test_other_numbers_of_gpus_share_the_same_samples() -> None:
 
 @pytest.mark.torch_since(2, 6)
 def test_accumulated_batches_are_samples_too() -> None:
-    made = plan(a_step(accumulate=3), 4, "1GiB", gpus=8, link=LINK, layouts=["fsdp2"])
+    made = plan(a_step(accumulate=3), 4, "1GiB", gpus=8, options=PlanOptions(link=LINK, layouts=["fsdp2"]))
 
     assert (spread(made).samples, made.effective_batch_size, made.accumulate) == (96, 96, 3)
 
@@ -57,7 +58,7 @@ def test_weights_travel_in_the_precision_of_the_step() -> None:
 @pytest.mark.torch_since(2, 6)
 def test_what_half_precision_weights_change_is_said() -> None:
     def said(precision: str, layout: str) -> str:
-        made = plan(a_step(precision=precision), 4, "1GiB", gpus=8, link=LINK, layouts=[layout])
+        made = plan(a_step(precision=precision), 4, "1GiB", gpus=8, options=PlanOptions(link=LINK, layouts=[layout]))
         return dict(spread(made).facts()).get("precision", "")
 
     assert "not equal" in said("bf16-mixed", "fsdp2")

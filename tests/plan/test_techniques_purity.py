@@ -17,7 +17,7 @@ from architectures import ARCHITECTURES, Architecture
 from torch import nn
 
 from vram_guard.errors import RecomputationError, UnsupportedStepError
-from vram_guard.plan import plan
+from vram_guard.plan import PlanOptions, plan
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import Source, TraceRequest, source_of
 from vram_guard.simulate.tracing.run import run_step, with_built_model
@@ -359,7 +359,7 @@ def test_an_impure_block_is_left_out_or_put_back(kind: type[Block], what: str, n
         assert not same(trained(kinds, Recipe()), left), "there is nothing to find"
     step = step_of(*kinds)
     assert run_step(step, 2, (8, 0), ["1", "3"]).changes == (StateChange("1", what, name), StateChange("3", what, name))  # type: ignore[arg-type]
-    made = plan(step, 64, "1GiB", blocks=["0", "1", "2", "3"], pin={"checkpoint": "all"})
+    made = plan(step, 64, "1GiB", options=PlanOptions(blocks=["0", "1", "2", "3"]), pin={"checkpoint": "all"})
     assert made.checkpointed_modules == ("0", "2")
     reason = next(reason for reason in made.reason_values if reason.kind is Why.NOT_CHECKPOINTED)
     assert str(reason).startswith("1, 3 cannot be checkpointed: the forward ")
@@ -496,24 +496,32 @@ def test_a_pin_of_an_impure_block_is_refused_before_anything_is_searched() -> No
     step = step_of(Block, FillsQueue, Block)
     for pin in (("1",), ("0", "1"), 3):
         with pytest.raises(UnsupportedStepError):
-            plan(step, 64, "1GiB", blocks=["0", "1", "2"], pin={"checkpoint": pin})
-    assert plan(step, 64, "1GiB", blocks=["0", "1", "2"], pin={"checkpoint": 2}).checkpointed_modules == ("0", "2")
+            plan(step, 64, "1GiB", options=PlanOptions(blocks=["0", "1", "2"]), pin={"checkpoint": pin})
+    assert plan(
+        step, 64, "1GiB", options=PlanOptions(blocks=["0", "1", "2"]), pin={"checkpoint": 2}
+    ).checkpointed_modules == ("0", "2")
     with pytest.raises(UnsupportedStepError):
         plan(step_of(FillsQueue, FillsQueue), 64, "1GiB", pin={"checkpoint": "all"})
 
 
 def test_impure_blocks_are_offloaded_and_the_others_are_checkpointed() -> None:
     step = step_of(Block, FillsQueue, Block, FillsQueue, Block)
-    pinned = plan(step, 64, "1GiB", blocks=list("01234"), pin={"offload_activations": ("1",), "checkpoint": ("0",)})
+    pinned = plan(
+        step,
+        64,
+        "1GiB",
+        options=PlanOptions(blocks=list("01234")),
+        pin={"offload_activations": ("1",), "checkpoint": ("0",)},
+    )
     assert (pinned.recipe.offload_activations, pinned.checkpointed_modules) == (("1",), ("0",))
     usable = source_of(step, (8, 0)).trace(TraceRequest(30000, "32-true")).at(30000).peak_reserved - 1
-    made = plan(step, 30000, usable, margin=0, allow=["checkpoint"], blocks=list("01234"))
+    made = plan(step, 30000, usable, margin=0, allow=["checkpoint"], options=PlanOptions(blocks=list("01234")))
     assert made.fits
     assert set(made.checkpointed_modules) <= {"0", "2", "4"}
     assert "1, 3 cannot be checkpointed" in made.explain()
-    nothing = plan(step, 30000, 2**20, margin=0, allow=["checkpoint"], blocks=list("01234"))
+    nothing = plan(step, 30000, 2**20, margin=0, allow=["checkpoint"], options=PlanOptions(blocks=list("01234")))
     assert "1, 3 cannot be checkpointed" in " ".join(nothing.reasons)
-    quiet = plan(step, 30000, 2**20, margin=0, allow=["precision"], blocks=list("01234"))
+    quiet = plan(step, 30000, 2**20, margin=0, allow=["precision"], options=PlanOptions(blocks=list("01234")))
     assert "cannot be checkpointed" not in " ".join(quiet.reasons)
 
 

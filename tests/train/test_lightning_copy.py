@@ -102,7 +102,9 @@ def fitted(tmp_path: Path, guard: VramGuard | None, name: str, module: Any = Non
 @pytest.mark.parametrize("mode", ["fit", "report", "strict"])
 def test_generators_counters_files_and_helpers_are_as_without_the_guard(mode: Any, tmp_path: Path) -> None:
     plain, data, _ = fitted(tmp_path, None, "plain")
-    guarded, looked_at, _ = fitted(tmp_path, VramGuard(budget="1GiB", mode=mode, remember=False), "guarded")
+    guarded, looked_at, _ = fitted(
+        tmp_path, VramGuard(budget="1GiB", mode=mode, advanced={"remember": False}), "guarded"
+    )
     assert torch.equal(plain, guarded)
     assert looked_at.reads == data.reads == 24
     assert torch.equal(looked_at.own.get_state(), data.own.get_state())
@@ -122,21 +124,21 @@ class Dying(Small):
 @forks
 def test_a_copy_that_dies_is_said_and_the_training_goes_on_unguarded(tmp_path: Path) -> None:
     plain, _, _ = fitted(tmp_path, None, "plain")
-    guard = VramGuard(budget="1GiB", remember=False)
+    guard = VramGuard(budget="1GiB", advanced={"remember": False})
     weights, _, said = fitted(tmp_path, guard, "guarded", Dying)
     assert "killed by signal 11" in said
     assert "left unchanged" in said
     assert guard.plan is None
     assert torch.equal(plain, weights)
     with pytest.raises(UnsupportedStepError):
-        fitted(tmp_path, VramGuard(budget="1GiB", mode="strict", remember=False), "strict", Dying)
+        fitted(tmp_path, VramGuard(budget="1GiB", mode="strict", advanced={"remember": False}), "strict", Dying)
 
 
 def test_where_there_is_no_fork_it_is_said_what_is_not_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(fork, "can_fork", lambda: False)
-    guard = VramGuard(budget="1GiB", remember=False)
+    guard = VramGuard(budget="1GiB", advanced={"remember": False})
     fitted(tmp_path, guard, "guarded")
     out = " ".join(capsys.readouterr().out.split())
     assert "was looked at in its own process" in out
@@ -155,7 +157,7 @@ def test_what_a_used_gpu_forbids_in_a_copy_is_done_in_the_process(
             return super().training_step(batch, batch_idx)
 
     process = os.getpid()
-    guard = VramGuard(budget="1GiB", remember=False)
+    guard = VramGuard(budget="1GiB", advanced={"remember": False})
     fitted(tmp_path, guard, "guarded", Refusing)
     assert "was looked at in its own process (Cannot re-initialize CUDA" in " ".join(capsys.readouterr().out.split())
     assert guard.plan is not None
@@ -174,7 +176,7 @@ def test_a_gpu_that_was_only_initialised_is_no_obstacle(
     assert torch.cuda.is_initialized()
     with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA"):
         fork.run_in_fork(lambda _progress: torch.cuda.init())
-    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 2}, remember=False)
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 2}, advanced={"remember": False})
     weights, _, said = fitted(tmp_path, guard, "guarded", Steady)
     out = " ".join(capsys.readouterr().out.split())
     assert "own process" not in out + said
@@ -184,9 +186,9 @@ def test_a_gpu_that_was_only_initialised_is_no_obstacle(
 
 def two_threads_with_guards(tmp_path: Path) -> None:
     """Two trainings at a time get the answers that one alone gets."""
-    alone = VramGuard(budget="1GiB", mode="report", remember=False)
+    alone = VramGuard(budget="1GiB", mode="report", advanced={"remember": False})
     fitted(tmp_path, alone, "alone")
-    guards = [VramGuard(budget="1GiB", mode="report", remember=False) for _ in range(2)]
+    guards = [VramGuard(budget="1GiB", mode="report", advanced={"remember": False}) for _ in range(2)]
     failed: list[BaseException] = []
 
     def run(guard: VramGuard) -> None:

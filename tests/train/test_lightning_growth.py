@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+from guard_arguments import in_advanced
 
 from vram_guard.apply.learning_rate import SCHEDULER_ATTRIBUTES
 from vram_guard.apply.saved_rates import divided_optimizer
@@ -37,7 +38,7 @@ def fit(root: Any, guard: Any, data: Any = None, *, scheduler: str = "none", ckp
 
 def growing(**settings: Any) -> VramGuard:
     """The data set is what limits it: from 8 to 64 samples, one step in an epoch."""
-    return VramGuard(**{"budget": "64GiB", "grow": True, **settings})
+    return VramGuard(**in_advanced({"budget": "64GiB", "grow": True, **settings}))
 
 
 @pytest.mark.parametrize("namespace", INSTALLED)

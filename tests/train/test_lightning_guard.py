@@ -19,6 +19,7 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 import oom_cases
+from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.plan.descriptions import Why
@@ -228,7 +229,7 @@ def test_micro_batches_that_nothing_proves_are_proposed(tmp_path: Any, tight: in
     """The root of a mean is no mean; what the user says of it is done."""
 
     def guarded(**said: Any) -> VramGuard:
-        guard = VramGuard(budget=tight, margin=0, allow=("accumulate",), **said)
+        guard = VramGuard(**in_advanced({"budget": tight, "margin": 0, "allow": ("accumulate",), **said}))
         fit(tmp_path, guard, module=cases.make_module(**WIDE, output="root"), data=wide_loader(), max_steps=1)
         return guard
 
@@ -285,7 +286,7 @@ def test_strict_passes_what_fits(tmp_path: Any) -> None:
 )
 def test_nonsense_is_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
-        VramGuard(**wrong)
+        VramGuard(**in_advanced(wrong))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -452,7 +453,7 @@ def test_batch_size_finder_keeps_the_guard_off(tmp_path: Any, capsys: Any, tight
     module.train_dataloader = lambda: wide_loader(batch_size=module.batch_size)
     module.val_dataloader = lambda: wide_loader(4096, batch_size=module.batch_size, shuffle=False)
     # Validation takes whole batches of the same size, which fit in no plan.
-    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",), whole_job=False)
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",), advanced={"whole_job": False})
     trainer = cases.make_trainer(
         INSTALLED[0], tmp_path, [guard, finder(max_trials=1, steps_per_trial=1, init_val=64)], max_steps=1
     )
@@ -631,7 +632,7 @@ def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(
     """A GPU without bfloat16, on which only float16 would fit; its gradient scaler refuses LBFGS."""
 
     def of(optimizer: str, **settings: Any) -> VramGuard:
-        guard = VramGuard(**{"margin": 0, "allow": ["precision"], **settings})
+        guard = VramGuard(**in_advanced({"margin": 0, "allow": ["precision"], **settings}))
         module = cases.make_module(width=64, hidden=4096, optimizer=optimizer)
         data = cases.loader(dataset=cases.Vectors(4096, 64), batch_size=4096)
         with contextlib.suppress(UserWarning):

@@ -14,6 +14,7 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 import oom_cases
+from guard_arguments import in_advanced
 
 from vram_guard_lightning import VramGuard, _namespaces
 
@@ -67,7 +68,9 @@ def run(root: Any, module: Any, *guards: Any, callbacks: Any = (), samples: int 
 def guard(*, recover: bool = False, micro: int = 2, **settings: Any) -> VramGuard:
     pin = {"pin": {"micro_batch_size": micro}} if micro else {}
     return VramGuard(
-        **{"budget": "64GiB", "remember": False, "recover": recover, "loss_weight": "mean", **pin, **settings}
+        **in_advanced(
+            {"budget": "64GiB", "remember": False, "recover": recover, "loss_weight": "mean", **pin, **settings}
+        )
     )
 
 
@@ -134,7 +137,7 @@ def test_hooks_after_backward_where_some_micro_batches_have_no_loss(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "vram_guard")
         # What the callback sets is not followed: a step without a loss cannot be.
-        armed = guard(recover=recover, micro=2, whole_job=False)
+        armed = guard(recover=recover, micro=2, advanced={"whole_job": False})
         sets = type("Sets", (LIGHTNING.Callback,), {"on_train_start": lambda *_: _set(module, without)})()
         run(tmp_path, module, armed, callbacks=[sets], samples=40, max_epochs=1)
     assert armed.plan is not None

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard import evaluation
@@ -572,7 +573,7 @@ def evaluated(root: Any, module: Any, *rows: int, stage: str = "test", **guard: 
         found.append(evaluation.foresee(*args))
         return found[-1]
 
-    callbacks = [VramGuard(margin=0, remember=False, **guard)] if guard else []
+    callbacks = [VramGuard(**in_advanced({"margin": 0, "remember": False, **guard}))] if guard else []
     trainer = cases.make_trainer(NAMESPACE, root, callbacks)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         patch.setattr("vram_guard_lightning._callback.foresee", foresee)
@@ -636,7 +637,7 @@ def test_a_test_that_comes_after_the_training_is_told_before_it(tmp_path: Any, c
     """Where the script calls it below ``fit``, and its loader is known."""
 
     def made(**guard: Any) -> Any:
-        guarded = VramGuard(margin=0, remember=False, **{"budget": "1GiB", **guard})
+        guarded = VramGuard(**in_advanced({"margin": 0, "remember": False, "budget": "1GiB", **guard}))
         return cases.make_trainer(NAMESPACE, tmp_path, [guarded], max_epochs=1)
 
     def said() -> list[str]:
@@ -708,7 +709,7 @@ def test_the_training_after_it_is_the_same(tmp_path: Any) -> None:
 
 def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
     def guarded(**settings: Any) -> VramGuard:
-        guard = VramGuard(margin=0, remember=False, recover=False, **settings)
+        guard = VramGuard(**in_advanced({"margin": 0, "remember": False, "recover": False, **settings}))
         trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard, Unfreezing()], max_epochs=3)
         trainer.fit(Net(), loader(1024, 1024))
         assert guard.plan is not None
@@ -845,7 +846,7 @@ def test_an_iterator_that_on_train_start_makes_is_there_in_every_step(tmp_path: 
             return super().training_step([torch.cat([batch[0], more])], batch_idx)
 
     module = Drawing()
-    guard = VramGuard(budget="4GiB", mode="report", remember=False)
+    guard = VramGuard(budget="4GiB", mode="report", advanced={"remember": False})
     trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_steps=1)
     trainer.fit(module, loader())
     assert guard.plan is not None

@@ -18,6 +18,7 @@ pytest.importorskip("lightning")
 
 import lightning_cases as cases
 import oom_cases
+from guard_arguments import in_advanced
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.errors import InvalidInputError, RecoveryFailedError, UnsupportedStepError
@@ -155,7 +156,9 @@ def train(root: Any, module: Any, guard: Any = None, *, namespace: str = PL, val
 
 def guard(**settings: Any) -> Any:
     return VramGuard(
-        **{"budget": "64GiB", "allow": ("accumulate",), "remember": False, "loss_weight": "mean", **settings}
+        **in_advanced(
+            {"budget": "64GiB", "allow": ("accumulate",), "remember": False, "loss_weight": "mean", **settings}
+        )
     )
 
 
@@ -313,13 +316,13 @@ def test_no_smaller_micro_batch_is_a_clear_error_with_the_weights_of_the_last_st
 
 def test_too_many_errors_are_a_clear_error(tmp_path: Any) -> None:
     with pytest.raises(RecoveryFailedError, match="max_recoveries"):
-        train(tmp_path, make_module(breaks="forward", at=3, capacity=1), guard(max_recoveries=2))
+        train(tmp_path, make_module(breaks="forward", at=3, capacity=1), guard(advanced={"max_recoveries": 2}))
 
 
 @pytest.mark.parametrize("settings", [{"recover": False}, {"allow": ("precision",)}, {"mode": "report"}])
 def test_switched_off(tmp_path: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path, make_module(breaks="forward", at=3), guard(**settings))
+        train(tmp_path, make_module(breaks="forward", at=3), guard(**in_advanced(settings)))
 
 
 def test_batch_size_finder_gets_its_errors(tmp_path: Any) -> None:
@@ -395,7 +398,7 @@ def test_weights_that_change_in_forward_cannot_be_taken_back(tmp_path: Any) -> N
 )
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(settings))):
-        VramGuard(**settings)
+        VramGuard(**in_advanced(settings))
 
 
 # --- the optimizer step -------------------------------------------------------------------------------------
@@ -493,7 +496,7 @@ class LetGo:
 def test_a_batch_is_gone_when_the_next_one_comes(settings: dict[str, Any], tmp_path: Any) -> None:
     """On the GPU, one that waits for Python's garbage collector would take memory that no plan counts."""
     watching = LetGo()
-    guard = VramGuard(budget="64GiB", loss_weight="mean", remember=False, **settings)
+    guard = VramGuard(**in_advanced({"budget": "64GiB", "loss_weight": "mean", "remember": False, **settings}))
     trainer = cases.make_trainer(PL, tmp_path, [guard, watching], max_epochs=1)
     gc.collect()
     gc.disable()

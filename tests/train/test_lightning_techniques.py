@@ -13,6 +13,7 @@ from torch import nn
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
+from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
 from vram_guard.guard.applied import Applied
@@ -196,7 +197,7 @@ def test_an_optimizer_on_the_host_is_not_planned_for_a_training_on_the_cpu(tmp_p
 )
 def test_nonsense_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        VramGuard(budget="4GiB", **settings)
+        VramGuard(**in_advanced({"budget": "4GiB", **settings}))
 
 
 def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_path: Any) -> None:
@@ -213,7 +214,7 @@ def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_pat
 
 
 def test_an_optimizer_in_the_backward_pass_is_proven_and_taken_off(tmp_path: Any, capsys: Any) -> None:
-    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True}, remember=False)
+    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True}, advanced={"remember": False})
     guarded = fit(tmp_path, guard)
     said = " ".join(capsys.readouterr().out.split())
     assert "in the backward pass" in said
@@ -271,7 +272,7 @@ def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any, capsys: Any) ->
         return module
 
     for reads in (False, True):
-        guard = VramGuard(budget="4GiB", pin={"chunked_loss": True}, remember=False)
+        guard = VramGuard(budget="4GiB", pin={"chunked_loss": True}, advanced={"remember": False})
         torch.testing.assert_close(
             cases.weights(fitted(guard, reads=reads)), cases.weights(fitted(None, reads=reads)), rtol=1e-5, atol=1e-6
         )

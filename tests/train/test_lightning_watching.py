@@ -17,6 +17,7 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 import oom_cases
 from device_numbers import Numbers
+from guard_arguments import in_advanced
 
 from vram_guard.budget.sampling import GpuSample
 from vram_guard.errors import DeviceQueryError
@@ -46,7 +47,7 @@ def train(
     **settings: Any,
 ) -> tuple[VramGuard, list[Any]]:
     """A training that takes ``share`` times what is predicted; the guard, and what loggers were given."""
-    guard = VramGuard(**{"budget": "64GiB", "margin": 0, **settings})
+    guard = VramGuard(**in_advanced({"budget": "64GiB", "margin": 0, **settings}))
     callback, logger = importlib.import_module(PL).Callback, importlib.import_module(f"{PL}.loggers").Logger
     written: list[Any] = []
 
@@ -226,7 +227,7 @@ def test_the_gpus_utilisation_is_logged_as_often_as_the_trainer_logs(
         def on_train_batch_start(self, *_: Any) -> None:
             assert looked.wait(60)
 
-    guard = VramGuard(budget="64GiB", monitor=0.05)
+    guard = VramGuard(budget="64GiB", advanced={"monitor": 0.05})
     trainer = cases.make_trainer(PL, tmp_path, [Waits(), guard], max_epochs=1, logger=Writes(), log_every_n_steps=2)
     trainer.fit(cases.make_module(PL), cases.loader(40))
     told = {name: [(value, step) for one, value, step in logged if one == f"vram_guard/{name}"] for name in (

@@ -11,6 +11,7 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows wh
 
 import mmengine_cases as cases
 import torch
+from guard_arguments import in_advanced
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
@@ -66,7 +67,7 @@ def test_a_runner_is_planned_for_its_longest_batch(tmp_path):
             "small.py",
             tmp_path / name,
             runner_type="vram_guard_mmengine.GuardRunner",
-            vram_guard={"budget": "1GiB", "mode": "report", **settings},
+            vram_guard=in_advanced({"budget": "1GiB", "mode": "report", **settings}),
             train_cfg={"max_epochs": 1},
             train_dataloader={
                 "dataset": {"type": "Mixed", "samples": samples, "large": large},
@@ -98,7 +99,9 @@ def test_micro_batches_that_are_padded_otherwise_than_the_whole_batch_are_refuse
     root = cases.write_configs(tmp_path / "configs", cases.MMPRETRAIN)
 
     def trained(name, **settings):
-        guard = {"runner_type": "vram_guard_mmengine.GuardRunner", "vram_guard": settings} if settings else {}
+        guard = (
+            {"runner_type": "vram_guard_mmengine.GuardRunner", "vram_guard": in_advanced(settings)} if settings else {}
+        )
         data = {"dataset": {"type": "Mixed", "samples": 20, "large": large}, "collate_fn": {"type": collate}}
         changes = {"model": {"type": model}, "train_cfg": {"max_epochs": 1}, "train_dataloader": data, **guard}
         return cases.train(cases.load(root, "small.py", tmp_path / name, **changes))
@@ -190,7 +193,7 @@ def phases_of(tmp_path, model, train, *, size=2, validation=None, **settings):
         train_cfg={"by_epoch": True, "max_epochs": 1},
         optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
         default_hooks={"checkpoint": None, "logger": None, "timer": None},
-        custom_hooks=[VramGuardHook(budget="4GiB", mode="report", **settings)],
+        custom_hooks=[VramGuardHook(**in_advanced({"budget": "4GiB", "mode": "report", **settings}))],
         default_scope="mmengine",
         experiment_name=f"run{random.random()}",
         **evaluated,

@@ -7,6 +7,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from guard_arguments import in_advanced
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
@@ -124,7 +125,7 @@ class Validated(Module):
 
 
 def validation_peak(tmp_path, lengths, *, collects=False, **arguments):
-    guard = VramGuard(budget="1GiB", mode="report", **arguments)
+    guard = VramGuard(**in_advanced({"budget": "1GiB", "mode": "report", **arguments}))
     short = DataLoader(Tokens([8] * 16), 4, collate_fn=padded)
     fitted(guard, tmp_path, short, Validated(collects), DataLoader(Tokens(lengths), 4, collate_fn=padded))
     return max(phase.peak_allocated for phase in guard.plan.before.phases if phase.name == "validation")

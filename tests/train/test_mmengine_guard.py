@@ -19,6 +19,7 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows wh
 import mmengine_cases as cases
 import torch
 from compiled_cases import MISSING
+from guard_arguments import in_advanced
 from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
 
@@ -67,7 +68,7 @@ class Style:
 
     def guarded(self, work_dir: str, *, changes: dict[str, Any] | None = None, **settings: Any) -> Any:
         settings = {"margin": 0, **settings}
-        return self.cfg(work_dir, runner_type=RUNNER, vram_guard=settings, **(changes or {}))
+        return self.cfg(work_dir, runner_type=RUNNER, vram_guard=in_advanced(settings), **(changes or {}))
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +366,7 @@ def test_new_style_configs(pretrain: Style) -> None:
 
 def test_a_hook_registered_by_hand(pretrain: Style) -> None:
     runner = cases.build(pretrain.cfg("python"))
-    runner.register_hook(VramGuardHook(margin=0, **PINNED))
+    runner.register_hook(VramGuardHook(**in_advanced({"margin": 0, **PINNED})))
     runner.train()
     assert cases.guard(runner).plan.splits > 1
     same(pretrain.plain, runner)
@@ -529,9 +530,9 @@ def test_the_configs_own_checkpointing_is_counted(pretrain: Style) -> None:
 def test_bad_settings(pretrain: Style, settings: dict[str, Any], message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(cases.SmallClassifier, "__init__", lambda *_, **__: pytest.fail("built"))
     with pytest.raises(InvalidInputError, match=message):
-        cases.build(pretrain.cfg("bad", runner_type=RUNNER, vram_guard=settings))
+        cases.build(pretrain.cfg("bad", runner_type=RUNNER, vram_guard=in_advanced(settings)))
     with pytest.raises(InvalidInputError, match=message):
-        VramGuardHook(**settings)
+        VramGuardHook(**in_advanced(settings))
 
 
 def test_a_hook_position_in_default_hooks(pretrain: Style) -> None:

@@ -15,6 +15,7 @@ from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it kn
 
 import mmengine_cases as cases
 import torch
+from guard_arguments import in_advanced
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import CheckpointHook, Hook
@@ -312,7 +313,7 @@ def test_a_test_is_told_before_it_begins(build: Callable[..., Any], monkeypatch:
     monkeypatch.setattr("vram_guard_mmengine.hook.foresee", foreseen)
 
     def runner(samples: int, *, mode: str = "report", budget: str = "1GiB", size: int = 8, guard: Any = None) -> Any:
-        own = {"type": "VramGuardHook", "budget": budget, "mode": mode, "margin": 0, "remember": False}
+        own = {"type": "VramGuardHook", "budget": budget, "mode": mode, "margin": 0, "advanced": {"remember": False}}
         dataset = {"type": "Blobs", "serialize_data": False, "samples": samples, "size": 64}
         loader = {"batch_size": size, "num_workers": 0, "dataset": dataset, "sampler": {"type": "DefaultSampler"}}
         test = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": {"type": "Keeping"}}
@@ -340,7 +341,13 @@ def test_a_test_is_told_before_it_begins(build: Callable[..., Any], monkeypatch:
 
 def test_a_test_that_the_script_calls_after_its_training_is_a_phase_of_it(build: Callable[..., Any]) -> None:
     def runner(samples: int) -> Any:
-        own = {"type": "VramGuardHook", "budget": "1GiB", "mode": "report", "margin": 0, "remember": False}
+        own = {
+            "type": "VramGuardHook",
+            "budget": "1GiB",
+            "mode": "report",
+            "margin": 0,
+            "advanced": {"remember": False},
+        }
         dataset = {"type": "Blobs", "serialize_data": False, "samples": samples, "size": 64}
         loader = {"batch_size": 8, "num_workers": 0, "dataset": dataset, "sampler": {"type": "DefaultSampler"}}
         test = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": {"type": "Keeping"}}
@@ -558,7 +565,7 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(build: Callable[..., Any],
         runner = build(
             {"type": "Unfreeze", "epoch": 1},
             runner_type="vram_guard_mmengine.GuardRunner",
-            vram_guard=shared,
+            vram_guard=in_advanced(shared),
             train_cfg__max_epochs=2,
         )
         runner.train()
@@ -586,7 +593,7 @@ def validated(build: Callable[..., Any]) -> Callable[..., Any]:
             "val_dataloader__dataset__samples": 200,
             "train_cfg__max_epochs": 1,
         }
-        runner = build(*hooks, runner_type="vram_guard_mmengine.GuardRunner", vram_guard=shared, **changes)
+        runner = build(*hooks, runner_type="vram_guard_mmengine.GuardRunner", vram_guard=in_advanced(shared), **changes)
         runner.train()
         return runner, cases.guard(runner).plan
 

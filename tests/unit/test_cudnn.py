@@ -15,6 +15,7 @@ import torch
 
 from vram_guard import Budget, TrainingStep, cli, plan, trace
 from vram_guard.errors import InvalidInputError
+from vram_guard.plan import PlanOptions
 from vram_guard.report import html_report, render
 from vram_guard.report.as_json import as_dict
 from vram_guard.simulate.device.capability import Capability
@@ -283,7 +284,7 @@ def test_the_setting_is_read_where_nothing_is_given_and_a_plan_takes_it_too(
     assert trace(step()).cudnn == CudnnAnswers("9.26.0")
     assert trace(step(), cudnn="off").cudnn is None
     assert plan(step(), 8, "4GiB").estimate.cudnn == CudnnAnswers("9.26.0")
-    assert plan(step(), 8, "4GiB", cudnn="off").estimate.cudnn is None
+    assert plan(step(), 8, "4GiB", options=PlanOptions(cudnn="off")).estimate.cudnn is None
 
 
 @pytest.mark.parametrize("choice", ["on", "/nowhere/libcudnn.so.9", 5, ""])

@@ -142,7 +142,7 @@ def cases():
     for allowed in ("selective checkpoint", "selective_checkpoint=matmul", "activation_memory_budget=0.5"):
         yield *BASES["plan"], *CARD, "--allow", allowed
         yield "launch", "--budget", "24GiB", "--allow", allowed, "ok.py"
-    for option, value in (("--host-budget", "24"), ("--loss-weight", ESCAPES)):
+    for option, value in (("--advanced", "host_budget=24"), ("--loss-weight", ESCAPES)):
         yield "launch", "--budget", "24GiB", option, value, "ok.py"
     yield "plan", "raises.py:net", "--input", "8", "--batch", "2", *CARD
     yield "estimate", "--model", "config.json", "--batch", "2", *CARD
@@ -171,9 +171,9 @@ OTHERS = (
     "launch --margin 2 --budget 24GiB ok.py",
     "launch --margin x ok.py",
     "launch --longest lots --budget 24GiB ok.py",
-    "launch --start-seconds nan --budget 24GiB ok.py",
-    "launch --yes --ask ok.py",
-    "launch --budget 24GiB --no-whole-job=1 ok.py",
+    "launch --advanced start_seconds=nan --budget 24GiB ok.py",
+    "launch --advanced whole_job --budget 24GiB ok.py",
+    "launch --budget 24GiB --advanced whole_jobs=no ok.py",
     "launch --budget 24GiB --no-whole-jobs ok.py",
     "plan ok.yaml --gpu 4090 --gpus 3 --node-gpus 2",
     "plan ok.yaml --gpu 4090 --gpus auto --node-gpus 0",
@@ -326,6 +326,12 @@ def test_the_table_has_every_command():
 # --- one grammar of options -----------------------------------------------------------------------------------------
 
 
+def options_of(parser):
+    """Those that its help shows: the others are old names."""
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return {flag: action for action in shown for flag in action.option_strings}
+
+
 def parsers():
     """Command -> its options, by flag."""
     parser = cli._parser([])
@@ -337,12 +343,12 @@ def parsers():
             for word, command in each.choices.items():
                 walk(f"{name} {word}".strip(), command)
         if not inner:
-            found[name] = {flag: action for action in one._actions for flag in action.option_strings}
+            found[name] = options_of(one)
 
     walk("", parser)
     launch = argparse.ArgumentParser()
     add_launch_options(launch)
-    found["launch"] = {flag: action for action in launch._actions for flag in action.option_strings}
+    found["launch"] = options_of(launch)
     return found
 
 
@@ -367,10 +373,10 @@ def test_options_are_there_wherever_they_make_sense():
     found = parsers()
     predicting = found.keys() - {"gpus", "doctor", "monitor", "mmengine init"}
     for command in predicting:
-        wanted = {"--gpu", "--budget", "--gpu-memory", "--margin", "--json"}
-        if command != "launch":  # which of the machine's GPUs it is, Accelerate's --gpu_ids says
-            wanted |= {"--device"}
-        if command != "optimize":
+        wanted = {"--gpu", "--budget", "--margin", "--json"}
+        if command != "launch":  # which of the machine's GPUs it is, Accelerate's --gpu_ids says; --advanced the rest
+            wanted |= {"--device", "--gpu-memory"}
+        if command not in ("optimize", "launch"):
             wanted |= {"--releases"}
         assert wanted <= found[command].keys(), command
     for command in ("estimate", "plan", "compare", "optimize", "gpus"):

@@ -11,6 +11,7 @@ from torch import nn
 from vram_guard import Budget, Job, TrainingStep, assert_fits, cli, plan, trace
 from vram_guard.errors import DoesNotFitError
 from vram_guard.job import Evaluation, Saving
+from vram_guard.plan import PlanOptions
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.variants import variants
 from vram_guard.report.as_json import as_dict
@@ -108,7 +109,7 @@ def test_validation_grows_with_the_loader_whose_batch_size_it_has():
 
 def test_validation_that_a_grown_batch_makes_too_large_is_said_with_its_size():
     step, alone = (
-        plan(step_of(validation), 64, "1GiB", margin=0, grow=True, target_utilization=1.0)
+        plan(step_of(validation), 64, "1GiB", margin=0, grow=True, options=PlanOptions(target_utilization=1.0))
         for validation in (validation_of(None, keeps="all"), None)
     )
     assert 64 < step.micro_batch_size < alone.micro_batch_size
@@ -117,7 +118,7 @@ def test_validation_that_a_grown_batch_makes_too_large_is_said_with_its_size():
 
 def test_the_target_of_growth_is_one_for_the_whole_run():
     step = step_of(validation_of(None, keeps="all"))
-    made = plan(step, 64, "1GiB", margin=0, grow=True, target_utilization=0.8)
+    made = plan(step, 64, "1GiB", margin=0, grow=True, options=PlanOptions(target_utilization=0.8))
     assert made.micro_batch_size > 64
     assert made.estimate.peak_reserved <= 0.8 * 2**30
     assert f"{made.estimate.peak_reserved / 2**30:.0%} with batch {made.micro_batch_size}" in "\n".join(made.reasons)

@@ -51,12 +51,14 @@ def test_a_whole_gpu_by_its_memory(project):
     trained(project, guard)
     assert guard.plan.budget.total == 24 * 10**9
     assert 0 < guard.plan.budget.context < guard.plan.budget.total - guard.plan.budget.usable
-    assert VramGuard(gpu_memory="8GiB").settings.resolved_budget().total == 8 * 2**30
+    assert VramGuard(gpu="8GiB").settings.resolved_budget().total == 8 * 2**30
     assert VramGuard(budget="2GiB").settings.gpu_memory is None
     with pytest.raises(InvalidInputError, match="not both"):
-        VramGuard(budget="2GiB", gpu_memory=24)
+        VramGuard(budget="2GiB", gpu="24GB")
     with pytest.raises(InvalidInputError, match=r"less than the .* of a CUDA context"):
-        VramGuard(gpu_memory="100MB")
+        VramGuard(gpu="100MB")
+    with pytest.warns(FutureWarning, match="gpu_memory"):
+        assert VramGuard(gpu_memory=24).settings.resolved_budget().total == 24 * 10**9
 
 
 def test_a_slip_in_the_settings_is_told_when_the_callback_is_made(monkeypatch):
@@ -66,13 +68,13 @@ def test_a_slip_in_the_settings_is_told_when_the_callback_is_made(monkeypatch):
 
 
 def test_switched_off_it_does_nothing_at_all(project, monkeypatch, capsys):
-    guard = VramGuard(budget="1KiB", mode="strict", monitor=1)
+    guard = VramGuard(budget="1KiB", mode="strict", advanced={"monitor": 1})
     with pytest.raises(DoesNotFitError):
         trained(project, guard)
     capsys.readouterr()
     monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
     monkeypatch.setenv("VRAM_GUARD_MARGIN", "much")  # not even looked at
-    off = VramGuard(budget="1KiB", mode="strict", monitor=1)
+    off = VramGuard(budget="1KiB", mode="strict", advanced={"monitor": 1})
     module = trained(project, off)
     assert off.plan is None
     assert "vram_guard" not in capsys.readouterr().out.lower()

@@ -459,7 +459,7 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
         yield look
 
     monkeypatch.setattr(_utilization, "sampler_of", lambda trainer: source)
-    guard = VramGuard(budget="64GiB", monitor=0.05)
+    guard = VramGuard(budget="64GiB", advanced={"monitor": 0.05})
     trainer = cases.make_trainer(
         namespace, tmp_path, [guard, Slow()], max_epochs=1, logger=Writes(), log_every_n_steps=2
     )
@@ -470,8 +470,10 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
     assert guard._utilization is None
 
     monkeypatch.undo()
-    trainer = cases.make_trainer(namespace, tmp_path, [VramGuard(budget="64GiB", monitor=1)], max_epochs=1)
+    trainer = cases.make_trainer(
+        namespace, tmp_path, [VramGuard(budget="64GiB", advanced={"monitor": 1})], max_epochs=1
+    )
     trainer.fit(cases.make_module(namespace), cases.loader(8))
     assert "there is no GPU to watch: the training runs on cpu" in capsys.readouterr().out
     with pytest.raises(InvalidInputError, match="interval"):
-        VramGuard(monitor=0)
+        VramGuard(advanced={"monitor": 0})

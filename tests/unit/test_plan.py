@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import inspect
 import math
 import string
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from each import each
+from plan_arguments import in_options
 
 from vram_guard import Budget, Job, Timeline, TrainingStep
 from vram_guard.errors import InvalidInputError, NoDeviceError
@@ -23,7 +25,7 @@ from vram_guard.guard._verdict import judge
 from vram_guard.job import Evaluation, Saving
 from vram_guard.language import speaking
 from vram_guard.limits import TRACES_KEPT
-from vram_guard.plan import Plan, Source, plan
+from vram_guard.plan import Plan, PlanOptions, Source, plan
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
@@ -248,7 +250,7 @@ def test_inference_has_nothing_to_accumulate() -> None:
 
 
 def test_growth() -> None:
-    made = plan(STEP, 4, "200MiB", grow=True, margin=0, lr_rule="sqrt", dataset_size=10_000)
+    made = plan(STEP, 4, "200MiB", grow=True, margin=0, options=PlanOptions(lr_rule="sqrt", dataset_size=10_000))
     assert made.batch_size > 4
     assert made.batch_size % 4 == 0
     assert made.estimate.peak_reserved <= 160 * MIB
@@ -304,7 +306,7 @@ def test_nonsense_is_refused_before_any_work(changes: dict[str, object], message
 
     arguments = {"batch_size": 8, "budget": "4GiB", **changes}
     with pytest.raises(InvalidInputError, match=message):
-        plan(STEP.with_(model=never), **arguments)
+        plan(STEP.with_(model=never), **in_options(arguments))
 
 
 def test_without_a_device_a_budget_is_asked_for() -> None:
@@ -377,16 +379,25 @@ def test_as_many_blocks_as_needed_and_the_prediction_is_that_of_a_direct_trace(t
     assert trace(DEEP.with_(recipe=one_less)).at(16).peak_reserved > 60 * MIB
     if technique == "offload_activations":
         assert made.estimate.host_peak > 0
-        poor = plan(DEEP, 16, "60MiB", gpu="A100 80GB", margin=0, allow=technique, host_budget="1MiB")
+        poor = plan(
+            DEEP, 16, "60MiB", gpu="A100 80GB", margin=0, allow=technique, options=PlanOptions(host_budget="1MiB")
+        )
         assert not poor.fits
         assert any("host memory" in option.why for option in poor.rejected)
 
 
 def test_blocks_that_the_user_names() -> None:
-    made = plan(DEEP, 16, "60MiB", margin=0, allow="checkpoint", blocks=("layers.5", "layers.4", "layers.3"))
+    made = plan(
+        DEEP,
+        16,
+        "60MiB",
+        margin=0,
+        allow="checkpoint",
+        options=PlanOptions(blocks=("layers.5", "layers.4", "layers.3")),
+    )
     assert set(made.checkpointed_modules) <= {"layers.5", "layers.4", "layers.3"}
     with pytest.raises(InvalidInputError, match=r"layer\.5"):
-        plan(DEEP, 16, "60MiB", margin=0, blocks=("layer.5",))
+        plan(DEEP, 16, "60MiB", margin=0, options=PlanOptions(blocks=("layer.5",)))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +414,7 @@ def test_blocks_that_the_user_names() -> None:
 def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
     arguments = {"batch_size": 16, "budget": "4GiB", **changes}
     with pytest.raises(InvalidInputError, match=message):
-        plan(DEEP, **arguments)
+        plan(DEEP, **in_options(arguments))
 
 
 def test_the_pinned_part_holds_and_the_rest_is_found() -> None:
@@ -617,7 +628,7 @@ def test_pins_that_the_step_does_not_admit_are_said_with_the_reason(
 
 def test_a_pin_that_does_not_fit_is_not_called_applied() -> None:
     """It contradicted itself: "the pinned settings are applied nevertheless ... Nothing was changed."."""
-    made = plan(STEP, 8, "1GiB", pin={"offload_activations": ("first",)}, host_budget="1KiB")
+    made = plan(STEP, 8, "1GiB", pin={"offload_activations": ("first",)}, options=PlanOptions(host_budget="1KiB"))
     assert (made.fits, made.fits_as_written, made.changed) == (False, True, False)
     assert [reason.kind for reason in made.reason_values] == [Why.PINS_DO_NOT_FIT, Why.UNCHANGED]
     assert made.explain().startswith("Fits as written (")
@@ -649,7 +660,7 @@ def test_why_there_are_no_smaller_micro_batches(how: dict[str, Any], why: Why) -
 
 def test_what_an_adapter_refuses_is_the_reason_that_is_given() -> None:
     refused = {"precision": "the plugin was set by the user", "accumulate": "the loss compares samples", "grow": "no"}
-    made = plan(STEP, 64, "60MiB", margin=0, allow=["precision", "accumulate"], refused=refused)
+    made = plan(STEP, 64, "60MiB", margin=0, allow=["precision", "accumulate"], options=PlanOptions(refused=refused))
     assert not made.fits
     said = " ".join(made.reasons)
     assert "mixed precision is not possible here: the plugin was set by the user" in said
@@ -657,9 +668,11 @@ def test_what_an_adapter_refuses_is_the_reason_that_is_given() -> None:
     assert "not allowed" not in said
     kinds = [reason.kind for reason in made.reason_values]
     assert kinds == [Why.SHORTAGE, Why.REFUSED, Why.REFUSED_SEVERAL, Why.UNCHANGED]
-    alone = plan(STEP, 64, "60MiB", margin=0, allow=["accumulate"], refused={"precision": "never asked for"})
+    alone = plan(
+        STEP, 64, "60MiB", margin=0, allow=["accumulate"], options=PlanOptions(refused={"precision": "never asked for"})
+    )
     assert "never asked for" not in alone.explain()
-    grown = plan(STEP, 8, "4GiB", grow=True, refused=refused)
+    grown = plan(STEP, 8, "4GiB", grow=True, options=PlanOptions(refused=refused))
     assert grown.batch_size == 8
 
 
@@ -694,3 +707,15 @@ def test_every_reason_has_the_figures_that_its_sentence_names() -> None:
                     assert named == given, f"{file}:{node.lineno}"
                     called.add(kind.attr)
     assert len(called) > 20
+
+
+def test_an_old_argument_works_with_a_warning_that_says_where_it_is_now() -> None:
+    with pytest.warns(FutureWarning, match=r"options=PlanOptions\(blocks="):
+        made = plan(DEEP, 16, "60MiB", margin=0, blocks=("layers.5",), options=PlanOptions(lr_rule="sqrt"))  # type: ignore[call-arg]
+    assert set(made.checkpointed_modules) <= {"layers.5"}
+    with pytest.raises(TypeError, match="blockz"):
+        plan(DEEP, 16, "60MiB", blockz=("layers.5",))  # type: ignore[call-arg]
+
+
+def test_plan_has_few_arguments() -> None:
+    assert len(inspect.signature(plan).parameters) <= 12

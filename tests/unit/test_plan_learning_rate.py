@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR
 from vram_guard import TrainingStep, plan
 from vram_guard.apply.learning_rate import scale_learning_rates
 from vram_guard.errors import InvalidInputError
+from vram_guard.plan import PlanOptions
 from vram_guard.plan.learning_rate import learning_rate_factor
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def test_auto_takes_the_rule_of_the_optimizer_that_the_step_has(made: Any, rule:
         loss=lambda net, x: net(x).sum(),
         optimizer=made,
     )
-    grown = plan(step, 4, "200MiB", grow=True, margin=0, lr_rule="auto")
+    grown = plan(step, 4, "200MiB", grow=True, margin=0, options=PlanOptions(lr_rule="auto"))
     share = grown.effective_batch_size / grown.effective_batch_size_before
     assert share > 1
     assert grown.learning_rate_factor == (math.sqrt(share) if rule == "sqrt" else share)

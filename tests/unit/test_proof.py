@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from guard_arguments import in_advanced
 from lightning import pytorch as lightning
 from torch import nn
 from torch.nn import functional as F
@@ -176,7 +177,7 @@ def trained(loss: Any, guard: VramGuard | None, tmp_path: Any) -> tuple[dict[str
 
 
 def pinned(**settings: Any) -> VramGuard:
-    return VramGuard(budget="1GiB", pin={"micro_batch_size": 4}, remember=False, **settings)
+    return VramGuard(**in_advanced({"budget": "1GiB", "pin": {"micro_batch_size": 4}, "remember": False, **settings}))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -283,7 +284,7 @@ def test_one_sample_cannot_be_cut_and_nothing_is_lost(tmp_path: Any) -> None:
     torch.manual_seed(0)
     net = Net(mean)
     loader = DataLoader(data().dataset, batch_size=2)
-    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 1}, remember=False)
+    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 1}, advanced={"remember": False})
     trainer_for(guard, tmp_path, 1).fit(net, loader)
     assert guard.plan is not None
     assert guard.plan.splits == 2
@@ -300,7 +301,7 @@ def test_the_next_plan_is_taken_where_a_cut_differs(tmp_path: Any) -> None:
             )
 
     torch.manual_seed(0)
-    probe = VramGuard(budget="8GiB", mode="report", remember=False)
+    probe = VramGuard(budget="8GiB", mode="report", advanced={"remember": False})
     big = DataLoader(TensorDataset(torch.randn(4096, WIDTH), torch.zeros(4096, dtype=torch.long)), batch_size=2048)
 
     def fit(guard: VramGuard) -> None:
@@ -308,7 +309,7 @@ def test_the_next_plan_is_taken_where_a_cut_differs(tmp_path: Any) -> None:
 
     fit(probe)
     assert probe.plan is not None
-    tight = VramGuard(budget=int(probe.plan.before.peak_reserved * 0.9), margin=0, remember=False)
+    tight = VramGuard(budget=int(probe.plan.before.peak_reserved * 0.9), margin=0, advanced={"remember": False})
     fit(tight)
     assert tight.plan is not None
     assert tight.plan.splits == 1
@@ -336,7 +337,7 @@ def test_a_checkpointed_block_that_draws_from_python_is_found(tmp_path: Any) -> 
         trainer_for(guard, tmp_path, 3).fit(made, DataLoader(data().dataset, batch_size=8))
         return torch.cat([weight.detach().flatten() for weight in made.parameters()])
 
-    guard = VramGuard(budget="1GiB", pin={"checkpoint": "all"}, remember=False)
+    guard = VramGuard(budget="1GiB", pin={"checkpoint": "all"}, advanced={"remember": False})
     assert torch.allclose(weights(None), weights(guard), rtol=1e-5)
 
 
@@ -422,7 +423,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(name: str, tmp_path: Any) -
             trainer_for(guard, tmp_path, 3).fit(net, loader)
         return dict(net.state_dict()), "\n".join(str(one.message) for one in caught)
 
-    guard = VramGuard(budget="1GiB", pin=pins, remember=False)
+    guard = VramGuard(budget="1GiB", pin=pins, advanced={"remember": False})
     plain, _ = fitted(None)
     guarded, said = fitted(guard)
     assert same(plain, guarded)
@@ -460,7 +461,7 @@ def test_an_optimizer_on_the_host_trains_equally(
         return dict(net.state_dict())
 
     plain = fitted(None)
-    guard = VramGuard(budget="1GiB", pin={"optimizer_on_host": True}, remember=False)
+    guard = VramGuard(budget="1GiB", pin={"optimizer_on_host": True}, advanced={"remember": False})
     with cpu_as_gpu(Recipe(optimizer_on_host=True)):
         guarded = fitted(guard)
     assert close(plain, guarded)
@@ -477,7 +478,9 @@ SAID_BY_SMALL_STEPS = "the optimizer: 3 steps of small weights were run, and the
 @pytest.mark.parametrize("form", ["for-loop", "fused"])
 def test_another_form_of_the_optimizer_is_proven_by_small_steps(form: str, tmp_path: Any, capsys: Any) -> None:
     plain, _ = trained(mean, None, tmp_path)
-    guarded, _ = trained(mean, VramGuard(budget="1GiB", pin={"optimizer": form}, remember=False), tmp_path)
+    guarded, _ = trained(
+        mean, VramGuard(budget="1GiB", pin={"optimizer": form}, advanced={"remember": False}), tmp_path
+    )
     assert SAID_BY_SMALL_STEPS in " ".join(capsys.readouterr().out.split())
     assert close(plain, guarded)
 
@@ -492,7 +495,9 @@ def test_a_form_that_updates_otherwise_is_refused(tmp_path: Any, monkeypatch: An
 
     plain, _ = trained(mean, None, tmp_path)
     monkeypatch.setattr(torch.optim.SGD, "step", slipping)
-    guarded, said = trained(mean, VramGuard(budget="1GiB", pin={"optimizer": "fused"}, remember=False), tmp_path)
+    guarded, said = trained(
+        mean, VramGuard(budget="1GiB", pin={"optimizer": "fused"}, advanced={"remember": False}), tmp_path
+    )
     assert "3 steps of small weights were run, and updates differed by 0.25%" in said
     assert same(plain, guarded)
 
@@ -536,7 +541,7 @@ def test_what_is_compared_while_training_is_said_once(name: str, tmp_path: Any, 
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        guard = VramGuard(budget="1GiB", pin=COMPARED[name], remember=False)
+        guard = VramGuard(budget="1GiB", pin=COMPARED[name], advanced={"remember": False})
         trainer_for(guard, tmp_path, 1).fit(WithTeacher(frozen()), data())
     said = " ".join(" ".join([capsys.readouterr().out, *(str(one.message) for one in caught)]).split())
     compared = "each recomputation is compared with the first forward while training"

@@ -9,7 +9,8 @@ import pytest
 
 from vram_guard import cli, settings
 from vram_guard.errors import InvalidInputError
-from vram_guard.settings import disabled, filled, filled_from_settings
+from vram_guard.old_names import takes_old_names
+from vram_guard.settings import disabled, filled
 
 CALCULATOR = shlex.split("estimate --batch 8 --height 128 --width 128 --hidden_dim 256 --num_layers 10")
 
@@ -146,19 +147,17 @@ def test_a_broken_file_turns_nothing_off(project):
     assert not disabled()
 
 
-def test_a_constructor_is_filled_where_the_caller_says_nothing(project, monkeypatch):
+def test_old_names_work_with_a_warning_that_says_where_they_stand_now():
     class Guard:
-        @filled_from_settings
-        def __init__(self, gpu=None, margin=None, *, mode="fit", other=0):
-            self.got = (gpu, margin, mode, other)
+        @takes_old_names("advanced", ["cudnn", "remember"])
+        def __init__(self, gpu=None, *, advanced=None):
+            self.got = (gpu, advanced)
 
-    monkeypatch.setenv("VRAM_GUARD_MODE", "report")
-    monkeypatch.setenv("VRAM_GUARD_MARGIN", "0.1")
-    assert Guard().got == (None, 0.1, "report", 0)
-    assert Guard("T4", mode="fit").got == ("T4", 0.1, "fit", 0)  # given, though it is the default
-    assert Guard(None, 0.2).got == (None, 0.2, "report", 0)
-    with pytest.raises(TypeError, match=r"'margn'; did you mean 'margin'\?"):
-        Guard(margn=0.2)
+    assert Guard("T4").got == ("T4", None)
+    with pytest.warns(FutureWarning, match=r"advanced=dict\(remember=False\)"):
+        assert Guard("T4", remember=False, advanced={"cudnn": "off"}).got == ("T4", {"cudnn": "off", "remember": False})
+    with pytest.raises(TypeError, match=r"'remembr'; did you mean 'remember'\?"):
+        Guard(remembr=False)
     with pytest.raises(TypeError, match=r"'whatever'$"):
         Guard(whatever=0.2)
 
@@ -233,10 +232,57 @@ def test_accelerates_adapter_takes_what_is_not_given_from_the_settings(project, 
     options = {"budget": "8GiB", "gpu": None, "margin": 0, "grow": False, "json": True}
     found = LaunchSettings.of_options(options)
     assert (found.budget, found.gpu, found.margin, found.grow, found.lr_rule) == ("8GiB", None, 0, True, "sqrt")
-    assert budget_for(LaunchSettings.of_options({"gpu_memory": "16", "margin": 0}), 2, "all").total == 16 * 10**9
+    assert budget_for(LaunchSettings.of_options({"gpu": "16GB", "margin": 0}), 2, "all").total == 16 * 10**9
 
     # A budget is a part of the GPU that is here, and a script that asks finds the whole one.
     here = Budget.resolve(gpu="RTX 4090")
     monkeypatch.setattr(Budget, "resolve", lambda budget=None, *_given: here if budget is None else Budget.of(budget))
     assert budget_for(found, 1, "all").device_memory == here.device_memory == 25254407700
     assert budget_for(found, 1, "all").total == 8 * 2**30
+
+
+def test_options_of_a_launch_that_stand_behind_advanced_now(capsys):
+    pytest.importorskip("accelerate")
+    import argparse
+
+    from vram_guard_accelerate._settings import LaunchSettings, add_options
+
+    def read(*words):
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        return LaunchSettings.of_options(vars(parser.parse_args(words)))
+
+    new = read("--advanced", "longest_seconds=5", "--advanced", "whole_job=no", "--advanced", "remember=false")
+    assert (new.longest_seconds, new.whole_job, new.remember) == (5, False, False)
+    assert capsys.readouterr().err == ""
+    assert read("--longest-seconds", "5", "--no-whole-job", "--fresh", "--yes") == new
+    said = capsys.readouterr().err
+    assert "--advanced longest_seconds=5" in said
+    assert "--advanced remember=false" in said
+    with pytest.raises(InvalidInputError, match="did you mean longest_seconds"):
+        read("--advanced", "longest_second=5")
+    with pytest.raises(InvalidInputError, match="NAME=VALUE"):
+        read("--advanced", "longest_seconds")
+
+
+def test_every_guard_has_few_settings_of_the_same_names():
+    pytest.importorskip("lightning")
+    pytest.importorskip("mmengine")
+    pytest.importorskip("accelerate")
+    import argparse
+    import inspect
+
+    from vram_guard.old_names import ADVANCED
+    from vram_guard_accelerate._settings import LaunchSettings, add_options
+    from vram_guard_lightning import VramGuard
+    from vram_guard_mmengine._settings import HookSettings
+
+    callback = set(inspect.signature(VramGuard).parameters)
+    hook = {*HookSettings.names(), "advanced"} - set(ADVANCED)
+    assert callback == hook
+    assert len(hook) == 12
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    options = {one.dest for one in parser._actions if one.help != argparse.SUPPRESS}
+    assert len(options) <= 12
+    assert {*LaunchSettings.names()} - set(ADVANCED) <= options <= {*hook, "dry_run", "json", "ask"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
@@ -22,6 +23,10 @@ from vram_guard.units import format_bytes, parse_bytes, written_bytes
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
 #: is known: a quantile of measured errors (:mod:`vram_guard.budget.margins`).
 DEFAULT_MARGIN = measured_margin().fraction
+
+
+#: The size of a card in place of its name; "4090 Ti" is a name.
+_WITH_UNIT = re.compile(r"[0-9.]+ ?[GM]i?B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,8 @@ class Budget(ShownInNotebooks):
         Args:
             budget: what PyTorch's allocator may reserve; nothing is taken off but the margin. A card's
                 name is accepted here too.
-            gpu: a whole card by name. Together with an amount, it says which card the amount is part of.
+            gpu: a whole card by name, or by its size: "24GB". A name together with an amount says which card the
+                amount is part of.
             margin: the fraction left free, in [0, 1). None: :data:`DEFAULT_MARGIN`, or the budget's own.
             device: a CUDA device of this machine (1, "cuda:1"); what is free on it now. None with neither
                 of the others: the current device.
@@ -147,6 +153,8 @@ class Budget(ShownInNotebooks):
         """
         if device is not None and not (budget is None and gpu is None and gpu_memory is None):
             raise InvalidInputError(_("give either device (what is free there) or budget and gpu, not both"))
+        if gpu_memory is None and isinstance(gpu, str) and _WITH_UNIT.fullmatch(gpu.strip()):
+            gpu, gpu_memory = None, gpu
         card = gpu if gpu is None or isinstance(gpu, GPU) else find_gpu(gpu)
         if gpu_memory is not None:
             if budget is not None:

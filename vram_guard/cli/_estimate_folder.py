@@ -161,7 +161,7 @@ def _symbolic(
     """The symbolic answer for training one component, where its config can be built."""
     from vram_guard.capture.hugging_face import tuning_of
     from vram_guard.closed_form.tuning import PRECISION_OF
-    from vram_guard.plan import plan
+    from vram_guard.plan import PlanOptions, plan
     from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import TECHNIQUES
     from vram_guard.report.symbolic import SymbolicAnswer
@@ -176,7 +176,9 @@ def _symbolic(
     made = None
     if recommend and budget is not None:
         with progress_shown() as progress:
-            made = plan(step, tuning.batch, budget, allow=tuple(TECHNIQUES), cudnn=cudnn, progress=progress)
+            made = plan(
+                step, tuning.batch, budget, allow=tuple(TECHNIQUES), options=PlanOptions(cudnn=cudnn), progress=progress
+            )
     return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
 
 

@@ -30,6 +30,7 @@ from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
+from vram_guard.plan.options import PlanOptions
 from vram_guard.state.collector import collector_paused
 
 #: How large a sample is, and what the weights are.
@@ -94,18 +95,17 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_plan)
 
 
-def _several(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options say about several GPUs."""
-    given: dict[str, Any] = {
-        "node": count("node_gpus", options.node_gpus),
-        "link": options.link,
-        "layouts": None if options.layouts is None else listed(options.layouts),
-        "compare_gpus": []
+def _several(options: argparse.Namespace) -> PlanOptions:
+    """What the options say about cuDNN and several GPUs."""
+    return PlanOptions(
+        cudnn=options.cudnn,
+        node=count("node_gpus", options.node_gpus),
+        link=options.link,
+        layouts=None if options.layouts is None else listed(options.layouts),
+        compare_gpus=[]
         if options.compare_gpus is None
         else [whole_number("compare_gpus", one) for one in options.compare_gpus.split(",")],
-    }
-    gpus = options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus)
-    return {"gpus": gpus, **given}
+    )
 
 
 def _one_of(options: argparse.Namespace) -> None:
@@ -178,8 +178,8 @@ def _plan(options: argparse.Namespace) -> int:
             one.batch_size,
             budget,
             allow=allow,
-            cudnn=options.cudnn,
-            **_several(options),
+            gpus=options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus),
+            options=_several(options),
             progress=progress,
         )
     tell_assumed(one.step, name, options.input)

@@ -281,7 +281,7 @@ def _plan(
     correction: float,
     progress: Progress,
 ) -> Plan:
-    from vram_guard.plan import plan
+    from vram_guard.plan import PlanOptions, plan
     from vram_guard.plan.descriptions import Reason, Why
 
     step, size = captured.step, captured.sample.batch_size
@@ -292,16 +292,18 @@ def _plan(
             size,
             budget,
             allow=settings.techniques,
-            refused=refused,
+            options=PlanOptions(
+                refused=refused,
+                blocks=settings.blocks,
+                host_budget=settings.host_budget,
+                target_utilization=settings.target_utilization,
+                lr_rule=settings.lr_rule,
+                dataset_size=captured.epoch_samples,
+                correction=correction,
+                cudnn=settings.cudnn,
+            ),
             pin=settings.pins,
-            blocks=settings.blocks,
-            host_budget=settings.host_budget,
             grow=settings.grow,
-            target_utilization=settings.target_utilization,
-            lr_rule=settings.lr_rule,
-            dataset_size=captured.epoch_samples,
-            correction=correction,
-            cudnn=settings.cudnn,
             progress=progress,
         )
     if settings.whole_job:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.longest.planned_batch import PlannedBatch
+from vram_guard.old_names import ADVANCED, suggestion, up_to_date
 from vram_guard.plan.checks import (
     Mode,
     check_amounts,
@@ -38,7 +38,8 @@ class PlanSettings:
 
     Args:
         budget: what PyTorch's allocator may reserve: "24GiB", bytes, or a ``vram_guard.Budget``.
-        gpu: a whole card by name ("RTX 4090"). With neither, what is free on the device that trains.
+        gpu: a whole card by name ("RTX 4090") or by its size ("24GB"). With neither, what is free on the device that
+            trains.
         gpu_memory: a whole card by its size: "24GiB"; a number without a unit is GB.
         margin: the share of the budget to leave free, in [0, 1); None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; None: the default.
@@ -134,34 +135,37 @@ class PlanSettings:
         return tuple(one.name for one in fields(cls))
 
     @classmethod
+    def flat(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a config or the arguments of a guard, those of ``advanced`` among them.
+
+        Raises:
+            InvalidInputError: an unknown key; the message suggests the right one.
+        """
+        if not isinstance(given, Mapping):
+            raise InvalidInputError(_("vram_guard must be a dict(...) in the config, not {value}", value=repr(given)))
+        advanced = tuple(name for name in cls.names() if name in ADVANCED)
+        known = tuple(name for name in cls.names() if name not in ADVANCED)
+        own = up_to_date(given, "advanced", advanced)
+        held = own.pop("advanced", None) or {}
+        if not isinstance(held, Mapping):
+            raise InvalidInputError(_("advanced must be a mapping of settings, not {value}", value=repr(held)))
+        for names, among in ((own, (*known, "advanced")), (held, advanced)):
+            for key in names:
+                if key not in among:
+                    raise InvalidInputError(
+                        _("vram_guard: unknown key {key}, known are {known}", key=repr(key), known=", ".join(among))
+                        + suggestion(key, cls.names())
+                    )
+        return {**own, **held}
+
+    @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Settings from the keys of a config.
 
         Raises:
-            InvalidInputError: an unknown key (the message suggests the right one), or a value that makes no sense.
+            InvalidInputError: an unknown key, or a value that makes no sense.
         """
-        if not isinstance(given, Mapping):
-            raise InvalidInputError(_("vram_guard must be a dict(...) in the config, not {value}", value=repr(given)))
-        known = cls.names()
-        for key in given:
-            if key not in known:
-                raise InvalidInputError(
-                    _("vram_guard: unknown key {key}, known are {known}", key=repr(key), known=", ".join(known))
-                    + suggestion(key, known)
-                )
-        return cls(**given)
-
-    @classmethod
-    def of_options(cls, options: Mapping[str, Any]) -> Self:
-        """Settings from parsed command-line options: those of other names, and those that were not given, are left out.
-
-        Raises:
-            InvalidInputError: a value makes no sense.
-        """
-        known = cls.names()
-        own = {name: value for name, value in options.items() if name in known}
-        # A switch that was not given is False; a margin of 0 was given.
-        return cls(**{name: value for name, value in own.items() if value is not None and value is not False})
+        return cls(**cls.flat(given))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +229,3 @@ class GuardSettings(PlanSettings):
     def pins(self) -> Pins:
         """The parts of the plan that are fixed."""
         return Pins.of(self.pin)
-
-
-def suggestion(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one; "" where none is near."""
-    near = get_close_matches(str(name), tuple(known), n=1)
-    return _("; did you mean {near}?", near=repr(near[0])) if near else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from vram_guard.old_names import PLAN_OPTIONS, takes_old_names
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
 from vram_guard.plan._request import (
@@ -13,8 +14,9 @@ from vram_guard.plan._request import (
     checked_correction,
     compute_capability,
 )
-from vram_guard.plan.checks import check_growth, check_unit
+from vram_guard.plan.checks import check_unit
 from vram_guard.plan.model import Plan, Rejected
+from vram_guard.plan.options import PlanOptions
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.source import Source, source_of
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
@@ -26,40 +28,30 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import GPU, Budget
     from vram_guard.parallel.links import Topology
     from vram_guard.plan.gpus_request import GpusRequest
 
-__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "Rejected", "Source", "plan"]
+__all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "PlanOptions", "Rejected", "Source", "plan"]
+
+USUAL = PlanOptions()
 
 
+@takes_old_names("options", PLAN_OPTIONS, PlanOptions)
 @collector_paused()  # the collector looks at millions of values of traces and timelines, of which none is in a cycle
 def plan(
     step: TrainingStep | Source | nn.Module | Callable[[], nn.Module],
     batch_size: int,
     budget: Budget | str | int | None = None,
     *,
-    input_shape: str | int | Sequence[Any] | None = None,
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = DEFAULT_ALLOW,
-    refused: Mapping[str, object] | None = None,
     pin: Mapping[str, Any] | Pins | None = None,
-    blocks: Iterable[str] | None = None,
-    host_budget: str | int | None = None,
     grow: bool = False,
-    target_utilization: float = 0.8,
-    lr_rule: str = "linear",
-    dataset_size: int | None = None,
-    settings: AllocatorSettings | None = None,
-    correction: float = 1.0,
-    cudnn: str | None = None,
     gpus: int | Literal["auto"] | None = None,
-    node: int | None = None,
-    link: str | Topology | None = None,
-    layouts: Iterable[str] | None = None,
-    compare_gpus: Iterable[int] = (),
+    input_shape: str | int | Sequence[Any] | None = None,
+    options: PlanOptions = USUAL,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The cheapest change that makes the step fit, or, with ``grow``, the largest batch within the target.
@@ -71,30 +63,17 @@ def plan(
             loop is followed.
         batch_size: samples that the loader delivers at once, on one process.
         budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
-        input_shape: where ``step`` is a plain model, the shape of one sample, as in :func:`vram_guard.simulate.trace`.
-        gpu: a whole card by name; with neither, this machine's device.
+        gpu: a whole card by name or by its size ("24GB"); with neither, this machine's device.
         margin: the share of the budget to leave free; None: the default.
         allow: what may be changed, see :data:`vram_guard.plan.techniques.TECHNIQUES`; "offload" is every kind of it.
-        refused: technique, or "grow" -> why it cannot be applied to this training: left out, and the plan says so.
         pin: parts of the plan that are fixed, see :class:`Pins`: ``{"micro_batch_size": 4, "checkpoint": "all"}``.
-        blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
-        host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free here now.
         grow: where the step fits, enlarge the batch (whole multiples of it, everything else as written) and give the
             factor for the learning rate.
-        target_utilization: the share of the memory that growth may fill, in (0, 1]; never beyond the budget.
-        lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
-        dataset_size: samples of one epoch over all processes; growth leaves at least one optimizer step.
-        settings: the allocator's settings; None: those of this process's environment (PYTORCH_CUDA_ALLOC_CONF), or
-            PyTorch's defaults where it has none, or some that cannot be replayed.
-        correction: what predicted peaks are multiplied by, at least 1, where earlier runs took more than predicted.
-        cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
         gpus: spread the training over so many GPUs, the cheapest way that fits; each loads ``batch_size`` samples at
             once, and what they take together for an optimizer step stays under every plan. "auto": as few GPUs as
             suffice; ``batch_size`` is then what all of them load together.
-        node: GPUs of a node; None: 8.
-        link: what connects the GPUs of a node, and the nodes, such as "nvlink,ib400"; None: what is usual for the card.
-        layouts: the ways to spread that are tried, see :data:`vram_guard.plan.layouts.LAYOUTS`; None: all.
-        compare_gpus: other numbers of GPUs that are planned for the same training, as a table.
+        input_shape: where ``step`` is a plain model, the shape of one sample, as in :func:`vram_guard.simulate.trace`.
+        options: everything else, see :class:`PlanOptions`.
         progress: called with a line of text before each slow part.
 
     Returns:
@@ -121,40 +100,35 @@ def plan(
 
     batch_size = checked_count("batch_size", batch_size)
     step = cast("TrainingStep | Source", as_step(step, input_shape))
-    allowed, refused, pins = checked_techniques(allow), refused or {}, Pins.of(pin)
-    grow = grow and "grow" not in refused
+    allowed, pins = checked_techniques(allow), Pins.of(pin)
+    grow = grow and "grow" not in options.refused
     check_not_planned(step)
     check_unit(budget)
-    check_growth(target_utilization, lr_rule)
-    if dataset_size is not None:
-        dataset_size = checked_count("dataset_size", dataset_size)
-    correction, cudnn = checked_correction(correction), checked_choice(cudnn)
-    compile_seconds = allowed_seconds()
-    over = requested_gpus(step, gpus, node, link, layouts, compare_gpus)
+    correction, cudnn = checked_correction(options.correction), checked_choice(options.cudnn)
+    over = requested_gpus(step, gpus, options.node, options.link, options.layouts, options.compare_gpus)
     if over is not None:
         step = check_step(step, over, grow=grow)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     if over is not None:
         over.check_card(resolved.gpu)
-    capability = compute_capability(resolved)
     asked = PlanRequest(
         batch_size=batch_size,
         budget=resolved,
-        capability=capability,
+        capability=compute_capability(resolved),
         allowed=allowed,
-        refused=refused,
+        refused=options.refused,
         pins=pins,
-        blocks=None if blocks is None else tuple(blocks),
-        host_budget=host_budget,
-        link=link,
+        blocks=None if options.blocks is None else tuple(options.blocks),
+        host_budget=options.host_budget,
+        link=options.link,
         grow=grow,
-        target_utilization=target_utilization,
-        lr_rule=lr_rule,
-        dataset_size=dataset_size,
-        settings=settings,
+        target_utilization=options.target_utilization,
+        lr_rule=options.lr_rule,
+        dataset_size=options.dataset_size,
+        settings=options.settings,
         correction=correction,
         cudnn=cudnn,
-        compile_seconds=compile_seconds,
+        compile_seconds=allowed_seconds(),
         progress=progress or _silent,
     )
     _check_pins(asked, step)

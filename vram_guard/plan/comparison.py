@@ -238,14 +238,16 @@ def _found(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Fields of a row that have to be worked for."""
-    from vram_guard.plan import plan
+    from vram_guard.plan import PlanOptions, plan
     from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
     from vram_guard.simulate.tracing.run import with_built_model
 
     say(_("building the model"))
     step = with_built_model(one.step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
-    made = plan(step, one.batch_size, budget, allow=allow, settings=settings, cudnn=cudnn, progress=say)
+    made = plan(
+        step, one.batch_size, budget, allow=allow, options=PlanOptions(settings=settings, cudnn=cudnn), progress=say
+    )
     found = {"plan": made, "seconds": _seconds(made), "parameters": _parameters(step.model)}
     if limit is not None and made.timeline_before is not None:
         say(_("looking for the largest batch"))

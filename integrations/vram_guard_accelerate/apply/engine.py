@@ -38,7 +38,7 @@ def changed(accelerator: Any, models: Sequence[nn.Module], change: ShardingChang
         raise UnsupportedTechniqueError(
             _(
                 "the plan sets up DeepSpeed otherwise, and Accelerate does not use it here ({kind}): plan again for "
-                "this launch (--fresh)",
+                "this launch (--advanced remember=false)",
                 kind=accelerator.distributed_type,
             )
         )

@@ -76,7 +76,7 @@ def launch(arguments: Sequence[str]) -> int:
         # A sign of life on a terminal, nothing elsewhere.
         running = _("vram-guard: running the script symbolically, up to two optimizer steps")
         with Console(stderr=True).status(running) as status:
-            prediction = predict(request, fresh=given.options.fresh, progress=lambda line: _again(status, line))
+            prediction = predict(request, fresh=not given.settings.remember, progress=lambda line: _again(status, line))
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
         return _signals.EXIT_BASE + signal.SIGINT
@@ -138,7 +138,7 @@ def show(
     told = answer.plan["reasons"]
     lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks) if note not in told)]
     if prediction.remembered:
-        lines.append(_("vram-guard: the plan of an equal launch before (--fresh plans anew)"))
+        lines.append(_("vram-guard: the plan of an equal launch before (--advanced remember=false plans anew)"))
     if not verbose:
         lines.append(where_to_read_on(answer.page, "-v"))
     say("\n".join(lines))

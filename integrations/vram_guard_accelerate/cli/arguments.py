@@ -61,8 +61,6 @@ def parsed(arguments: Sequence[str]) -> LaunchArguments:
     ):  # where accelerate's help looks to find what to leave out
         found, unknown = both.parse_known_args(list(arguments))
         refuse_unknown(both, unknown)
-    if found.yes and found.ask:
-        raise InvalidInputError(_("--yes and --ask contradict each other: give one of them"))
     if found.no_python:
         raise InvalidInputError(
             _("--no_python: a program that is not Python cannot be followed; use accelerate launch")

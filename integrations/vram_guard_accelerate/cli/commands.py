@@ -33,7 +33,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 #: Options of ours without a value, after which a script may stand.
-_SWITCHES = frozenset({"--dry-run", "--fresh", "--json", "--verbose", "-v"})
+_SWITCHES = frozenset({"--dry-run", "--json", "--verbose", "-v"})
 
 
 def _find_memory(arguments: Sequence[str]) -> None:

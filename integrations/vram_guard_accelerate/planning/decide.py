@@ -15,7 +15,7 @@ from vram_guard.errors import VramGuardError
 from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout, splitting_notes
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
-from vram_guard.plan import Plan, plan
+from vram_guard.plan import Plan, PlanOptions, plan
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.techniques import TECHNIQUES, splits_of
@@ -252,12 +252,14 @@ class _Planner:
             first.sample.batch_size,
             self.budget,
             allow=settings.techniques - self.without,
-            refused=self.refused,
-            host_budget=host_share(settings.host_budget, first.shape.local_ranks),
+            options=PlanOptions(
+                refused=self.refused,
+                host_budget=host_share(settings.host_budget, first.shape.local_ranks),
+                target_utilization=settings.target_utilization,
+                lr_rule=settings.lr_rule,
+                dataset_size=first.sample.dataset_size,
+            ),
             grow=settings.asks("grow") and "grow" not in self.without,
-            target_utilization=settings.target_utilization,
-            lr_rule=settings.lr_rule,
-            dataset_size=first.sample.dataset_size,
         )
         if not settings.whole_job:
             made = replace(made, reason_values=(*made.reason_values, Reason(Why.JOB_LEFT_OUT)))

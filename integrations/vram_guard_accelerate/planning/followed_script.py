@@ -120,8 +120,8 @@ def _follow(
 
 def _too_long(settings: LaunchSettings) -> str:
     return _(
-        "it has not begun to train after {seconds} s; where it needs more, --start-seconds is the time that it may "
-        "take",
+        "it has not begun to train after {seconds} s; where it needs more, --advanced start_seconds=N is the time that "
+        "it may take",
         seconds=f"{settings.start_seconds:g}",
     )
 

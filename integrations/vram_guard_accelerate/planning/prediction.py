@@ -127,7 +127,7 @@ def key_of(request: DryRunRequest) -> str:
     variables = {**os.environ, **request.environment}
     kept = sorted((name, value) for name, value in variables.items() if name.startswith("ACCELERATE_"))
     # Releases are compared with the answer afterwards, and how much of it is shown is no part of it.
-    settings = replace(request.settings, releases=None, verbose=False)
+    settings = replace(request.settings, releases=None, verbose=False, remember=True)
     launch = (request.command, request.module, settings, kept, str(Path.cwd()), language())
     # A script may ask for the GPU's memory, and act on it.
     budget = (request.budget.usable, request.budget.compute_capability, request.budget.device_memory)
