@@ -234,10 +234,10 @@ class ObjectWalk:
             yield from (Holder(dot + key, part, part.copy()) for key, part in parts if isinstance(part, MUTABLE))
             parts = [(key, part) for key, part in parts if not isinstance(part, _CONTAINERS)]
         self._pending += [(dot + str(key), part) for key, part in parts]
-        for kind in type(value).__mro__:
-            if kind not in self._kinds:
-                self._kinds.add(kind)
-                self._pending += self._of_class(name, kind)
+        if type(value) not in self._kinds:
+            new = [kind for kind in type(value).__mro__ if kind not in self._kinds]
+            self._kinds.update(new)
+            self._pending += [pair for kind in new for pair in self._of_class(name, kind)]
 
     def _of_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
         """Containers that a class of the user's holds, and methods, which may keep something in globals."""
