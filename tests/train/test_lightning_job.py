@@ -202,10 +202,10 @@ def test_layers_that_are_unfrozen_one_by_one_are_told_one_by_one(tmp_path: Any) 
 def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:
     class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
         def train_dataloader(self) -> Any:
-            return loader(32, SIZE, 4096 if self.trainer.current_epoch == 3 else 1)
+            return loader(32, SIZE, 1024 if self.trainer.current_epoch == 3 else 1)
 
     found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
-    grown = told(tmp_path, Net(), data=loader(32, SIZE, 4096)).plain
+    grown = told(tmp_path, Net(), data=loader(32, SIZE, 1024)).plain
     assert peaks(found)["training", "epoch 3"] == grown.peak_allocated > 2 * found.plain.peak_allocated
     assert not peaks(told(tmp_path, Net(), data=Growing()))  # asked for once, and nothing else is to be told
 
@@ -437,9 +437,9 @@ def test_outputs_are_collected_over_all_batches(tmp_path: Any) -> None:
             torch.cat(self.outputs)
             self.outputs.clear()
 
-    few, many = (told(tmp_path, Collecting(), validation=loader(512 * count, 512)) for count in (20, 50))
+    few, many = (told(tmp_path, Collecting(), validation=loader(512 * count, 512)) for count in (4, 10))
     grows = peaks(many)["validation", ""] - peaks(few)["validation", ""]
-    assert grows == 30 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
+    assert grows == 6 * 512 * 2048 * 4 * 2  # the list, and what it is concatenated into
 
 
 def test_a_metric_that_keeps_everything(tmp_path: Any) -> None:
