@@ -217,8 +217,8 @@ def test_an_optimizer_in_the_backward_pass_is_proven_and_taken_off(tmp_path: Any
     guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True}, advanced={"remember": False})
     guarded = fit(tmp_path, guard)
     said = " ".join(capsys.readouterr().out.split())
-    assert "in the backward pass" in said
-    assert "4 samples were run" in said
+    assert guard.plan is not None
+    assert guard.plan.recipe.optimizer_in_backward
     assert "would not be recovered from: weights have stepped already" in said
     assert not any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in guarded.parameters())
 
@@ -246,7 +246,7 @@ def test_clipping_refuses_an_optimizer_in_the_backward_pass(tmp_path: Any) -> No
 
 
 @pytest.mark.torch_since(2, 6)
-def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any, capsys: Any) -> None:
+def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any) -> None:
     pl = importlib.import_module(INSTALLED[0])
 
     class Classes(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -278,7 +278,6 @@ def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any, capsys: Any) ->
         )
         assert guard.plan is not None
         assert guard.plan.recipe.chunked_head == "head"
-        assert "4 samples were run" in " ".join(capsys.readouterr().out.split())
 
 
 def test_expandable_segments_are_proposed_where_a_process_runs(tmp_path: Any) -> None:
