@@ -67,5 +67,4 @@ def test_a_guard_in_a_notebook_leaves_the_kernel_and_the_training_as_they_are() 
     _setup, plain, guarded, cut, outcome = map(printed, notebook.cells)
     assert outcome == "True True False 2 [0, 1, 0, 1, 0, 1]"
     assert (plain.count("a step"), guarded.count("a step"), cut.count("a step")) == (2, 2, 4), "a copy has printed too"
-    assert "4 samples were run" in cut
     assert "was looked at in its own process" not in guarded + cut

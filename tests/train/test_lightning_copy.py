@@ -180,7 +180,8 @@ def test_a_gpu_that_was_only_initialised_is_no_obstacle(
     weights, _, said = fitted(tmp_path, guard, "guarded", Steady)
     out = " ".join(capsys.readouterr().out.split())
     assert "own process" not in out + said
-    assert "4 samples were run" in out
+    assert guard.plan is not None
+    assert guard.plan.splits > 1
     assert torch.allclose(plain, weights, rtol=1e-5)
 
 
