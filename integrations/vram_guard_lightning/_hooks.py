@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.apply import backward_hooks
@@ -30,11 +30,20 @@ def read_afterwards(trainer: Trainer, module: LightningModule) -> bool:
         trainer: the Trainer.
         module: that it trains.
     """
+    return overridden(trainer, module, AFTERWARDS)
+
+
+def overridden(trainer: Trainer, module: LightningModule, names: Iterable[str]) -> bool:
+    """True if user code overrides one of these hooks: in the module, the data module or a callback.
+
+    Args:
+        trainer: the Trainer.
+        module: that it trains.
+        names: of hooks.
+    """
     owners = [module, *trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]  # type: ignore[attr-defined]
     users = [owner for owner in owners if type(owner).__module__.partition(".")[0] != "vram_guard_lightning"]
-    return any(
-        hasattr(type(owner), name) and not is_lightnings(type(owner), name) for owner in users for name in AFTERWARDS
-    )
+    return any(hasattr(type(owner), name) and not is_lightnings(type(owner), name) for owner in users for name in names)
 
 
 def why_whole(trainer: Trainer, module: LightningModule) -> str:

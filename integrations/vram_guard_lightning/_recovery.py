@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 #: Packages whose objects a module holds without their being its state: its Trainer, loggers, hyperparameters.
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 
+#: Hooks that Lightning calls where it frees the gradients.
+FREEING = ("on_before_zero_grad", "optimizer_zero_grad")
+
 
 def why_not(trainer: Trainer, module: LightningModule) -> str:
     """The reason why this training cannot recover from an out-of-memory error; "" where it can."""
@@ -115,6 +118,8 @@ class Session:
         self.batches = batches
         self.attempt: Attempt | None = None
         """The one that is running."""
+        self.hooked = _hooks.overridden(trainer, trainer.lightning_module, FREEING)
+        """User code runs where gradients are freed, once for a batch."""
         self.validation = Validation(trainer, batches.for_validation())
         strategy: Any = trainer.strategy
         self._undo: list[Callable[[], None]] = [recovery.ranks.close]
@@ -238,7 +243,7 @@ class _FreedOnce:
 
     def __call__(self) -> None:
         if not self.done:
-            with self._session.recovery.snapshot.once():
+            with self._session.recovery.snapshot.once() if self._session.hooked else contextlib.nullcontext():
                 self._zero_grad()
             self.done = True
 
