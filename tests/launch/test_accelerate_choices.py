@@ -42,17 +42,23 @@ def script(**given: Any) -> Any:
     inner |= {"precision_given": False, "reads_precision": False, "by_trainer": False}
     inner |= {name: given.pop(name) for name in [*given] if name in inner}
     shape = SimpleNamespace(ranks=given.pop("ranks", 2), capability=(8, 0))
-    sample = SimpleNamespace(batch_size=given.pop("batch_size", 16), growable="")
+    sample = SimpleNamespace(batch_size=given.pop("batch_size", 16), growable="", loader=object())
     return SimpleNamespace(**{
         "script": SimpleNamespace(**inner), "shape": shape, "sample": sample, "root": model, "models": [model],
         "batch_size_option": "--batch", "engine": None, "fsdp_plugin": None, "sharded": False, "by_itself": False,
         "fails_at_others": "", "compiled": False, "precision": "32-true", "fork_server": object(),
-        "loader_place": None, "called_with": None, "accelerator": None, **given,
+        "loader_place": None, "accelerator": None, **given,
     })  # fmt: skip
 
 
 def seen(**given: Any) -> Any:
-    facts = {"batches_per_step": 3, "returns_loss": False, "compares_samples": False, "updates_others": False}
+    facts = {
+        "batches_per_step": 3,
+        "returns_loss": False,
+        "compares_samples": False,
+        "updates_others": False,
+        "own_backward": (),
+    }
     return SimpleNamespace(facts=SimpleNamespace(**{**facts, **given}))
 
 
@@ -317,18 +323,19 @@ def test_why_a_plan_is_only_told(given: dict[str, Any], within: bool, why: str) 
 
 
 @pytest.mark.parametrize(
-    ("given", "updates_others", "asked", "why"),
+    ("given", "seen_of_it", "why"),
     [
-        ({}, False, "None", "read of None"),
-        ({"called_with": {"x": 1}}, False, "facts", "read of facts"),
-        ({}, True, "", "not handed to Accelerator.prepare"),
-        ({"compiled": True}, False, "", "compiles as a whole"),
-        ({"fails_at_others": "of a fixed size"}, True, "", "of a fixed size"),
+        ({}, {}, "as they are read"),
+        ({}, {"updates_others": True}, "not handed to Accelerator.prepare"),
+        ({}, {"own_backward": ("a function of its own",)}, "a function of its own"),
+        ({"sample": SimpleNamespace(loader=None)}, {}, "without a DataLoader"),
+        ({"compiled": True}, {}, "compiles as a whole"),
+        ({"fails_at_others": "of a fixed size"}, {"updates_others": True}, "of a fixed size"),
     ],
 )
-def test_why_batches_are_not_sliced(given: dict[str, Any], updates_others: bool, asked: str, why: str) -> None:
-    facts = seen(updates_others=updates_others).facts
-    read = SimpleNamespace(read_layouts=lambda one: f"read of {'facts' if one is facts else one}")
+def test_why_batches_are_not_sliced(given: dict[str, Any], seen_of_it: dict[str, Any], why: str) -> None:
+    facts = seen(**{"updates_others": False, **seen_of_it}).facts
+    read = SimpleNamespace(read_layouts=lambda: "as they are read")
     assert why in decide._why_not_sliced(script(**given), read, facts)  # type: ignore[arg-type]
 
 

@@ -114,12 +114,11 @@ def test_distributed_data_parallel_of_the_script_s_own_is_followed(answers: Any)
 
 @pytest.mark.torch_since(2, 6)
 def test_a_default_device_is_as_one_that_is_named(answers: Any) -> None:
-    """``torch.set_default_device("cuda")`` at the start of a script; a proof runs it on the CPU all the same."""
+    """``torch.set_default_device("cuda")`` at the start of a script."""
     default, named = answers["default"], answers["named"]
     assert default["plan"]["before"]["breakdown"] == named["plan"]["before"]["breakdown"]
     for key in ("peak_reserved", "peak_allocated"):
         assert default["plan"]["before"][key] == named["plan"]["before"][key]
-    assert default["launch_plan"]["micro_batch_size"] == named["launch_plan"]["micro_batch_size"] < 64
 
 
 def test_a_loader_with_an_iteration_of_its_own_is_followed(answers: Any) -> None:

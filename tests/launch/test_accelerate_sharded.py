@@ -73,11 +73,11 @@ def planned(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["plan"]["estimate"]
 
 
-def test_what_was_run_for_a_proof_is_said(answers: Any) -> None:
+def test_what_is_known_of_the_optimizer_and_of_shards_is_said(answers: Any) -> None:
     assert answers["in_a_loop"]["launch_plan"]["recipe"]["optimizer"] == "for-loop"
     small = "the optimizer: 3 steps of small weights were run, and their updates are equal"
     assert small in answers["in_a_loop"]["notes"], answers["in_a_loop"]["notes"]
-    on_host = "parameters on the host: not run in a copy, which is one process"
+    on_host = "parameters on the host: the same numbers are gathered and reduced"
     assert any(note.startswith(on_host) for note in answers["clipping1"]["notes"])
 
 
