@@ -179,7 +179,7 @@ def test_what_cannot_be_helped_ends_clearly(root: Path) -> None:
     with pytest.raises(RecoveryFailedError, match=r"no smaller micro-batch[\s\S]*What was predicted"):
         train(root, "hopeless", "hopeless")
     with pytest.raises(RecoveryFailedError, match="max_recoveries"):
-        train(root, "too-many", "hopeless", **{"vram_guard.max_recoveries": 1})
+        train(root, "too-many", "hopeless", **{"vram_guard.advanced": {"max_recoveries": 1}})
 
 
 def test_another_error_is_raised_as_it_is(root: Path) -> None:
