@@ -45,7 +45,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         **settings: budget, gpu, margin, mode, allow, pin, grow, loss_weight, longest, recover and verbose, see
             :class:`vram_guard.guard.settings.GuardSettings`; and ``advanced={...}`` for its other settings and the
             ``priority`` of the hook among the others. ``recover`` is off by default here: remembering what a batch may
-            change costs one or two milliseconds an iteration.
+            change costs about three milliseconds an iteration for 160 modules.
 
     Keys of the config's own ``vram_guard = dict(...)`` count where the hook is given none of that name.
 
