@@ -164,7 +164,6 @@ class Session:
         if self.attempt is None:
             own(*args, **kwargs)
         else:
-            self.batches.see(args[0])
             self.attempt.backward(functools.partial(own, *args, **kwargs))
 
     def _all_gather(self, own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +225,15 @@ class RecoveringClosure(MicroBatchClosure):
     def _own_closure(self) -> Any:
         closure = super()._own_closure()
         closure._zero_grad_fn = self._zero_grad
+        if closure._backward_fn is not None:
+            closure._backward_fn = functools.partial(_seen, self._batches, closure._backward_fn)
         return closure
+
+
+def _seen(batches: MicroBatches, backward: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+    """Backward of a batch as written, whose loss is what those of micro-batches are compared with."""
+    batches.see(loss)
+    backward(loss)
 
 
 class _FreedOnce:

@@ -62,6 +62,7 @@ GROWTH: tuple[PrivateName, ...] = (
 RECOVERY: tuple[PrivateName, ...] = (
     PrivateName("loops.fit_loop:_FitLoop._should_accumulate", "whether a batch ends an optimizer step"),
     PrivateName("loops.optimization.automatic:Closure._zero_grad_fn", "freeing the gradients once a batch"),
+    PrivateName("loops.optimization.automatic:Closure._backward_fn", "the loss of a batch that stays whole"),
     PrivateName("loops.training_epoch_loop:_TrainingEpochLoop.val_loop", "the validation loop"),
     PrivateName("loops.evaluation_loop:_EvaluationLoop._results", "what self.log has received"),
     PrivateName("strategies.parallel:ParallelStrategy._layer_sync", "synchronised batch normalisation"),
@@ -93,13 +94,6 @@ DIVIDING: tuple[PrivateName, ...] = (
     PrivateName("strategies:DDPStrategy.model_to_device", "the model is divided before it is moved"),
 )
 
-REHEARSAL: tuple[PrivateName, ...] = (
-    PrivateName("trainer.trainer:Trainer._accelerator_connector", "another strategy, for one process without a GPU"),
-    PrivateName("loops.fit_loop:_FitLoop._combined_loader", "batches in place of the training's loader"),
-    PrivateName("trainer.call:_call_callback_hooks", "on_fit_start, before the loop runs"),
-    PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
-)
-
 _EVALUATION = "loops.evaluation_loop:_EvaluationLoop"
 _CHECKPOINTS = "trainer.connectors.checkpoint_connector:_CheckpointConnector"
 
@@ -113,6 +107,7 @@ JOB: tuple[PrivateName, ...] = (
     ),
     PrivateName("trainer.trainer:Trainer._run_sanity_check", "the sanity check in a trace"),
     PrivateName("loops.training_epoch_loop:_TrainingEpochLoop.val_loop", "validation in a trace"),
+    PrivateName("loops.fit_loop:_FitLoop._combined_loader", "the loader, which a copy of the Trainer shares"),
     PrivateName(f"{_EVALUATION}._data_source", "the validation loaders, asked for once more"),
     PrivateName(f"{_EVALUATION}._combined_loader", "two batches in place of the validation loaders"),
     PrivateName(f"{_EVALUATION}._data_fetcher", "the same"),
@@ -132,7 +127,7 @@ JOB: tuple[PrivateName, ...] = (
 )
 
 TABLE: tuple[PrivateName, ...] = tuple(
-    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *DIVIDING, *REHEARSAL, *JOB))
+    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *DIVIDING, *JOB))
 )
 
 
