@@ -173,6 +173,27 @@ def test_from_where_the_loss_is_another_one_calls_run_as_written(x: torch.Tensor
     assert net.calls == [5, 5, 5, 10, 10]
 
 
+def test_weights_that_are_frozen_since_excuse_no_later_change() -> None:
+    """A layer is frozen, which leaves the graph's operators as they are; some batches later one block joins samples."""
+    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    graphs, joins = LossGraphs(blocks), False
+
+    def loss() -> torch.Tensor:
+        x = torch.ones(3, 2)
+        for at, block in enumerate(blocks):
+            x = block(x).relu()
+            x = x - x.mean(0) if joins and at == 1 else x
+        return x.square().mean()
+
+    graphs.check(loss())
+    graphs.next_batch()
+    blocks[3].bias.requires_grad_(requires_grad=False)
+    graphs.check(loss())
+    joins = True
+    with pytest.raises(LossChangedError):
+        graphs.check(loss())
+
+
 def test_where_slices_have_moved_statistics_another_loss_stops_before_it_is_learned(x: torch.Tensor) -> None:
     net = Late("loss").double()
     net.norm = nn.BatchNorm1d(2)

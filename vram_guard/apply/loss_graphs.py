@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vram_guard.errors import LossChangedError
 from vram_guard.language import _
+from vram_guard.limits import NAMED
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,6 @@ _WRAPPERS = frozenset(
         *("PreBackwardFunctionForModule", "PostBackwardFunctionModule"),
     )
 )
-#: Operators that are named in an error.
-_NAMED = 3
 
 Node: TypeAlias = "tuple[Any, ...]"
 """An operator's kind, and how it was called."""
@@ -81,7 +80,7 @@ class LossGraphs:
     def see(self, *made: torch.Tensor) -> None:
         """Take down the graph of a loss that is not cut, where no other one is known."""
         if not self._known:
-            self._take(pairs_of(made))
+            self._take(pairs_of(made), self._weights())
             self._learning = False
 
     def check(self, *made: torch.Tensor) -> None:
@@ -90,17 +89,15 @@ class LossGraphs:
         Raises:
             LossChangedError: it has operators that those of the batches before did not have.
         """
-        found = pairs_of(made)
-        if self._learning:
-            self._take(found)
-        elif not found <= self._known:
-            if self._trained == self._weights() or not found >= self._known:
-                raise _changed(found - self._known)
-            self._take(found)
+        found, weights = pairs_of(made), self._weights()
+        grown = weights != self._trained and found >= self._known
+        if not (self._learning or grown or found <= self._known):
+            raise _changed(found - self._known)
+        self._take(found, weights)
 
-    def _take(self, found: set[tuple[Node, Node]]) -> None:
+    def _take(self, found: set[tuple[Node, Node]], weights: str) -> None:
         self._known |= found
-        self._trained = self._weights()
+        self._trained = weights
 
     def _weights(self) -> str:
         return "".join("01"[weight.requires_grad] for weight in self.model.parameters())
@@ -147,7 +144,7 @@ def _changed(new: set[tuple[Node, Node]]) -> LossChangedError:
     reason = _(
         "the loss is made in another way than in the batches before ({names}), and micro-batches are proven for those "
         "alone",
-        names=", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else ""),
+        names=", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else ""),
     )
     message = _(
         "{reason}. Nothing of this batch was learned. Train without micro-batches (leave 'accumulate' out of what is "
