@@ -31,7 +31,7 @@ ROOMS = {
         "test_lightning_growth*",
         "test_lightning_guard*",
     ],
-    "vram_guard/longest": ["test_longest_sources", "test_longest", "test_longest_trainings"],
+    "vram_guard/longest": ["test_longest", "test_longest_trainings"],
     "vram_guard/optimize": ["test_optimize*"],
     "vram_guard/parallel": ["test_parallel*", "test_plan_communication", "test_plan_gpus*"],
     "vram_guard/plan": ["test_codec*", "test_plan_*", "test_variants*", "test_cost*", "test_plan"],

@@ -21,7 +21,7 @@ class LongestBatch:
     size: int
     """Samples of it."""
     notes: tuple[str, ...]
-    """What it is, how often it occurs, and by what it was found; empty where all samples are alike."""
+    """What it is, and by what it was found; empty where all samples are alike."""
 
     def __call__(self, size: int) -> Any:
         """A batch of so many samples."""
@@ -38,9 +38,9 @@ def longest_batch(
 ) -> LongestBatch:
     """Find the longest batch that a DataLoader can make.
 
-    The sizes of samples are taken from the sampler or a column of the data set (``lengths``, Arrow's), else from
-    samples that are read; the batches from its sampler. This happens in a copy of the process where that is possible;
-    here only the samples of the batch are read, and random generators are put back.
+    The sizes of samples are the sampler's ``lengths`` or a column of the data set (an attribute such as ``lengths``,
+    Arrow's), else those of samples that are read; the batches are its sampler's. This happens in a copy of the process
+    where that is possible; here only the samples of the batch are read, and random generators are put back.
 
     Args:
         loader: a DataLoader, or anything that is iterated over batch by batch.
@@ -62,7 +62,7 @@ def longest_batch(
         >>> batch(2).shape, batch(1).shape
         (torch.Size([2, 9]), torch.Size([1, 9]))
         >>> batch.notes[0]
-        'the longest batch is planned for: 2 samples of up to size 9; at most 1 of 2 batches ...'
+        'the longest batch is planned for: 2 samples of up to size 9; all 4 samples were read'
     """
     from vram_guard.capture.loader import read_loader
     from vram_guard.longest.choice import choose, peak_of

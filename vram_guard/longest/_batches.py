@@ -22,39 +22,7 @@ from torch.utils.data import (
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.limits import BATCHES_COMPARED, EPOCHS_FOLLOWED
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of samples.
-
-    Attributes:
-        names: of the measures.
-        values: samples x measures; -1 where it is not known.
-    """
-
-    names: tuple[str, ...]
-    values: torch.Tensor
-
-    @property
-    def known(self) -> torch.Tensor:
-        """Numbers of the samples whose sizes are known."""
-        return (self.values >= 0).all(dim=1).nonzero().flatten()
-
-    @property
-    def areas(self) -> torch.Tensor:
-        """Product of the measures of each sample."""
-        return self.values.clamp(min=1).double().prod(1)
-
-    def distinct(self) -> Sizes:
-        """Without measures that are the same for all samples, or as another."""
-        rows = self.values[self.known]
-        kept: list[int] = []
-        for k in range(len(self.names)):
-            column = rows[:, k]
-            if (column != column[:1]).any() and not any(torch.equal(column, rows[:, one]) for one in kept):
-                kept.append(k)
-        return Sizes(tuple(self.names[k] for k in kept), self.values[:, kept])
+from vram_guard.longest._sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -62,22 +30,23 @@ class Batches:
     """Batches that a sampler can make: these, or any ``size`` samples of a pool.
 
     Attributes:
-        per_epoch: batches in one epoch, on one process.
         made: batches as they were made.
         pool: samples of which any may come together.
         size: samples in a batch of the pool.
         repeats: how often one of them may be in the same batch.
-        epochs: over which ``made`` reaches, all ranks counted.
         remark: what is not known about them; "" where there are no others.
     """
 
-    per_epoch: int
     made: Sequence[torch.Tensor] = ()
     pool: torch.Tensor | None = None
     size: int = 1
     repeats: int = 1
-    epochs: int = 1
     remark: str = ""
+
+    @classmethod
+    def together(cls, pool: torch.Tensor, size: int, repeats: int = 1, remark: str = "") -> Batches:
+        """Any samples of a pool."""
+        return cls(pool=pool, size=min(size, len(pool) * repeats), repeats=repeats, remark=remark)
 
 
 def batches_of(
@@ -109,30 +78,24 @@ def batches_of(
     if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
         return _of_own_batches(batches, count, seconds)
     kind = type(sampler)
-    everything = torch.arange(count)
     listed = isinstance(sampler, (list, tuple, range))
     if listed or kind is SequentialSampler or (kind is DistributedSampler and not sampler.shuffle):
-        order = torch.tensor(sampler) if listed else everything
+        order = torch.tensor(sampler) if listed else torch.arange(count)
         ranks = getattr(sampler, "num_replicas", ranks)
         return _in_order(order, size, ranks, drops=bool(batches.drop_last), by_batches=by_batches)
-    if kind is RandomSampler:
-        rounds = min(-(-sampler.num_samples // count), 2 + size // count)  # permutations that one batch can be of
-        return _together(everything, size, size if sampler.replacement else rounds, -(-sampler.num_samples // ranks))
+    pool = torch.arange(count)
     if kind is SubsetRandomSampler:
-        return _together(torch.as_tensor(sampler.indices), size, 1, -(-len(sampler.indices) // ranks))
-    if kind is WeightedRandomSampler:
+        pool = torch.as_tensor(sampler.indices)
+    elif kind is WeightedRandomSampler:
         pool = torch.as_tensor(sampler.weights).nonzero().flatten()
-        return _together(pool, size, size if sampler.replacement else 1, -(-sampler.num_samples // ranks))
-    if kind is DistributedSampler:
-        return _together(everything, size, 1, len(sampler))
-    remark = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
-    again = 2 + size // count if endless else 1  # a batch may be of two rounds
-    return _together(everything, size, again, len(sampler) if hasattr(sampler, "__len__") else count, remark)
-
-
-def _together(pool: torch.Tensor, size: int, repeats: int, drawn: int, remark: str = "") -> Batches:
-    most = min(size, len(pool) * repeats)
-    return Batches(-(-drawn // size), pool=pool, size=most, repeats=repeats, remark=remark)
+    known = kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    repeats = 1
+    if known and getattr(sampler, "replacement", False):
+        repeats = size
+    elif endless or (kind is RandomSampler and sampler.num_samples > count):
+        repeats = 2 + size // count  # a batch may be of two rounds
+    said = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
+    return Batches.together(pool, size, repeats, "" if known else said)
 
 
 def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> Batches:
@@ -144,33 +107,28 @@ def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_bat
         shares = [order if drops or ranks == 1 else evened]
     else:
         shares = [evened[rank::ranks] for rank in range(ranks)]
-    made = [part for share in shares for part in share.split(size) if len(part) == size or not drops]
-    return Batches(-(-len(made) // ranks), made)
+    return Batches([part for share in shares for part in share.split(size) if len(part) == size or not drops])
 
 
 def _of_own_batches(sampler: Any, count: int, seconds: float) -> Batches:
     name = type(sampler).__name__
     if isinstance(sampler, (list, tuple)):
-        made = [torch.tensor(list(one), dtype=torch.int64) for one in sampler if len(one)]
-        return Batches(len(made), made)
+        return Batches([torch.tensor(list(one), dtype=torch.int64) for one in sampler if len(one)])
     if not seconds:
         raise UnsupportedStepError(_("{sampler} makes batches of its own, and cannot be copied here", sampler=name))
     end = time.monotonic() + seconds
-    epochs: list[list[torch.Tensor]] = []
-    while len(epochs) < EPOCHS_FOLLOWED and time.monotonic() < end:
+    made: list[torch.Tensor] = []
+    for epoch in range(EPOCHS_FOLLOWED):
         if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(len(epochs))
-        epochs.append([])
+            sampler.set_epoch(epoch)
         for one in islice(iter(sampler), count):
             if len(one):
-                epochs[-1].append(torch.tensor(list(one), dtype=torch.int64))
+                made.append(torch.tensor(list(one), dtype=torch.int64))
             if time.monotonic() > end:
                 break
-    made = [batch for epoch in epochs for batch in epoch]
     if not made:
         raise UnsupportedStepError(_("the batch sampler {kind} delivers no batch", kind=name))
-    remark = _("{sampler} made {count} batches, and may make others", sampler=name, count=len(made))
-    return Batches(len(epochs[0]), made, epochs=len(epochs), remark=remark)
+    return Batches(made, remark=_("{sampler} made {count} batches, and may make others", sampler=name, count=len(made)))
 
 
 # --- the largest --------------------------------------------------------------------------------------------------
@@ -196,16 +154,7 @@ def candidates(batches: Batches, sizes: Sizes, share: float | None = None) -> tu
     best = [(score == score.max()).nonzero().flatten() for score in scores]
     chosen = [_sorted(made[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
     different = {tuple(sorted(batch.tolist())): batch for batch in reversed(chosen)}
-    return list(reversed(different.values()))[:BATCHES_COMPARED], 0
-
-
-def as_long(batch: torch.Tensor, batches: Batches, sizes: Sizes) -> int:
-    """Batches of an epoch that can be as long as this one, at most."""
-    if batches.pool is not None:
-        return min(batches.per_epoch, int((sizes.areas >= sizes.areas[batch].max()).sum()))
-    padded = _scores([*batches.made, batch], sizes)[0]
-    times = -(-int((padded[:-1] >= padded[-1]).sum()) // batches.epochs)
-    return min(batches.per_epoch, max(1, times))
+    return list(reversed(different.values()))[:BATCHES_COMPARED], len(made)
 
 
 def _scores(batches: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from vram_guard.capture.apart import SampleSizes, kept_sizes
-from vram_guard.capture.loader import copied
+from vram_guard.capture.loader import Reading, copied
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.limits import SAMPLES_ASKED, SAMPLES_CHECKED, SHARE_FOR_ALIKE, SHARE_FOR_BATCHES, SHARE_FOR_SIZES
-from vram_guard.longest._batches import Batches, Sizes, as_long, batches_of, candidates
-from vram_guard.longest._extents import Shape, by_name, shapes_of
-from vram_guard.longest._sources import SizeSource, source_of
+from vram_guard.longest._batches import Batches, batches_of, candidates
+from vram_guard.longest._sizes import Shape, Sizes, shapes_of, table_of, told_sizes
+from vram_guard.longest.planned_batch import PlannedBatch
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Found:
     """Batches one of which is the longest, as numbers of samples, and what is known about them.
 
     Attributes:
-        batches: candidates; the first ones of each were read in time.
+        batches: candidates, the largest sample first; the first ones of each were read in time.
         whole: samples in each of them.
         words: one line for people on each.
         differ: samples differ in more than the lengths of texts.
@@ -44,253 +42,188 @@ class Found:
     sizes: SampleSizes
 
 
-@dataclass(frozen=True)
-class Question:
-    """A search in one loader.
+class Search:
+    """A search in one loader, and the samples that it has read.
 
-    Attributes:
-        loader: a DataLoader.
+    Args:
+        part: the loader.
         size: samples in a batch.
+        planned_batch: which batch is meant.
         ranks: processes among which a framework shares samples out.
         by_batches: it shares out whole batches.
-        share: of batches that are to be no longer; None: the longest batch of all.
-        seconds: the time limit.
-        endless: the sampler starts over when it has been through the data set.
-        alone: in a copy of the process, where samplers may be drawn from.
     """
 
-    loader: Any
-    size: int
-    ranks: int = 1
-    by_batches: bool = False
-    share: float | None = None
-    seconds: float = 2.0
-    endless: bool = False
-    alone: bool = True
-
-
-def look(question: Question, progress: Callable[[str], None]) -> Found | None:
-    """The batches that may be the longest; None where all samples are alike.
-
-    Call it where random numbers may be drawn.
-
-    Raises:
-        UnsupportedStepError: sizes of samples or batches of the sampler are not known.
-    """
-    return None if isinstance(question.loader.dataset, TensorDataset) else _Search(question, progress).found()
-
-
-class _Search:
-    """A search, and the samples that it has read."""
-
-    def __init__(self, question: Question, progress: Callable[[str], None]) -> None:
-        self._question = question
-        self._dataset = question.loader.dataset
+    def __init__(self, part: Reading, size: int, planned_batch: PlannedBatch, ranks: int, *, by_batches: bool) -> None:
+        self._loader, self._endless = part.loader, part.endless
+        self._dataset = part.loader.dataset
+        self._size, self._planned = size, planned_batch
+        self._ranks, self._by_batches = ranks, by_batches
         self._stream = isinstance(self._dataset, IterableDataset)
         self._count = 0 if self._stream else len(self._dataset)
-        self._progress = progress
         self._remarks: list[str] = []
         self._read: dict[int, tuple[Shape, ...]] = {}
         self._begun = time.monotonic()
 
-    def found(self) -> Found | None:
-        question = self._question
-        source = None if self._stream else source_of(question.loader, self._count, self._remarks)
-        sizes = None if source is None else self._sizes(source)
-        if source is None or sizes is None or not self._borne_out(sizes, source):
-            if self._stream:
-                source, sizes = SizeSource((), self._extents, _("reading the stream")), self._of_stream()
-            else:
-                source = SizeSource((), self._extents, _("reading them"))
-                sizes = self._sizes(source)
-        elif self._alike():
+    def found(self, *, alone: bool) -> Found | None:
+        """The batches that may be the longest; None where all samples are alike.
+
+        Call it where random numbers may be drawn.
+
+        Args:
+            alone: in a copy of the process, where samplers may be drawn from.
+
+        Raises:
+            UnsupportedStepError: sizes of samples or batches of the sampler are not known.
+        """
+        if isinstance(self._dataset, TensorDataset):
             return None
-        if len(sizes.known) == 0:
-            raise UnsupportedStepError(_("no sample told its size within {seconds} s", seconds=question.seconds))
-        sizes = sizes.distinct()
-        if not sizes.names:
+        self._begun = time.monotonic()
+        told = self._told()
+        sizes = (self._of_read() if told is None else told).distinct()
+        if len(sizes.values) == 0 or (not self._read and told is None):
+            raise UnsupportedStepError(_("no sample told its size within {seconds} s", seconds=self._planned.seconds))
+        if self._alike() or not sizes.names:
             return None
-        batches = self._batches()
-        chosen, looked_at = candidates(batches, sizes, question.share)
-        read = self._readable(chosen)
+        batches = self._batches(alone=alone)
+        chosen, looked_at = candidates(batches, sizes, self._planned.share)
+        read = [self._readable(batch.tolist()) for batch in chosen]
         if self._alike():
             return None
-        pairs = [(batch, numbers) for batch, numbers in zip(chosen, read, strict=True) if numbers]
+        remark = [batches.remark] if batches.remark else []
+        source = self._source(sizes, told=told is not None)
         return Found(
-            tuple(numbers for _batch, numbers in pairs),
-            tuple(question.size if self._stream else len(batch) for batch, _numbers in pairs),
-            tuple(self._words(batch, batches, sizes, source, looked_at) for batch, _numbers in pairs),
+            tuple(read),
+            tuple(self._size if self._stream else len(batch) for batch in chosen),
+            tuple("; ".join([*self._words(one, sizes, looked_at), *remark, source]) for one in chosen),
             differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
             remarks=tuple(self._remarks),
             sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
         )
 
-    def _batches(self) -> Batches:
-        question = self._question
+    def _batches(self, *, alone: bool) -> Batches:
         if self._stream:
-            read, size = len(self._read), question.size
-            return Batches(-(-read // size), pool=torch.arange(read), size=min(size, read))
+            return Batches.together(torch.arange(len(self._read)), self._size)
         return batches_of(
-            question.loader,
-            question.size,
+            self._loader,
+            self._size,
             self._count,
-            question.ranks,
-            by_batches=question.by_batches,
-            endless=question.endless,
-            seconds=SHARE_FOR_BATCHES * question.seconds if question.alone else 0.0,
+            self._ranks,
+            by_batches=self._by_batches,
+            endless=self._endless,
+            seconds=SHARE_FOR_BATCHES * self._planned.seconds if alone else 0.0,
         )
 
     def _past(self, share: float) -> bool:
         """True once this share of the time is over."""
-        return time.monotonic() - self._begun > share * self._question.seconds
+        return time.monotonic() - self._begun > share * self._planned.seconds
 
     def _alike(self) -> bool:
         return len(self._read) > 1 and len(set(self._read.values())) == 1
 
-    def _settled(self) -> bool:
-        """True if samples have been alike for so long that the others are believed to be so."""
-        return self._past(SHARE_FOR_ALIKE) and self._alike()
-
-    def _readable(self, chosen: list[torch.Tensor]) -> list[tuple[int, ...]]:
-        """The samples of each of these batches that can be read in time, the first ones; one of them at least."""
-        self._progress(_("reading the samples of the longest batch"))
-        read: list[list[int]] = [[] for _batch in chosen]
-        for batch, numbers in zip(chosen, read, strict=True):
-            for number in batch.tolist():
-                if self._past(1) and any(read):
-                    break
-                if number not in self._read:
-                    self._extents(number)
-                numbers.append(number)
-        return [tuple(numbers) for numbers in read]
-
     # --- sizes ------------------------------------------------------------------------------------------------
 
-    def _extents(self, number: int) -> dict[str, int]:
-        """Of one sample, which is read."""
-        self._read[number] = tuple(shapes_of(self._dataset[number]))
-        return by_name(self._read[number])
+    def _shapes(self, number: int) -> tuple[Shape, ...]:
+        """Of one sample, which is read once."""
+        if number not in self._read:
+            self._read[number] = tuple(shapes_of(self._dataset[number]))
+        return self._read[number]
 
-    def _of_stream(self) -> Sizes:
-        """Of the first samples, of which any may come together: the rest is not known."""
-        asked: dict[int, Any] = {}
-        for number, sample in enumerate(islice(copied(self._dataset), SAMPLES_ASKED)):
-            self._read[number] = tuple(shapes_of(sample))
-            asked[number] = by_name(self._read[number])
-            if self._past(SHARE_FOR_SIZES) or self._settled():
+    def _readable(self, numbers: list[int]) -> tuple[int, ...]:
+        """The first of these samples that can be read in time; one of them at least."""
+        read: list[int] = []
+        for number in numbers:
+            if read and self._past(1):
                 break
-        return _table((), asked, len(asked))
+            self._shapes(number)
+            read.append(number)
+        return tuple(read)
 
-    def _sizes(self, source: SizeSource) -> Sizes:
-        """All sizes of a source, or those of samples from all over the data set that answered in time."""
-        if isinstance(source.read, torch.Tensor):
-            return Sizes(source.names, source.read)
-        asked: dict[int, Any] = {}
+    def _told(self) -> Sizes | None:
+        """Sizes that the sampler or the data set tells, where samples that are read bear them out."""
+        if self._stream:
+            return None
+        try:
+            sizes = told_sizes(self._loader, self._count)
+        except Exception as error:  # noqa: BLE001 - attributes of the user's own class
+            why = f"{type(error).__name__}: {error}"
+        else:
+            if sizes is None or self._borne_out(sizes):
+                return sizes
+            why = _("samples that were read have other ones")
+        self._remarks.append(_("sizes that the data set tells are not used: {why}", why=why))
+        return None
+
+    def _borne_out(self, sizes: Sizes) -> bool:
+        """True unless one sample is smaller than another that is said to be larger in nothing."""
+        order = sizes.areas.argsort(descending=True)
+        numbers = order[torch.linspace(0, len(order) - 1, min(SAMPLES_CHECKED, len(order))).long()].tolist()
+        amounts = {one: sum(math.prod(shape.extents) for shape in self._shapes(one)) for one in self._readable(numbers)}
+        return not any(
+            bool((sizes.values[one] >= sizes.values[other]).all() and (sizes.values[one] > sizes.values[other]).any())
+            and amounts[one] < amounts[other]
+            for one, other in itertools.permutations(amounts, 2)
+        )
+
+    def _of_read(self) -> Sizes:
+        """Of samples from all over the data set, or the first ones of a stream, that are read in time."""
         failed = 0
-        shown = time.monotonic()
-        for number in _spread(self._count):
-            if asked and (self._past(SHARE_FOR_SIZES) or (not source.names and self._settled())):
-                break
+        for number, sample in enumerate(islice(copied(self._dataset), SAMPLES_ASKED)) if self._stream else ():
+            self._read[number] = tuple(shapes_of(sample))
+            if self._settled():
+                return table_of(self._read, len(self._read))
+        drawn = torch.Generator().manual_seed(0)
+        if self._count > SAMPLES_ASKED:
+            numbers = torch.randint(self._count, (SAMPLES_ASKED,), generator=drawn)
+        else:
+            numbers = torch.randperm(self._count, generator=drawn)
+        for number in numbers.tolist():
             try:
-                asked[number] = source.read(number)
+                self._shapes(number)
             except Exception as error:  # noqa: BLE001 - the user's own data set
                 failed += 1
                 if failed == 1:
                     said = f"{type(error).__name__}: {error}"
                     self._remarks.append(_("sample {number} tells no size: {error}", number=number, error=said))
-            if time.monotonic() - shown > 1:
-                shown = time.monotonic()
-                self._progress(_("sizes of {known} of {count} samples", known=len(asked), count=self._count))
-        return _table(source.names, asked, self._count)
+            if self._settled():
+                break
+        return table_of(self._read, self._count or len(self._read))
 
-    def _borne_out(self, sizes: Sizes, source: SizeSource) -> bool:
-        """True unless one sample is smaller than another that is said to be larger in nothing."""
-        known = sizes.known
-        if len(known) == 0:
-            return False
-        order = known[sizes.areas[known].argsort()]
-        numbers = order[torch.linspace(0, len(order) - 1, min(SAMPLES_CHECKED, len(order))).long()].tolist()
-        for number in reversed(numbers):
-            if not self._past(1):
-                self._extents(number)
-        read = {number: _amount(self._read[number]) for number in numbers if number in self._read}
-        for one, other in itertools.permutations(read, 2):
-            said, less = sizes.values[one], sizes.values[other]
-            if (said >= less).all() and (said > less).any() and read[one] < read[other]:
-                self._remarks.append(
-                    _(
-                        "sizes by {source} are not used: sample {one} is said to have {said}, and is smaller than "
-                        "sample {other}, which is said to have {less}",
-                        source=source.words,
-                        one=one,
-                        said=" x ".join(map(str, said.tolist())),
-                        other=other,
-                        less=" x ".join(map(str, less.tolist())),
-                    )
-                )
-                return False
-        return True
+    def _settled(self) -> bool:
+        """True once enough is read; samples that have been alike for so long are believed to be all alike."""
+        enough = self._past(SHARE_FOR_SIZES) or (self._past(SHARE_FOR_ALIKE) and self._alike())
+        return bool(self._read) and enough
 
     # --- words ------------------------------------------------------------------------------------------------
 
-    def _words(self, batch: torch.Tensor, batches: Batches, sizes: Sizes, source: SizeSource, looked_at: int) -> str:
-        """One line: what is planned for, how often it occurs, and what it was found by."""
-        question = self._question
+    def _words(self, batch: torch.Tensor, sizes: Sizes, looked_at: int) -> list[str]:
+        """The batch that is planned for."""
         largest = sizes.values[batch].clamp(min=0).amax(0).tolist()
         names = [f"size{name}" if name[:1] in ("", "[") else name for name in sizes.names]
-        named = ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True))
-        facts = {"samples": len(batch), "sizes": named}
-        if question.share is None:
-            parts = [_("the longest batch is planned for: {samples} samples of up to {sizes}", **facts)]
-            if not self._stream:
-                times, per_epoch = as_long(batch, batches, sizes), batches.per_epoch
-                said = _("at most {times} of {batches} batches of an epoch are so long", times=times, batches=per_epoch)
-                parts.append(said)
-        else:
-            parts = [
-                _("a long batch is planned for: {samples} samples of up to {sizes}", **facts),
-                _(
-                    "{share} of {count} batches are no longer, and longer ones are left to the recovery from "
-                    "out-of-memory errors",
-                    share=f"{100 * question.share:.4g}%",
-                    count=looked_at,
-                ),
-            ]
-        known, count = len(sizes.known), len(sizes.values)
-        if known < count or self._stream:
-            said = _(
-                "{known} of {count} samples are known, by {source} for {seconds} s; longer ones among the others are "
-                "not planned for",
-                known=known,
-                count=_("unknown many") if self._stream else count,
-                source=source.words,
-                seconds=f"{question.seconds:g}",
-            )
-        else:
-            said = _("sizes of all {count} samples are known by {source}", count=count, source=source.words)
-        return "; ".join(filter(None, [*parts, batches.remark, said]))
+        facts = {
+            "samples": len(batch),
+            "sizes": ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True)),
+        }
+        if self._planned.share is None:
+            return [_("the longest batch is planned for: {samples} samples of up to {sizes}", **facts)]
+        return [
+            _("a long batch is planned for: {samples} samples of up to {sizes}", **facts),
+            _(
+                "{share} of {count} batches are no longer, and longer ones are left to the recovery from "
+                "out-of-memory errors",
+                share=f"{100 * self._planned.share:.4g}%",
+                count=looked_at,
+            ),
+        ]
 
-
-def _amount(shapes: tuple[Shape, ...]) -> int:
-    """Numbers and characters of a sample."""
-    return sum(math.prod(one.extents) for one in shapes)
-
-
-def _spread(count: int) -> Iterator[int]:
-    """Numbers from all over, each once."""
-    if count > SAMPLES_ASKED:
-        yield from torch.linspace(0, count - 1, SAMPLES_ASKED, dtype=torch.float64).long().tolist()
-    else:
-        yield from torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def _table(names: tuple[str, ...], asked: dict[int, Any], count: int) -> Sizes:
-    """Sizes by the number of the sample, of what was answered."""
-    if not names:
-        names = tuple(dict.fromkeys(name for extents in asked.values() for name in extents))
-        asked = {number: [extents.get(name, 0) for name in names] for number, extents in asked.items()}
-    values = torch.full((count, len(names)), -1)
-    right = {number: row for number, row in asked.items() if len(row) == len(names) and min(row, default=0) >= 0}
-    if right and names:
-        values[torch.tensor(list(right))] = torch.tensor(list(right.values()))
-    return Sizes(names, values)
+    def _source(self, sizes: Sizes, *, told: bool) -> str:
+        """The place that the sizes come from."""
+        if told:
+            return _("sizes of all {count} samples are those that the data set tells", count=self._count)
+        if len(sizes.known) == self._count:
+            return _("all {count} samples were read", count=self._count)
+        return _(
+            "{known} of {count} samples were read in {seconds} s; longer ones among the others are not planned for",
+            known=len(sizes.known),
+            count=_("unknown many") if self._stream else self._count,
+            seconds=f"{self._planned.seconds:g}",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from vram_guard.capture.loader import Reading, Sample, copied
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS
-from vram_guard.longest._extents import shapes_of
-from vram_guard.longest._search import Found, Question, look
+from vram_guard.longest._search import Found, Search
+from vram_guard.longest._sizes import shapes_of
 from vram_guard.simulate import DEFAULT_CAPABILITY, trace_at
 from vram_guard.state.random_generators import random_state_kept
 
@@ -50,22 +51,25 @@ def choose(
     """
     if planned_batch.longest == "first":
         return sample
+    progress(_("looking for the longest batch"))
     size, notes = sample.batch_size, list(sample.notes)
     for part in sample.parts:
-        question = Question(
-            part.loader, sample.batch_size, ranks, by_batches, planned_batch.share, planned_batch.seconds, part.endless
-        )
-        found, remarks = _looked(question, progress, in_copy=in_copy)
-        if found is not None:
-            part.sizes = found.sizes
-            alone = len(sample.parts) == 1
-            which = _take(part, found, size, peak, alone=alone, progress=progress)
-            if which is None:
-                continue
+        search = Search(part, sample.batch_size, planned_batch, ranks, by_batches=by_batches)
+        try:
+            found = _looked(search, progress, planned_batch.seconds, in_copy=in_copy)
+        except Exception as error:  # noqa: BLE001 - the user's data set, sampler and classes
+            said = f"{type(error).__name__}: {error}"
+            notes.append(_("the longest batch is not known ({error}): another may take more", error=said))
+            continue
+        if found is None:
+            continue
+        part.sizes = found.sizes
+        alone = len(sample.parts) == 1
+        which = _take(part, found, size, peak, alone=alone)
+        if which is not None:
             size = found.whole[which] if alone else size
             notes = [note for note in notes if note not in part.note]
             notes += [found.words[which], *found.remarks]
-        notes += remarks
     return replace(sample, batch_size=size, notes=tuple(notes))
 
 
@@ -99,79 +103,64 @@ def peak_of(step: TrainingStep, capability: tuple[int, int] = DEFAULT_CAPABILITY
     return peak
 
 
-def _looked(question: Question, progress: Progress, *, in_copy: bool) -> tuple[Found | None, list[str]]:
-    """The look, and why there is none."""
-    progress(_("looking for the longest batch"))
-    try:
-        if in_copy:
-            try:
-                most = question.seconds + ANSWER_SECONDS
-                return run_in_fork(lambda tell: look(question, tell), progress, most_seconds=most), []
-            except ForkRefusedError:
-                question = replace(question, alone=False)
-        with random_state_kept():
-            return look(question, progress), []
-    except Exception as error:  # noqa: BLE001 - the user's data set, sampler and classes
-        said = f"{type(error).__name__}: {error}"
-        return None, [_("the longest batch is not known ({error}): another may take more", error=said)]
+def _looked(search: Search, progress: Progress, seconds: float, *, in_copy: bool) -> Found | None:
+    if in_copy:
+        with suppress(ForkRefusedError):
+            return run_in_fork(lambda _tell: search.found(alone=True), progress, most_seconds=seconds + ANSWER_SECONDS)
+    with random_state_kept():
+        return search.found(alone=not in_copy)
 
 
-def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: bool, progress: Progress) -> int | None:
+def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: bool) -> int | None:
     """Let a part make the batch that takes the most; its number, or None where it is like the one that was read."""
-    numbers = [k for k, whole in enumerate(found.whole) if alone or whole == size]
-    if not numbers:
-        return None
     first, before = part.samples, _sizes(part.make(size)) if not found.differ else None
-    samples = _Samples(part)
+    read: dict[int, Any] = {}
+
+    def take(k: int) -> None:
+        with random_state_kept():
+            read.update(_samples(part.loader.dataset, [one for one in found.batches[k] if one not in read]))
+        samples = [read[number] for number in found.batches[k] if number in read]
+        part.take(samples, found.whole[k], found.batches[k])
+
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-    for k in numbers:
-        part.take(samples.of(found.batches[k]), found.whole[k], found.batches[k])
-        shapes[k] = _sizes(part.make(found.whole[k]))
+    for k, whole in enumerate(found.whole):
+        if alone or whole == size:
+            take(k)
+            shapes[k] = _sizes(part.make(whole))
     # Texts of different lengths, cut or padded to the same one, or not in the batch.
-    if before is not None and all(_covers(before, one, first=True) for one in shapes.values()):
+    if not shapes or (before is not None and all(_covers(before, one) for one in shapes.values())):
         part.take(first)
         return None
     left = [
-        k for k in numbers if not any(_covers(shapes[one], shapes[k], first=one < k) for one in numbers if one != k)
+        k
+        for k in shapes
+        if not any(
+            _covers(shapes[one], shapes[k]) and (one < k or shapes[one] != shapes[k]) for one in shapes if one != k
+        )
     ]
     best = left[0]
     if len(left) > 1 and peak is not None:
         taken = {}
         for k in left:
-            progress(_("comparing batches that may be the longest"))
-            part.take(samples.of(found.batches[k]), found.whole[k], found.batches[k])
+            take(k)
             taken[k] = peak(found.whole[k])
         best = max(left, key=lambda k: taken[k])
-    part.take(samples.of(found.batches[best]), found.whole[best], found.batches[best])
+    take(best)
     return best
 
 
-class _Samples:
-    """Samples of a part, each read once."""
-
-    def __init__(self, part: Reading) -> None:
-        self._dataset = part.loader.dataset
-        self._read: dict[int, Any] = {}
-
-    def of(self, numbers: Sequence[int]) -> list[Any]:
-        missing = [number for number in numbers if number not in self._read]
-        with random_state_kept():
-            if missing and isinstance(self._dataset, IterableDataset):
-                for number, sample in enumerate(islice(copied(self._dataset), max(numbers) + 1)):
-                    self._read[number] = sample
-            else:
-                self._read |= {number: self._dataset[number] for number in missing}
-        return [self._read[number] for number in numbers if number in self._read]
+def _samples(dataset: Any, numbers: Sequence[int]) -> dict[int, Any]:
+    if numbers and isinstance(dataset, IterableDataset):
+        return dict(enumerate(islice(copied(dataset), max(numbers) + 1)))
+    return {number: dataset[number] for number in numbers}
 
 
 def _sizes(batch: Any) -> dict[str, tuple[int, ...]]:
     return {one.path: one.extents for one in shapes_of(batch, parts=math.inf) if not one.text}
 
 
-def _covers(one: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]], *, first: bool) -> bool:
-    """True if a batch is in nothing smaller than another; of two that are alike, if it comes first."""
-    if one == other:
-        return first
+def _covers(one: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> bool:
+    """True if a batch is in nothing smaller than another."""
     return one.keys() == other.keys() and all(
         len(shape) == len(other[name]) and all(a >= b for a, b in zip(shape, other[name], strict=True))
         for name, shape in one.items()
