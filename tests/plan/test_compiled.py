@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedStepError, Unsupport
 from vram_guard.plan import Plan, plan
 from vram_guard.report import text
 from vram_guard.report.as_json import as_dict
-from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, allowed_seconds
+from vram_guard.simulate.compiled import Compiler, NotCompiledError, allowed_seconds
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe, install
 from vram_guard.timeline import CompiledCode, Timeline, merge_affine
@@ -129,53 +128,6 @@ def test_a_graph_break_is_said_and_modules_behind_it_are_compiled() -> None:
     assert "graph_break" in made.compiled.breaks[0]
 
 
-class Numbered(Block):
-    """A block that differs from others of its kind in a number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (self.number + 1)
-
-
-def test_blocks_that_differ_are_compiled_up_to_dynamos_limit_and_the_others_are_named() -> None:
-    limit = 2
-    for count in (limit, limit + 1):
-        model = nn.Sequential(*(Numbered(number) for number in range(count)))
-        for block in model:
-            block.compile()
-        with torch._dynamo.config.patch(recompile_limit=limit):
-            made = followed(step_of(model))
-        assert made.compiled is not None
-        assert made.compiled.graphs == 2 * limit
-        said = [reason for reason in made.compiled.breaks if "recompile_limit" in reason]
-        assert len(said) == (count > limit)
-    assert f"recompile_limit ({limit}) is reached" in said[0]
-    assert "'forward'" in said[0]
-    assert Path(__file__).name in said[0]
-
-
-class Positions(nn.Module):
-    """A break in a function that has made a tensor: Dynamo's guards there hold what the factory looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x + torch.arange(WIDTH, device=x.device))
-        torch._dynamo.graph_break()
-        return x * torch.arange(WIDTH, device=x.device)
-
-
-def test_what_a_trace_does_around_factories_compiles_nothing_anew() -> None:
-    made = followed(step_of(torch.compile(Positions())))
-    assert made.compiled is not None
-    assert made.compiled.graphs == 4  # two steps, but each graph and its backward once
-
-
 def test_batch_normalisation_convolutions_dropout_and_autocast_are_followed() -> None:
     model: Any = torch.compile(
         nn.Sequential(
@@ -230,21 +182,6 @@ def attending(attention: Callable[..., Any]) -> TrainingStep:
     return step.with_(batch=lambda count: torch.ones(count, 256, WIDTH))
 
 
-def test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncompiled() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    step = attending(torch.compile(flex_attention))
-    uncompiled, compiled = run_step(step, 4, CAPABILITY), followed(step, 4)
-    assert compiled.compiled == CompiledCode(graphs=2)
-
-    def blocks(timeline: Timeline) -> list[tuple[str, int]]:
-        sizes = timeline.sizes(4)
-        found = zip(timeline.blocks, sizes, strict=True)
-        return sorted((block.category, size) for block, size in found if size > 4096)  # scalars lie below
-
-    assert blocks(uncompiled) == blocks(compiled)
-
-
 def test_flex_attention_outside_the_compiler_is_refused() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -269,17 +206,6 @@ def test_a_plan_shows_the_compiled_step_beside_the_eager_one() -> None:
     described = as_dict(made)["compiled"]
     assert described["followed"] is True
     assert described["eager"]["peak_allocated"] == made.compiled.eager.peak_allocated
-
-
-def test_what_fits_only_compiled_is_left_as_written() -> None:
-    step = step_of(compiled_blocks())
-    both = plan(step, SAMPLES, "1GiB")
-    assert both.compiled is not None
-    between = (both.estimate.peak_reserved + both.compiled.eager.peak_reserved) // 2
-    made = plan(step, SAMPLES, between, margin=0)
-    assert made.fits
-    assert not made.changed
-    assert not plan(step_of(blocks()), SAMPLES, between, margin=0).fits_as_written
 
 
 def test_checkpointed_blocks_are_compiled_too() -> None:
@@ -410,24 +336,6 @@ def test_wrong_gradients_of_the_code_as_it_is_compiled_are_said(kind: type[Block
     assert [says in note for note in said] == [True] * bool(says)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.1])
-def test_attention_draws_only_where_it_drops_something(chance: float) -> None:
-    class Attending(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            heads = super().forward(x).view(1, 4, -1, WIDTH // 4)
-            return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=chance).reshape_as(x)
-
-    step = step_of(as_a_whole(Attending(), Attending()))
-    assert code_of(step).redrawn == ()
-    assert bool(code_of(step.with_(recipe=Recipe(activation_memory_budget=0.1))).redrawn) is bool(chance)
-
-
-def code_of(step: TrainingStep) -> CompiledCode:
-    code = followed(step).compiled
-    assert code is not None
-    return code
-
-
 def test_a_torch_without_the_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vram_guard.techniques.activation_budget._NAME", "no_such_setting")
     made = budgeted(step_of(as_a_whole(Block())), 2**20)
@@ -451,33 +359,6 @@ def test_a_compiled_loss_is_followed_though_the_model_is_not_compiled() -> None:
     plain = plan(step_of(blocks(1)), SAMPLES, "1GiB")
     assert plain.compiled is None
     assert plain.estimate.tier == "symbolic"
-
-
-def test_a_compiled_loss_that_is_not_followed_is_said() -> None:
-    made = run_step(step_of(blocks(1), compiled_loss), 4, CAPABILITY)
-    assert made.tier == "partly symbolic"
-    assert [note.said for note in made.notes] == [EAGER]
-
-
-def test_checkpointed_blocks_that_draw_are_compiled_too() -> None:
-    model = nn.Sequential(*(Random() for _ in range(3)))
-    for block in model:
-        block.compile()
-    step = step_of(model)
-    made = followed(step.with_(recipe=Recipe(checkpoint=("0", "1", "2"))))
-    assert made.compiled == CompiledCode(graphs=2)
-    assert bytes_of(made, "activations") < bytes_of(followed(step), "activations")
-
-
-def test_states_in_8_bits_are_followed_as_their_optimizer_compiles_its_step() -> None:
-    optim = pytest.importorskip("torchao.optim")
-    step = step_of(nn.Sequential(nn.Linear(WIDTH, 4096), nn.Linear(4096, WIDTH))).with_(optimizer=optim.AdamW8bit)
-    uncompiled, compiled = run_step(step, 4, CAPABILITY), followed(step, 4)
-    assert compiled.compiled is not None
-    assert compiled.compiled.graphs
-    # Uncompiled, the step holds several copies of the largest weight in float32 at once.
-    largest = 4 * 4096 * WIDTH
-    assert uncompiled.at(4).peak_allocated - compiled.at(4).peak_allocated > 2 * largest
 
 
 @pytest.mark.parametrize(
@@ -520,24 +401,6 @@ def test_the_compiler_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "-1")
     with pytest.raises(InvalidInputError, match="compile_seconds"):
         allowed_seconds()
-
-
-def test_a_half_installed_triton_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libtriton.so is not here')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [one for one in sys.modules if one.partition(".")[0] == "triton"]:  # torch with CUDA brings it along
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(NotCompiledError, match=r"libtriton\.so"):
-        followed(step_of(compiled_blocks()))
-
-
-def test_a_release_without_the_names_counts_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.scheduler
-
-    monkeypatch.delattr(torch._inductor.scheduler, "has_triton")
-    with pytest.raises(NotCompiledError, match=r"torch\._inductor\.scheduler\.has_triton"):
-        followed(step_of(compiled_blocks()))
 
 
 def test_torch_is_as_before_and_compiles_for_real_afterwards() -> None:
@@ -595,30 +458,3 @@ def test_the_pages_uncompiled_figures_are_what_is_predicted_today(row: str, samp
     page = (Path(__file__).parents[2] / "docs" / "lab" / "compiled.md").read_text(encoding="utf-8")
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {row}"))
     assert said in line
-
-
-def test_a_compiled_loss_that_trains_by_itself_has_the_phases_that_it_runs(recwarn: pytest.WarningsRecorder) -> None:
-    """The compiler asks autograd for a backward graph while it compiles a forward: that is no backward pass."""
-    made: list[torch.optim.Optimizer] = []
-
-    def prepare(model: nn.Module) -> None:
-        made[:] = [torch.optim.SGD(model.parameters(), lr=0.1)]
-
-    def train(model: nn.Module, batch: torch.Tensor) -> None:
-        with torch.enable_grad():
-            made[0].zero_grad()
-            model(batch).square().mean().backward()
-            made[0].step()
-
-    def timeline(model: Any, *, compiled: bool) -> Timeline:
-        step = TrainingStep(model, lambda size: torch.zeros(size, WIDTH), train, None, keeps="nothing", prepare=prepare)
-        return run_step(step, 64, CAPABILITY, compiled=compiled)
-
-    eager = timeline(Block, compiled=False)
-    followed = timeline(lambda: torch.compile(Block()), compiled=True)
-    for found in (eager, followed):
-        phases = [phase.name for phase in found.phases if phase.step == 2]
-        assert phases == ["batch", "forward", "backward", "optimizer"]
-        assert {work.phase for work in found.work} >= {"forward", "backward", "optimizer"}
-    assert sum(block.category == "activations" for block in followed.blocks) > 0
-    assert not [one for one in recwarn if "global hooks" in str(one.message)]

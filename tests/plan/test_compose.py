@@ -15,12 +15,8 @@ from plan_arguments import in_options
 from torch import nn
 
 from vram_guard import Parallel, TrainingStep, plan
-from vram_guard.compose import CannotComposeError, with_frozen_on_host
 from vram_guard.parallel.links import topology
-from vram_guard.plan._composed import _FORMS
-from vram_guard.plan._option import Option
-from vram_guard.plan._parameters import blocks_of_parameters
-from vram_guard.plan._search import _allocations
+from vram_guard.plan.search_space import Option
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.tracing import Traces
 from vram_guard.techniques.blocks import find_blocks
@@ -161,17 +157,6 @@ def test_what_is_composed_takes_what_a_trace_says(model: Any, data: st.DataObjec
         assert composed == direct
 
 
-@pytest.mark.parametrize("zero_grad", ["after_step", "before_forward", "before_backward"])
-def test_gradients_die_where_they_did_under_another_form_of_the_optimizer(zero_grad: Any) -> None:
-    traces, blocks = ready(step(*MODELS["layers"], zero_grad=zero_grad))
-    for splits in (1, 3):
-        option = Option("32-true", splits, Recipe(checkpoint=blocks[:2], optimizer="for-loop"))
-        size = BATCH // splits
-        composed = traces.exact(option, size).at(size)
-        direct = traces.direct(option, size).at(size)
-        assert composed.peak_allocated == direct.peak_allocated
-
-
 class Taught(nn.Module):
     """Layers that learn to differ from frozen ones."""
 
@@ -210,9 +195,6 @@ def test_what_waits_on_the_host_is_composed_of_traces_in_which_nothing_else_is_c
         assert composed == direct
         assert on_the_host == traces.direct(option, size).host_peak(size)
         assert (on_the_host > 0) == bool(on_host or frozen or "offload_activations" in treated)
-    bases = {(bool(one.recipe.checkpoint), one.recipe.frozen_on_host) for one in traces._traced}
-    assert (True, ("teacher",)) not in bases
-    assert [one.batch_size for one in traces._exact if one.part == "weights"] == [2]
 
 
 class Spared(nn.Module):
@@ -244,94 +226,6 @@ def test_an_optimizer_is_composed_of_none_that_has_other_states(made: Any, optim
     assert said.host_peak(BATCH) == direct.host_peak(BATCH)
 
 
-def test_what_was_composed_wrongly_is_not_believed_with_another_optimizer() -> None:
-    traces, blocks = ready(step(*MODELS["layers"]))
-    written, loop = (Option("32-true", 1, Recipe(checkpoint=blocks[:2], optimizer=form)) for form in _FORMS)
-    for option in (written, loop):
-        traces.exact(option, BATCH)
-    traces.distrust(loop)
-    assert (traces.composed(written, BATCH), traces.composed(loop, BATCH)) == (True, False)
-    traces.distrust(written)
-    assert not traces.composed(written, BATCH)
-    traces, blocks = ready(step(*MODELS["layers"]))
-    for option in (written, loop):
-        traces.exact(option, BATCH)
-    traces.distrust(written)
-    assert (traces.composed(written, BATCH), traces.composed(loop, BATCH)) == (False, False)
-
-
-class Noting(Layer):
-    """Keeps the mean of its result on the host."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = super().forward(x)
-        self.noted = made.detach().mean(0).to("cpu")
-        return made
-
-
-class TaughtAndNoting(Taught):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Noting(96) for _ in range(4))
-
-
-def test_frozen_weights_stay_on_the_host_where_blocks_put_something_there_too() -> None:
-    traces, _every = ready(step(TaughtAndNoting, (40, 96)))
-    blocks = tuple(f"layers.{number}" for number in range(4))
-    traces.compose_with(blocks, blocks)
-    frozen = sum(p.numel() * p.element_size() for p in TaughtAndNoting().teacher.parameters())
-    option = Option("32-true", 1, Recipe(checkpoint=blocks[:2], frozen_on_host=("teacher",)))
-    composed = traces.exact(option, BATCH)
-    assert traces.composed(option, BATCH)
-    assert composed.host_peak(BATCH) > frozen
-
-
-@pytest.mark.parametrize("frozen", [("teacher",), ("teacher.0.up", "teacher.1")])
-def test_frozen_blocks_that_wait_on_the_host_are_treated_as_a_trace_says(frozen: tuple[str, ...]) -> None:
-    traces, blocks = ready(step(Taught, (40, 96)))
-    assert blocks[0] == "teacher.0"
-    for checkpoint in (blocks[:2], blocks[1:5], blocks):
-        composed, direct = compared(traces, Option("32-true", 1, Recipe(checkpoint=checkpoint, frozen_on_host=frozen)))
-        assert composed == direct
-
-
-class TaughtTwice(Taught):
-    """Asks its teacher twice; the forward of the whole begins with it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) - self.teacher(x.detach()).detach()
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
-def test_frozen_modules_on_the_host_are_composed_event_by_event(precision: str) -> None:
-    """They, the order of their copies, the phases, and where modules begin and end."""
-    source = source_of(step(TaughtTwice, (40, 96), clip_grad_norm=1.0), AMPERE)
-    frozen = ("teacher.0", "teacher.2")
-    written, direct = (
-        source.trace(source.request(precision, 1, Recipe(frozen_on_host=names), BATCH)) for names in ((), frozen)
-    )
-    said = with_frozen_on_host(written, blocks_of_parameters(source.model, frozen, written))
-    assert said.at(BATCH).peak_allocated < written.at(BATCH).peak_allocated
-    assert list(_allocations(said, BATCH)) == list(_allocations(direct, BATCH))
-    assert (said.phases, said.host_blocks, said.host_events) == (direct.phases, direct.host_blocks, direct.host_events)
-    assert said.marks is not None
-    assert direct.marks is not None
-    assert said.marks.borders == direct.marks.borders
-    assert [at for at, _block in said.marks.accumulated] == [at for at, _block in direct.marks.accumulated]
-    assert [at for at, _block in said.marks.used] == [at for at, _block in direct.marks.used]
-
-
-class Encoded(Taught):
-    """Uses a part of its teacher without calling the teacher."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            known = self.teacher[0](x)
-        for layer in self.layers:
-            x = layer(x)
-        return x - known
-
-
 class Weighed(Taught):
     """Reads a weight of its teacher where the teacher does not run."""
 
@@ -343,16 +237,6 @@ class Weighed(Taught):
         return super().forward(x) + nn.functional.linear(x, self.teacher[0].weight).mean()
 
 
-@pytest.mark.parametrize(("made", "error"), [(Encoded, "outside its forward"), (Taught, "not those of the model")])
-def test_frozen_modules_are_not_composed_where_that_would_be_wrong(made: Any, error: str) -> None:
-    source = source_of(step(made, (40, 96)), AMPERE)
-    written = source.trace(source.request("32-true", 1, Recipe(), BATCH))
-    if made is Taught:
-        source.model.register_parameter("more", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(CannotComposeError, match=error):
-        with_frozen_on_host(written, blocks_of_parameters(source.model, ["teacher"], written))
-
-
 def test_a_frozen_module_that_is_used_elsewhere_is_not_kept_on_the_host() -> None:
     """What is composed does not see it; the proof does, and says why."""
     written = step(Weighed, (40, 96))
@@ -360,66 +244,6 @@ def test_a_frozen_module_that_is_used_elsewhere_is_not_kept_on_the_host() -> Non
     made = plan(written, 1, held - 1, margin=0, allow=["offload_frozen"])
     assert not made.fits
     assert any("outside its forward" in str(one.reason) for one in made.rejected)
-
-
-def test_where_a_frozen_module_was_composed_wrongly_it_is_traced_and_blocks_are_composed_still() -> None:
-    traces, _every = ready(step(Taught, (40, 96)))
-    blocks = tuple(f"layers.{number}" for number in range(4))
-    traces.compose_with(blocks, blocks)
-    one, other = (Option("32-true", 1, Recipe(checkpoint=blocks[:n], frozen_on_host=("teacher",))) for n in (1, 2))
-    traces.exact(one, BATCH)
-    assert not any(request.recipe.frozen_on_host for request in traces._traced)
-    traces.distrust(one)
-    traces.exact(other, BATCH)
-    assert traces.composed(other, BATCH)
-    assert any(request.recipe.frozen_on_host for request in traces._traced)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("made", ["layers", "convolutions"])
-def test_micro_batches_are_composed_event_by_event(made: str, precision: str) -> None:
-    """The division of the loss, and the loss of the micro-batch before, which dies where the next one is there."""
-
-    def seen(timeline: Timeline) -> list[tuple[int, bool]]:
-        sizes = [block.bytes_at(4) for block in timeline.blocks]
-        # A tensor without elements takes no memory.
-        events = ((event if event >= 0 else ~event, event >= 0) for event in timeline.events)
-        return [(sizes[block], is_new) for block, is_new in events if sizes[block]]
-
-    traces, _blocks = ready(step(*MODELS[made]))
-    option = Option(precision, 3, Recipe())
-    composed = traces.exact(option, 4).exact(4)
-    assert traces.composed(option, 4)
-    assert seen(composed) == seen(traces.direct(option, 4).exact(4))
-
-
-class TimeFirst(nn.Module):
-    """Its result is put in order anew: of one sample it lies so already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Layer(96) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).transpose(0, 1).contiguous()
-
-
-@pytest.mark.parametrize(("made", "follows"), [(TimeFirst, False), (layers, True)])
-def test_a_single_sample_is_composed_of_traces_of_one_where_the_law_of_several_does_not_hold(
-    made: Any, follows: bool
-) -> None:
-    traces, blocks = ready(step(made, (40, 32 if follows else 96)))
-    option = Option("32-true", BATCH, Recipe(checkpoint=blocks[:2]))
-    assert not traces.known(option, 1)
-    composed = traces.exact(option, 1)
-    assert traces.composed(option, 1)
-    assert traces.known(option, 1)
-    direct = traces.direct(option, 1)
-    copies = [[block for block in each.blocks if "clone" in block.operator] for each in (composed, direct)]
-    assert copies[0] == copies[1] == []
-    assert composed.exact(1).at(1).peak_allocated == direct.exact(1).at(1).peak_allocated
-    single = {request.part for request in traces._exact if request.batch_size == 1 and request.slices == 1}
-    assert single == ({"whole"} if follows else {"whole", "first"})
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -430,10 +254,6 @@ def test_activations_on_the_host_are_composed_of_a_chain(count: int) -> None:
     for option in (offloaded, both):
         composed, direct = compared(traces, option)
         assert composed == direct
-    # Of checkpointed blocks the first of two steps suffices, beside offloaded ones too.
-    assert {request.part for request in traces._traced if request.recipe.checkpoint} == (
-        {"first"} if blocks[count:] else set()
-    )
     said = [traces.exact(option, BATCH).host_peak(BATCH) for option in (offloaded, both)]
     assert all(said)
     traces, _blocks = ready(step(*MODELS["layers"]))
@@ -451,17 +271,6 @@ def test_a_tensor_that_two_blocks_save_stays_while_one_of_them_needs_it(made: st
             assert composed == direct
 
 
-def test_blocks_that_work_in_place_are_composed_in_any_way() -> None:
-    """The backward of an operator that allocates nothing forwards belongs to the module that called it."""
-    traces, blocks = ready(step(*MODELS["in_place"]))
-    for checkpoint in (blocks, blocks[1::2]):
-        option = Option("32-true", 2, Recipe(checkpoint=checkpoint))
-        composed, direct = compared(traces, option)
-        assert composed == direct
-    modules = {block.module for block in traces.direct(option, 6).blocks if "threshold_backward" in block.operator}
-    assert modules == {*blocks}
-
-
 @pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp", "zero1"])
 def test_one_rank_of_several_is_composed(kind: Any) -> None:
@@ -472,20 +281,6 @@ def test_one_rank_of_several_is_composed(kind: Any) -> None:
         for option in (Option("32-true", 1, recipe), Option("32-true", 3, recipe)):
             composed, direct = compared(traces, option, 3)
             assert composed == direct
-    # One step stands for the optimizer of all of them.
-    assert [request.batch_size for request in traces._exact if request.recipe == Recipe(optimizer="for-loop")] == [2]
-
-
-@pytest.mark.torch_since(2, 6)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # the head returns a view
-def test_with_parameters_on_the_host_one_step_of_checkpointed_blocks_suffices() -> None:
-    traces, blocks = ready(step(*MODELS["layers"]), batch=4)
-    for checkpoint in (blocks[:2], blocks):
-        option = Option("bf16-mixed", 1, Recipe(parameters_on_host=blocks, checkpoint=checkpoint))
-        composed, direct = compared(traces, option, 4)
-        assert composed == direct
-    traced = {(bool(request.recipe.checkpoint), request.part) for request in traces._exact if not request.slices > 1}
-    assert (True, "first") in traced
 
 
 def test_a_model_that_takes_no_single_sample_is_planned_for_more() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +15,10 @@ from torch import nn  # noqa: E402
 
 from vram_guard import Parallel, Plan, Timeline, TrainingStep, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, DepthLaw  # noqa: E402
-from vram_guard.plan import PlanOptions, _depth  # noqa: E402
-from vram_guard.plan._depth import _FewerBlocks  # noqa: E402
+from vram_guard.plan import _depth  # noqa: E402
 from vram_guard.plan.source import TraceRequest, source_of  # noqa: E402
-from vram_guard.simulate.operators import cudnn_choice  # noqa: E402
 from vram_guard.simulate.tracing import run  # noqa: E402
-from vram_guard.techniques.equal_blocks import EqualBlocks, equal_blocks, with_depth  # noqa: E402
+from vram_guard.techniques.equal_blocks import equal_blocks, with_depth  # noqa: E402
 from vram_guard.techniques.recipe import Recipe  # noqa: E402
 
 DEPTH = 12
@@ -100,42 +97,6 @@ class Pair(nn.Module):
         return self.student(words) - known
 
 
-def pair_at(model: nn.Module, depth: int, recipe: Recipe, blocks: EqualBlocks) -> Timeline:
-    source = source_of(step(model=model), (9, 0))
-    request = TraceRequest(2, "32-true", recipe)
-    return _FewerBlocks(source, blocks).at(request, depth)
-
-
-STUDENTS = tuple(f"student.blocks.{number}" for number in range(DEPTH))
-EVERY = tuple(f"{stack}.blocks.{number}" for stack in ("original", "student") for number in range(DEPTH))
-
-
-@pytest.mark.torch_since(2, 6)
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(),
-        Recipe(checkpoint=STUDENTS),
-        Recipe(offload_activations=STUDENTS),
-        Recipe(frozen_on_host=("original", "between.1")),
-        Recipe(parameters_on_host=EVERY),
-        Recipe(parameters_on_host=EVERY, checkpoint=STUDENTS),
-    ],
-    ids=["written", "checkpointed", "offloaded", "frozen on the host", "on the host", "on the host, checkpointed"],
-)
-def test_stacks_of_one_depth_grow_together(recipe: Recipe) -> None:
-    model = Pair(DEPTH)
-    blocks = equal_blocks(model)
-    assert blocks is not None
-    assert blocks == (("original.blocks", "student.blocks"), DEPTH)
-    low, high, deep = (pair_at(model, depth, recipe, blocks) for depth in (5, 6, DEPTH))
-    law = DepthLaw(low, high, 5, blocks.stacks)
-    assert law.holds(deep, DEPTH)
-    said = law.at(DEPTH)
-    assert (said.events, said.blocks, said.host_events) == (deep.events, deep.blocks, deep.host_events)
-
-
 # --- equal blocks -------------------------------------------------------------------------------------------------
 
 
@@ -188,34 +149,6 @@ def test_blocks_that_differ_in_their_number_are_equal() -> None:
     assert list(model.state_dict()) == whole
 
 
-def test_blocks_that_checkpoint_themselves_are_equal_too() -> None:
-    model = Net(blocks=4)
-    model.blocks.gradient_checkpointing = True
-    blocks = equal_blocks(model)
-    assert blocks is not None
-    assert blocks.stacks == ("blocks",)
-
-
-def test_of_lists_of_other_lengths_those_with_most_blocks_are_taken() -> None:
-    model = Pair(4)
-    model.deep = Net(blocks=7)
-    assert equal_blocks(model) == (("original.blocks", "student.blocks"), 4)
-    model.student = Net(blocks=3)
-    assert equal_blocks(model) == (("deep.blocks",), 7)
-
-
-def test_many_short_lists_do_not_stand_for_a_deep_one() -> None:
-    """Too short to be left out of shallow traces, they would be traced three times as they are."""
-    model = nn.Module()
-    for number in range(13):
-        setattr(model, f"short{number}", Net(blocks=4))
-    source = replace(source_of(late(3), (8, 0)), model=model)
-    assert _depth.by_depth(source) is source
-    model.deep = Net(blocks=_depth.LEAST_BLOCKS)
-    assert equal_blocks(model, _depth.LEAST_DEPTH) == (("deep.blocks",), _depth.LEAST_BLOCKS)
-    assert _depth.by_depth(source).direct is not None
-
-
 def test_the_blocks_of_every_stack_come_back_after_an_error() -> None:
     model = Pair(4)
     blocks = equal_blocks(model)
@@ -261,44 +194,6 @@ def late(since: int) -> TrainingStep:
     )
 
 
-def planned(since: int) -> Plan:
-    asked = late(since)
-    options = PlanOptions(link="nvlink4", layouts=["fsdp2"])
-    # Twelve blocks fit as they are where none keeps more, which is what five, six and eight say.
-    budget = "140MiB" if since == DEPTH else "165MiB"
-    return plan(asked, 1, budget, margin=0.0, gpus=8, allow=["checkpoint"], options=options)
-
-
-@pytest.mark.torch_since(2, 6)
-@pytest.mark.parametrize("since", [DEPTH, 9], ids=["the law holds", "the law breaks unseen"])
-def test_a_plan_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    direct = planned(since)
-    depths: list[int] = []
-    followed = run.run_step
-
-    def counted(asked: TrainingStep, *args: Any, **kwargs: Any) -> Timeline:
-        depths.append(len(asked.model.net.blocks))
-        return followed(asked, *args, **kwargs)
-
-    monkeypatch.setattr(_depth, "LEAST_BLOCKS", DEPTH)
-    monkeypatch.setattr(_depth, "LEAST_DEPTH", DEPTH)
-    monkeypatch.setattr(run, "run_step", counted)
-    made = planned(since)
-
-    assert 5 in depths
-    assert made.fits
-    assert made.recipe.checkpoint
-    assert (made.recipe, made.splits, made.peak) == (direct.recipe, direct.splits, direct.peak)
-    assert made.spread is not None
-    assert direct.spread is not None
-    assert made.spread.layout == direct.spread.layout
-    assert made.spread.seconds == pytest.approx(direct.spread.seconds)
-    assert made.timeline is not None
-    assert made.timeline.work  # of a trace with all blocks: nothing composed has any
-    if since == DEPTH:
-        assert depths.count(DEPTH) == 1  # what is taken; the nearest miss is made of the same, which the trace confirms
-
-
 @pytest.mark.parametrize("since", [DEPTH, 9], ids=["the law holds", "the law breaks unseen"])
 def test_a_plan_for_one_gpu_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
     held = source_of(late(since), (8, 0)).trace(TraceRequest(2, "32-true")).at(2).peak_reserved
@@ -323,20 +218,3 @@ def test_a_plan_for_one_gpu_by_the_law_is_the_plan_without_it(since: int, monkey
     assert (said.fits, said.recipe, said.splits, said.peak) == (True, direct.recipe, direct.splits, direct.peak)
     assert said.estimate == direct.estimate
     assert said.before.peak_reserved == direct.before.peak_reserved
-
-
-def test_what_follows_all_blocks_asks_the_cudnn_that_was_chosen() -> None:
-    asked: list[tuple[str, str | None]] = []
-
-    def noted(name: str, trace: Callable[[TraceRequest], Timeline]) -> Callable[[TraceRequest], Timeline]:
-        def follow(request: TraceRequest) -> Timeline:
-            asked.append((name, cudnn_choice._chosen.get()))
-            return trace(request)
-
-        return follow
-
-    own = source_of(late(DEPTH), (8, 0))
-    source = replace(own, trace=noted("law", own.trace), direct=noted("direct", own.trace))
-    held = own.trace(TraceRequest(2, "32-true")).at(2).peak_reserved
-    plan(source, 2, int(held * 0.8), margin=0.0, allow=["checkpoint"], options=PlanOptions(cudnn="off"))
-    assert set(asked) == {("law", "off"), ("direct", "off")}

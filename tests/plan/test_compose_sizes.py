@@ -12,88 +12,22 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from parallel_cases import Net, loss, step  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import nn  # noqa: E402, TC002
 
-from vram_guard import Timeline, TrainingStep, plan  # noqa: E402
+from vram_guard import Timeline, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, of_every_size  # noqa: E402
-from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES, by_depth  # noqa: E402
+from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES  # noqa: E402
 from vram_guard.plan.source import Source, TraceRequest, source_of  # noqa: E402
 from vram_guard.plan.tracing import Traces  # noqa: E402
-from vram_guard.techniques.recipe import Recipe  # noqa: E402
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Work  # noqa: E402
 
 AMPERE = (8, 0)
 BATCH = 12
 DEPTH = LEAST_DEPTH_OF_SIZES
-BLOCKS = tuple(f"blocks.{number}" for number in range(DEPTH))
-
-COMPARED = (
-    "events",
-    "blocks",
-    "phases",
-    "host_events",
-    "host_blocks",
-    "marks",
-    "notes",
-    "network",
-    "changes",
-    "tier",
-)
-
-RECIPES = {
-    "as written": Recipe(),
-    "checkpointed": Recipe(checkpoint=BLOCKS),
-    "products kept": Recipe(checkpoint=BLOCKS, checkpoint_keeps=("mm",)),
-    "activations on the host": Recipe(offload_activations=BLOCKS),
-}
 
 
 def source(model: Any = None, **settings: Any) -> Source:
     return source_of(step(model=model or (lambda: Net(blocks=DEPTH)), **settings), AMPERE)
-
-
-def traces_of(one: Source, batch: int = BATCH) -> Traces:
-    return Traces(one, batch, lambda _line: None)
-
-
-def assert_same(said: Timeline | None, traced: Timeline, *, work: bool) -> None:
-    assert said is not None
-    assert said.retrace is None
-    for name in COMPARED:
-        assert getattr(said, name) == getattr(traced, name), name
-    if work:
-        assert said.work == traced.work
-
-
-@pytest.mark.parametrize(
-    ("recipe", "precision"),
-    [("as written", "32-true"), ("as written", "16-mixed"), *((name, "bf16-mixed") for name in RECIPES)],
-)
-@pytest.mark.parametrize("deep", [True, False], ids=["few blocks", "first step"])
-def test_a_part_says_how_the_whole_grows_with_the_batch(deep: bool, recipe: str, precision: str) -> None:
-    one = by_depth(source()) if deep else source()
-    assert (one.shallow is not None) == deep
-    traces, request = traces_of(one), TraceRequest(0, precision, RECIPES[recipe])
-    assert_same(traces._law_of_part(request), traces._law_of_whole(request), work=True)
-
-
-@pytest.mark.parametrize("part", ["whole", "first"])
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "as written"])
-def test_a_step_without_treated_blocks_says_how_one_with_them_grows(recipe: str, part: Any) -> None:
-    sizes: list[int] = []
-    one = source()
-
-    def noted(request: TraceRequest) -> Timeline:
-        sizes.append(request.batch_size)
-        return one.trace(request)
-
-    traces = traces_of(Source(**{**vars(one), "trace": noted}))
-    traces._law(TraceRequest(0, "bf16-mixed"))
-    sizes.clear()
-    request = TraceRequest(0, "bf16-mixed", RECIPES[recipe], part=part)
-    said = traces._law_of_part(request)
-    assert len(sizes) == 1
-    assert_same(said, traces._law_of_whole(request), work=False)
 
 
 class Gathering(Net):
@@ -105,93 +39,6 @@ class Gathering(Net):
             x = block(x)
             every.append(x)
         return self.head(torch.stack(every).mean(0)) * self.scale
-
-
-class Reaching(Net):
-    """It asks for a block that a model with few of them has not."""
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return super().forward(words) + self.blocks[DEPTH - 1].up.bias.sum()
-
-
-@pytest.mark.parametrize("model", [Gathering, Reaching])
-def test_where_few_blocks_do_not_show_it_the_whole_is_traced_at_two_sizes(model: type[Net]) -> None:
-    one = by_depth(source(lambda: model(blocks=DEPTH)))
-    assert one.shallow is not None
-    traces, request = traces_of(one), TraceRequest(0, "32-true")
-    assert traces._law_of_part(request) is None
-    assert_same(traces._law(request), traces._law_of_whole(request), work=True)
-
-
-def padded(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
-    """Of a batch of eight and more, more is allocated than the batch alone says."""
-    out = model(words)
-    if len(words) >= 8:
-        out = out.clone()
-    return out.flatten(0, 1).logsumexp(-1).mean()
-
-
-@pytest.mark.parametrize("batch", [2, 3, BATCH])
-@pytest.mark.parametrize("deep", [True, False])
-def test_what_differs_in_large_batches_is_found(deep: bool, batch: int) -> None:
-    one = source(loss=padded)
-    traces, request = traces_of(by_depth(one) if deep else one, batch), TraceRequest(0, "32-true")
-    assert traces._law_of_part(request) is None
-    law = traces._law(request)
-    assert law.retrace is not None
-    assert law.at(64).peak_allocated == one.trace(TraceRequest(64, "32-true")).at(64).peak_allocated
-
-
-class Turning(nn.Module):
-    """Of a single sample its copy is none."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x.transpose(0, 1).contiguous()).transpose(0, 1).contiguous())
-
-
-def test_a_step_of_a_single_sample_is_told_apart_from_larger_ones() -> None:
-    def model() -> nn.Module:
-        net = Net(blocks=DEPTH)
-        net.blocks = nn.ModuleList(Turning(net.embedding.embedding_dim) for _ in range(DEPTH))
-        return net
-
-    one = by_depth(source(model))
-    assert one.shallow is not None
-    traces, request = traces_of(one, batch=1), TraceRequest(0, "32-true")
-    assert traces._law_of_part(request) is None
-    direct = one.trace(TraceRequest(1, "32-true")).at(1)
-    assert traces._law(request).at(1).peak_allocated == direct.peak_allocated
-
-
-class Counting(nn.Module):
-    """A block that counts its forwards."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-        self.seen = {"forwards": 0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen["forwards"] += 1
-        return x + self.down(torch.relu(self.up(x))) / self.seen["forwards"]
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, BATCH])
-def test_what_forwards_change_is_known_of_all_blocks(batch: int) -> None:
-    def model() -> nn.Module:
-        net = Net(blocks=DEPTH)
-        net.blocks = nn.ModuleList(Counting(net.embedding.embedding_dim) for _ in range(DEPTH))
-        return net
-
-    written = TrainingStep(model, step().batch, loss, lambda parameters: torch.optim.AdamW(parameters))
-    one = by_depth(source_of(written, AMPERE, lambda _net: BLOCKS))
-    assert one.shallow is not None
-    changes = traces_of(one, batch)._law(TraceRequest(0, "32-true")).changes
-    assert {change.module for change in changes} == set(BLOCKS)
 
 
 @pytest.mark.parametrize("model", [Net, Gathering])
@@ -364,19 +211,3 @@ def test_a_trace_of_some_equal_blocks_stands_for_the_nearest_miss(monkeypatch: p
     assert 0 < len(made.checkpointed_modules) < DEPTH
     assert (traced, both) == (1, 2)
     assert (made.changes(), made.peak) == (without.changes(), without.peak)
-
-
-class Widening(Net):
-    """Blocks that are not equal."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        width = self.embedding.embedding_dim
-        for number, block in enumerate(self.blocks):
-            block.up, block.down = nn.Linear(width, 80 + 8 * number), nn.Linear(80 + 8 * number, width)
-
-
-def test_where_blocks_differ_the_nearest_miss_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, traced = direct_traces(lambda: Widening(DEPTH), 0.9, monkeypatch)
-    assert 0 < len(made.checkpointed_modules) < DEPTH
-    assert traced == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,14 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vram_guard.budget import Budget
-from vram_guard.plan._growth import grown
-from vram_guard.plan._option import Option
 from vram_guard.plan._order import STEP, TOLERANCE, Key, key, kinds
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.search_space import BlockPrefix, Candidate, LowerBound, Request, Space
-from vram_guard.plan.techniques import growth_multiples, mixed_precision, resident_batch, splits_of
-from vram_guard.techniques.recipe import Recipe
+from vram_guard.plan.search_space import BlockPrefix, LowerBound, Option, Request, Space
+from vram_guard.plan.techniques import mixed_precision, resident_batch, splits_of
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Timeline
 
 if TYPE_CHECKING:
@@ -256,16 +252,6 @@ def test_a_neighbour_costs_no_more_than_the_model_can_tell_and_is_the_first_that
     assert [option.peak_reserved for option in near] == [90 * MIB] * named
 
 
-def test_fewer_treated_blocks_are_worth_as_much_as_a_kind_of_change() -> None:
-    """Both ways split and checkpoint; the one with all blocks treated is cheaper by less than the model can tell."""
-    few, many = (Option("32-true", splits, Recipe(checkpoint=BLOCKS[:count])) for splits, count in ((8, 1), (2, 8)))
-    costs = 1.04, 1.01
-    assert key(few, costs[0], "32-true", 8) < key(many, costs[1], "32-true", 8)
-    assert key(few, 1.07, "32-true", 8) > key(many, costs[1], "32-true", 8)
-    places = [key(Option("32-true", 1, Recipe(checkpoint=BLOCKS[:n])), 1.0, "32-true", 8) for n in range(9)]
-    assert places == sorted(places)
-
-
 def test_offload_is_taken_where_it_costs_less_or_nothing_else_is_allowed() -> None:
     prefixes = (BlockPrefix("checkpoint", BLOCKS), BlockPrefix("offload_activations", BLOCKS))
     source = Source(p32_true=line(10 * MIB, 2 * MIB))
@@ -319,15 +305,6 @@ def test_a_pinned_space_is_searched_even_where_the_step_fits_as_written() -> Non
     assert plan.splits == 4
 
 
-def test_the_plan_says_what_cheaper_ways_missed_and_dearer_ones_cost() -> None:
-    prefixes = (BlockPrefix("checkpoint", BLOCKS),)
-    plan = find(request(60 * MIB, prefixes=prefixes), Source(**HALF))
-    assert taken(plan) == ("bf16-mixed", 2)
-    words = plan.explain()
-    assert "bf16-mixed, batch 64: needs" in words
-    assert "32-true, batch 64, module 'h.0' checkpointed: not traced: would take 1.04 times the step time" in words
-
-
 @pytest.mark.parametrize(("mixed", "accumulate", "expected"), [(False, True, ("32-true", 4)), (True, False, None)])
 def test_only_what_is_allowed_is_tried(mixed: bool, accumulate: bool, expected: tuple[str, int] | None) -> None:
     source = Source(**HALF)
@@ -342,15 +319,6 @@ def test_the_users_own_accumulation_is_multiplied() -> None:
     assert plan.accumulate == 6
     assert plan.accumulate_before == 3
     assert plan.effective_batch_size == 64 * 3 * 2
-
-
-def test_micro_batches_are_equal() -> None:
-    plan = find(request(60 * MIB, batch_size=45, mixed=False), Source(**HALF))
-    assert plan.splits == 3  # 22 or 23 samples would fit too, but not in equal parts
-    assert plan.micro_batch_size * plan.splits == 45
-    assert list(splits_of(12)) == [2, 3, 4, 6, 12]
-    assert list(splits_of(7)) == [7]
-    assert list(splits_of(1)) == []
 
 
 def test_the_loaded_batch_stays_whole_while_it_is_split() -> None:
@@ -478,14 +446,6 @@ def test_growth_never_goes_beyond_the_budget() -> None:
     asked = request(0 + 1, grow=True, batch_size=8, budget=budget, target_utilization=1.0)
     plan = find(asked, Source(p32_true=line(0, MIB)))
     assert 450 * MIB < plan.estimate.peak_reserved <= 500 * MIB
-
-
-def test_growth_multiples_do_not_leave_large_gaps() -> None:
-    multiples = list(growth_multiples(5000))
-    assert multiples[:15] == list(range(2, 17))
-    assert multiples == sorted(set(multiples))
-    assert all(after / before <= 1.125 + 1e-9 for before, after in pairwise(multiples[14:]))
-    assert list(growth_multiples(1)) == []
 
 
 # --- laws ---
@@ -631,14 +591,6 @@ def test_more_budget_never_grows_less(single: Timeline, batch_size: int, one: in
             assert plan.estimate.peak_reserved <= 0.8 * usable
             assert plan.effective_batch_size <= dataset * batch_size
     assert grew[0] <= grew[1]
-
-
-def test_grown_is_what_search_uses() -> None:
-    asked = request(1000 * MIB, batch_size=16, grow=True)
-    source = Source(p32_true=line(10 * MIB, 2 * MIB))
-    plan = find(asked, source)
-    before = source(asked.as_written)
-    assert grown(asked, Candidate(before, before.at(16))) == plan
 
 
 # --- timelines that were composed ---

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -434,59 +432,12 @@ def test_a_block_that_is_called_several_times_and_one_whose_part_is_shared() -> 
     assert changes == (StateChange("blocks.2", "object", "queue"),)
 
 
-def test_a_model_is_copied_while_its_blocks_are_watched() -> None:
-    """As averages of weights are begun: what is copied takes memory, whether blocks may be checkpointed or not."""
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if not copies:
-            copies.append(copy.deepcopy(model))
-        return model(batch).square().mean()
-
-    def before(*allow: str) -> Any:
-        copies.clear()
-        return plan(step, 4, "1GiB", allow=allow).before
-
-    copies: list[nn.Module] = []
-    blocks = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)))  # noqa: E731
-    step = TrainingStep(blocks, lambda size: torch.zeros(size, 256), loss, torch.optim.SGD)
-    without, watched = before(), before("checkpoint")
-    assert watched == without
-    assert copies
-    assert without.peak_allocated > 3 * 3 * 4 * 256 * 256  # weights, gradients and the copy
-
-
 def test_a_forward_without_gradients_does_not_run_twice_and_may_write() -> None:
     step = step_of(UpdatesATeacherWithoutGradients, Block)
     step.model[0].eval()  # type: ignore[index]
     assert run_step(step, 2, (8, 0), ["0"]).changes == ()
     step.model[0].train()  # type: ignore[index]
     assert run_step(step, 2, (8, 0), ["0"]).changes == (StateChange("0", "parameter", "teacher.weight"),)
-
-
-TABLES: list[torch.Tensor] = []
-
-
-def test_what_a_forward_writes_of_others() -> None:
-    class WritesInput(Block):
-        def forward(self, x):
-            return self.linear(x.add_(1))
-
-    class WritesTable(Block):
-        def extra(self, x):
-            return x + TABLES[0].add_(1).clone()
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = WritesInput(), WritesTable()
-
-        def forward(self, x):
-            TABLES[:] = [torch.zeros(WIDTH, device=x.device)]
-            return self.second(self.first(x * 1.0))
-
-    step = TrainingStep(Whole(), lambda size: torch.randn(size, WIDTH), square, sgd)
-    changes = run_step(step, 2, (8, 0), ["first", "second"]).changes
-    assert changes == (StateChange("first", "input", ""), StateChange("second", "elsewhere", ""))
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -525,25 +476,6 @@ def test_impure_blocks_are_offloaded_and_the_others_are_checkpointed() -> None:
     assert "cannot be checkpointed" not in " ".join(quiet.reasons)
 
 
-def test_only_the_first_trace_is_watched_and_only_where_something_may_be_checkpointed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def followed(step: TrainingStep, size: int, capability: tuple[int, int], watched: Any = (), **more: Any) -> Any:
-        asked.append(tuple(watched))
-        return run_step(step, size, capability, watched, **more)
-
-    monkeypatch.setattr("vram_guard.simulate.tracing.run.run_step", followed)
-    step = step_of(Block, Block)
-    plan(step, 30000, 2**20, margin=0, allow=["checkpoint", "accumulate"])
-    assert len(asked) > 3
-    assert [one for one in asked if one] == [("0", "1")]
-    asked.clear()
-    plan(step, 30000, 2**20, margin=0, allow=["accumulate"])
-    assert not any(asked)
-
-
 @pytest.mark.parametrize(("again", "possible"), [(True, False), (False, True)])
 def test_slices_whose_forward_runs_twice_need_a_pure_model(again: bool, possible: bool) -> None:
     own = source_of(step_of(FillsQueue, Block), (8, 0), lambda _model: [""])
@@ -557,28 +489,3 @@ def test_slices_whose_forward_runs_twice_need_a_pure_model(again: bool, possible
     assert made.fits is possible
     said = "smaller micro-batches are not possible here: slices run the model's forward twice, and it changes 0.queue"
     assert (said in " ".join(made.reasons)) is not possible
-
-
-def test_slices_that_run_twice_leave_attributes_and_python_s_generator_as_one_run_does() -> None:
-    from vram_guard.apply.sliced_forward import slice_forward
-
-    class Counts(CountsCalls):
-        def extra(self, x):
-            return super().extra(x) * random.random()
-
-    def run(make: Callable[[nn.Module], None]) -> tuple[int, float, list[torch.Tensor]]:
-        torch.manual_seed(0)
-        random.seed(0)
-        model = stack(Counts)
-        make(model)
-        model(torch.randn(4, WIDTH)).square().mean().backward()
-        return model[0].calls, random.random(), [p.grad for p in model.parameters() if p.grad is not None]
-
-    def by_hand(model: nn.Module) -> None:
-        as_written = model.forward
-        model.forward = lambda x: torch.cat([as_written(part) for part in x.split(2)])  # type: ignore[method-assign]
-
-    calls, drawn, gradients = run(lambda model: slice_forward(model, 4, 2, returns_loss=False) and None)
-    expected = run(by_hand)
-    assert (calls, drawn) == expected[:2]
-    assert all(torch.allclose(one, other) for one, other in zip(gradients, expected[2], strict=True))

@@ -113,38 +113,3 @@ def test_a_loop_that_is_followed_takes_what_the_same_step_takes() -> None:
     done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "followed\n"
-
-
-BEGUN = """
-import sys
-import torch
-from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
-
-ExternalLoopTracer((8, 0), print).begin()
-before = set(sys.modules)
-total = torch.zeros(2, 3, device="cuda")
-total += torch.ones(3, device="cuda")
-print({name.partition(".")[0] for name in set(sys.modules) - before} - {"torch", "vram_guard"})
-"""
-
-
-def test_copies_of_the_process_have_nothing_large_to_import() -> None:
-    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "set()\n"
-
-
-COMPILED = """
-import torch
-from torch import nn
-from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
-
-ExternalLoopTracer((8, 0), print).begin()
-model = torch.compile(nn.Linear(3, 2).to("cuda"))
-print(tuple(model(torch.zeros(4, 3, device="cuda")).shape))
-"""
-
-
-def test_a_loop_that_is_followed_may_be_the_first_to_ask_for_the_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=280, check=False)
-    assert (done.returncode, done.stdout) == (0, "(4, 2)\n"), done.stderr

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from vram_guard import Timeline, TrainingStep
-from vram_guard.errors import InvalidInputError
 from vram_guard.simulate.tracing.run import run_step
 
 WORDS, LENGTH, SIZE = 5000, 32, 8
@@ -112,17 +111,6 @@ def test_micro_batches_hand_their_names_on() -> None:
     assert forwards(traced(keeps="nothing", accumulate=2)) == [0, 0]
 
 
-def test_the_hook_that_ends_old_outputs_is_taken_off_again() -> None:
-    model = language_model()
-    run_step(TrainingStep(model, tokens, loss_and_logits, torch.optim.SGD, keeps="outputs"), 2, (8, 0))
-    assert not model._forward_hooks
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="keeps"):
-        TrainingStep(language_model, tokens, loss_and_logits, keeps="everything")  # type: ignore[arg-type]
-
-
 # --- Lightning ----------------------------------------------------------------------------------------------------
 
 WATCH = Watch()
@@ -215,65 +203,6 @@ def test_lightning_keeps_what_its_trace_keeps(form: str, accumulate: int, tmp_pa
 # --- MMEngine -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("by_epoch", [True, False])
-def test_mmengine_keeps_what_its_trace_keeps(by_epoch: bool, tmp_path: Any) -> None:
-    pytest.importorskip("mmengine")
-    from mmengine.model import BaseDataPreprocessor, BaseModel
-    from mmengine.runner import Runner
-
-    from vram_guard_mmengine import _capture
-
-    class Stacked(BaseDataPreprocessor):  # type: ignore[misc]
-        def forward(self, data: Any, training: bool = False) -> Any:
-            return {"inputs": torch.stack(list(self.cast_data(data)["inputs"]))}
-
-    class Model(BaseModel):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(data_preprocessor=Stacked())
-            self.net = nn.Linear(6, 1000)
-
-        def forward(self, inputs: torch.Tensor, mode: str) -> Any:
-            WATCH.begins()
-            logits = self.net(inputs)
-            loss = logits.square().mean()
-            WATCH.made(batch=inputs, logits=logits, loss=loss)
-            return {"loss": loss, "accuracy": logits.mean()}
-
-    class Data(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
-            return 24
-
-        def __getitem__(self, index: int) -> Any:
-            return {"inputs": torch.ones(6)}
-
-    global WATCH  # noqa: PLW0603
-    runner = Runner(
-        Model(),
-        str(tmp_path),
-        train_dataloader={
-            "batch_size": 4,
-            "dataset": Data(),
-            "sampler": {"type": "DefaultSampler", "shuffle": False},
-            "collate_fn": {"type": "pseudo_collate"},
-        },
-        train_cfg={"by_epoch": True, "max_epochs": 1} if by_epoch else {"by_epoch": False, "max_iters": 4},
-        optim_wrapper={"optimizer": {"type": WatchedSGD, "lr": 0.01}},
-        experiment_name=f"kept_{by_epoch}",
-        default_hooks={"checkpoint": None},
-    )
-    found = _capture.capture(runner)
-    assert found.step.device == ("cuda" if torch.cuda.is_available() else "cpu")
-    WATCH = Watch()
-    with found.symbolic_run():
-        run_step(found.step.with_(job=None), 4, (8, 0))
-    traced, WATCH = WATCH, Watch()
-    runner.train()
-    assert (WATCH.alive[-1], traced.alive[-1]) == ({}, {})
-    # train_step's own names: the batch on the device, and the losses; not what the model's forward has made of it.
-    assert set(WATCH.at_steps[-1]) == set(traced.at_steps[-1]) == {"batch", "loss"}
-
-
 # --- scripts ------------------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__).parents[1] / "cases" / "accelerate_scripts" / "kept.py"
@@ -327,23 +256,3 @@ def test_a_scripts_loop_keeps_what_its_dry_run_keeps(loop: str, dry: Any, tmp_pa
     assert real[-micro:] == SCRIPTS[loop]
     # The dry run's first trace has the script's own batch: its second step comes after the first one's micro-batches.
     assert traced[micro : 2 * micro] == SCRIPTS[loop]
-
-
-def test_a_scripts_own_host_tensor_is_refused_where_a_gpu_trains_and_taken_where_the_cpu_does(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    if sys.platform == "win32":
-        pytest.skip("a dry run copies its process (fork)")
-    import accelerate_cases as cases
-
-    from vram_guard_accelerate._launch_plan import ON_CPU
-    from vram_guard_accelerate.planning.prediction import _environment
-
-    answers = []
-    for launched in ({}, {"ACCELERATE_USE_CPU": "true"}):
-        asked = tmp_path / f"asked{len(answers)}"
-        cases.request(asked / "own", SCRIPT, "own_tensor")
-        answers.append(cases.dry_runs(asked, **{ON_CPU: _environment(launched)[ON_CPU]})["own"])
-    on_gpu, on_cpu = answers
-    assert on_gpu["error"] == "DeviceMismatchError"
-    assert "cuda:0 and cpu! At accelerate_scripts/kept.py:" in on_gpu["message"]
-    assert "error" not in on_cpu, on_cpu

@@ -16,7 +16,7 @@ import lightning_cases as cases
 
 from vram_guard.errors import DeviceMismatchError, UnsupportedStepError
 from vram_guard.simulate import trace
-from vram_guard_lightning import _capture, _namespaces, _sample
+from vram_guard_lightning import _capture, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -105,35 +105,6 @@ def test_training_step_may_ask_for_anything(tmp_path: Any) -> None:
     assert not any(tensor.is_meta for tensor in module.history)
 
 
-def test_pictures_for_the_logger_go_nowhere_during_the_trace(tmp_path: Any) -> None:
-    written = tmp_path / "written.txt"
-
-    def write(line: object) -> None:
-        with written.open("a") as out:
-            out.write(f"{line}\n")
-
-    class Recorder(pl.loggers.logger.Logger):  # type: ignore[misc]
-        name, version = "recorder", "0"
-        experiment = SimpleNamespace(add_image=lambda name: write(name))
-
-        def log_hyperparams(self, *_: Any) -> None:
-            pass
-
-        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-            if "own" in metrics:
-                write(step)
-
-    class Writing(Base):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.logger.log_metrics({"own": 1.0}, step=self.global_step)
-            self.logger.experiment.add_image("picture")
-            return super().training_step(batch, batch_idx)
-
-    found = captured(tmp_path, Writing(), logger=Recorder(), log_every_n_steps=1000)
-    assert found.timeline.tier == "symbolic"
-    assert written.read_text().split() == ["0", "picture", "1", "picture"]
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -215,119 +186,7 @@ def test_transfer_hooks_of_module_and_datamodule(tmp_path: Any) -> None:
     assert loaders == {("before", 0), ("after", 0)}
 
 
-def test_the_precision_context_is_lightnings_own(tmp_path: Any, monkeypatch: Any) -> None:
-    entered = []
-    mixed = _namespaces.part(pl, "plugins.precision.MixedPrecision")
-    own = mixed.autocast_context_manager
-
-    def spied(self: Any) -> Any:
-        entered.append(self.precision)
-        return own(self)
-
-    monkeypatch.setattr(mixed, "autocast_context_manager", spied)
-    found = captured(tmp_path, cases.make_module())
-    assert entered == []
-    with found.capture.symbolic_run():
-        trace(found.capture.step.with_(precision="16-mixed"))
-        trace(found.capture.step.with_(precision="bf16-mixed"))
-    assert set(entered) == {"16-mixed", "bf16-mixed"}
-
-
 # --- the sample ---------------------------------------------------------------------------------------------
-
-
-def test_samples_of_different_sizes_the_largest_counts() -> None:
-    class Ragged(torch.utils.data.Dataset):  # type: ignore[type-arg]
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.zeros(index % 7 + 1)
-
-    pad = torch.nn.utils.rnn.pad_sequence
-    found = _sample.read(cases.loader(dataset=Ragged(), collate_fn=lambda items: pad(items, batch_first=True)))
-    assert found.make(5).shape == (5, 7)
-    assert "largest of the first 8" in found.notes[0]
-
-
-class Consumed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """A stream with a position of its own."""
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.values = torch.arange(100.0)
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        if self.at >= len(self.values):
-            raise StopIteration
-        self.at += 1
-        return self.values[self.at - 1 : self.at]
-
-
-def test_a_stream_stays_where_it_is() -> None:
-    stream = Consumed()
-    found = _sample.read(torch.utils.data.DataLoader(stream, batch_size=4))
-    assert found.make(6).shape == (6, 1)
-    assert (found.batch_size, found.dataset_size, stream.at) == (4, None, 0)
-
-
-def test_a_stream_that_cannot_be_copied_is_refused() -> None:
-    class Holding(Consumed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lines = (line for line in "abc")
-
-    with pytest.raises(UnsupportedStepError, match="__iter__"):
-        _sample.read(torch.utils.data.DataLoader(Holding(), batch_size=4))
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (lambda: cases.loader(3, 8, drop_last=True), "3 samples, no whole batch of 8"),
-        (lambda: {"a": cases.loader(40, 8), "b": cases.loader(40, 4)}, "different sizes"),
-        (lambda: iter([torch.zeros(4, 2)]), "only once"),
-        (list, "empty collection"),
-        (lambda: torch.utils.data.DataLoader([torch.zeros(1)], batch_sampler=[]), "delivers no batch"),
-    ],
-)
-def test_loaders_that_are_refused(data: Any, says: str) -> None:
-    with pytest.raises(UnsupportedStepError, match=says):
-        _sample.read(data())
-
-
-def test_a_dataset_smaller_than_the_batch_is_the_batch() -> None:
-    assert _sample.read(cases.loader(3, 8)).batch_size == 3
-
-
-def test_loaders_of_ready_batches() -> None:
-    batches = [[torch.zeros(6, 2), torch.zeros(6)] for _ in range(3)]
-    for loader in (torch.utils.data.DataLoader(batches, batch_size=None), iter_anew(batches)):
-        found = _sample.read(loader)
-        assert found.batch_size == 6
-        assert found.make(9)[0].shape == (9, 2)
-        assert "ready batches" in found.growable
-
-
-class iter_anew:  # noqa: N801 - reads as a function above
-    """Iterable, and no DataLoader."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __iter__(self) -> Any:
-        return iter(self.items)
-
-
-def test_collections_keep_their_structure() -> None:
-    combined = pl.utilities.combined_loader.CombinedLoader({"a": cases.loader(40), "b": [cases.loader(24)]})
-    found = _sample.read(combined)
-    batch = found.make(3)
-    assert (found.batch_size, found.dataset_size) == (8, 40)
-    assert batch["a"][0].shape == batch["b"][0][0].shape == (3, 6)
 
 
 def test_a_training_step_that_fetches_for_itself_is_refused(tmp_path: Any) -> None:

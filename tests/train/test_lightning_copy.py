@@ -20,7 +20,6 @@ from lightning import pytorch as lightning
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from vram_guard import TrainingStep, trace
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.forks import fork
 from vram_guard.forks.fork import can_fork
@@ -69,13 +68,6 @@ class Small(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class Steady(Small):
-    """Its loss does not change with what it counts."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
 
 def fitted(tmp_path: Path, guard: VramGuard | None, name: str, module: Any = None) -> tuple[torch.Tensor, Drawing, str]:
@@ -163,28 +155,6 @@ def test_what_a_used_gpu_forbids_in_a_copy_is_done_in_the_process(
     assert guard.plan is not None
 
 
-@forks
-def test_a_gpu_that_was_only_initialised_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """As torch behaves then: CUDA is initialised here, and whatever touches it in a copy is an error."""
-    process = os.getpid()
-    plain, _, _ = fitted(tmp_path, None, "plain", Steady)
-    monkeypatch.setattr(torch.cuda, "_initialized", True)
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != process)
-    monkeypatch.setattr(torch.cuda, "empty_cache", torch.cuda.init)  # Lightning's at the end; this torch has no other
-    assert torch.cuda.is_initialized()
-    with pytest.raises(RuntimeError, match="Cannot re-initialize CUDA"):
-        fork.run_in_fork(lambda _progress: torch.cuda.init())
-    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 2}, advanced={"remember": False})
-    weights, _, said = fitted(tmp_path, guard, "guarded", Steady)
-    out = " ".join(capsys.readouterr().out.split())
-    assert "own process" not in out + said
-    assert guard.plan is not None
-    assert guard.plan.splits > 1
-    assert torch.allclose(plain, weights, rtol=1e-5)
-
-
 def two_threads_with_guards(tmp_path: Path) -> None:
     """Two trainings at a time get the answers that one alone gets."""
     alone = VramGuard(budget="1GiB", mode="report", advanced={"remember": False})
@@ -228,52 +198,3 @@ def test_two_guards_in_two_threads_do_not_disturb_each_other(tmp_path: Path) -> 
         [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-4000:].decode()
-
-
-def test_two_traces_in_two_threads_wait_for_each_other() -> None:
-    def peak() -> int:
-        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-        step = TrainingStep(net, torch.ones(4, 64), lambda net, x: net(x).sum(), torch.optim.Adam)
-        return trace(step).replay(32).peak_allocated
-
-    alone, found = peak(), list[int]()
-    threads = [threading.Thread(target=lambda: found.append(peak())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert found == [alone] * 3
-
-
-BUSY = """
-import logging, threading
-from vram_guard.forks.fork import run_in_fork
-
-logging.basicConfig()
-over = threading.Event()
-
-def busy():
-    while not over.is_set():
-        logging.warning("at work")
-        print("at work")
-
-def work(_say):
-    logging.warning("in the copy")
-    print("in the copy")
-    return 1
-
-threads = [threading.Thread(target=busy) for _ in range(2)]
-for thread in threads:
-    thread.start()
-try:
-    assert sum(run_in_fork(work, most_seconds=60) for _ in range(3)) == 3
-finally:
-    over.set()
-"""
-
-
-@forks
-def test_copies_are_made_while_other_threads_log_and_print() -> None:
-    """Locks that these threads hold at the fork are not waited for."""
-    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, timeout=200, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
@@ -19,7 +15,7 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.longest.planned_batch import LARGEST
-from vram_guard_lightning import _capture, _job, _layouts, _namespaces, _sample, _validation
+from vram_guard_lightning import _capture, _job, _namespaces, _sample, _validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -111,20 +107,6 @@ def test_epochs_batches_and_steps_are_as_many_as_the_trainer_runs(
         assert of_epoch == (samples // 2 if limited else probe.samples)
 
 
-@pytest.mark.parametrize(
-    ("how", "epochs"), [({"max_epochs": 2}, 2), ({"max_epochs": -1, "max_steps": 3}, float("inf"))]
-)
-def test_of_a_stream_nobody_knows_how_long_it_is(tmp_path: Any, how: dict[str, Any], epochs: float) -> None:
-    module, data = Asking(), DataLoader(cases.Stream(), 8)
-    probe = Probe(lambda trainer: _capture._batches_per_epoch(trainer, _sample.read(data)))
-    trainer = cases.make_trainer(NAMESPACE, tmp_path, [probe], **how)
-    trainer.fit(module, data)
-    assert probe.found == float("inf")
-    assert _job._epochs(trainer, probe.found) == epochs
-    assert _capture._stepping_batches(trainer, probe.found) == module.told
-    assert _capture._epoch_samples(trainer, _sample.read(data)) is None
-
-
 def vectors(samples: int, batch_size: int) -> Any:
     return DataLoader(TensorDataset(torch.ones(samples, 6), torch.ones(samples, 2)), batch_size)
 
@@ -167,123 +149,3 @@ def test_a_validation_that_never_runs_is_not_read(tmp_path: Any, how: dict[str, 
     trainer = cases.make_trainer(NAMESPACE, tmp_path, [probe], **how)
     trainer.fit(cases.make_module(), cases.loader(16, 8), cases.loader(16, 8, shuffle=False))
     assert (probe.validations > 0, probe.found is not None) == (validates, validates)
-
-
-def test_loaders_of_a_validation_that_have_no_batches_are_left_out(tmp_path: Any) -> None:
-    trainer = cases.make_trainer(NAMESPACE, tmp_path)
-    empty, stream = vectors(0, 4), DataLoader(cases.Stream(), 4)
-    assert _validation.read_rounds(trainer, [empty], 1.0, "validation", LARGEST) is None
-    assert _validation.read_rounds(trainer, [], 1.0, "validation", LARGEST) is None
-    rounds = _validation.read_rounds(trainer, [empty, vectors(9, 4), stream], 1.0, "validation", LARGEST)
-    assert rounds is not None
-    assert [(one.sample.batch_size, one.batches) for one in rounds.loaders] == [
-        (4, 3),
-        (4, _validation.ROUNDS_FOLLOWED),
-    ]
-    assert rounds.batch_size == 4
-    (note,) = rounds.notes
-    assert note.startswith("a loader of validation has no length")
-    limited = _validation.read_rounds(trainer, stream, 5, "validation", LARGEST)
-    assert limited is not None
-    assert ([one.batches for one in limited.loaders], limited.notes) == ([5], ())
-
-
-@pytest.mark.parametrize(
-    ("settings", "most", "norm", "value"),
-    [
-        ({}, 1, None, None),
-        ({"accumulate_grad_batches": 3}, 3, None, None),
-        ({"callbacks": lambda: pl.callbacks.GradientAccumulationScheduler({0: 2, 4: 5, 8: 3})}, 5, None, None),
-        ({"gradient_clip_val": 0.5}, 1, 0.5, None),
-        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}, 1, 0.5, None),
-        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, 1, None, 0.5),
-        ({"gradient_clip_val": 0, "gradient_clip_algorithm": "value"}, 1, None, None),
-    ],
-)
-def test_accumulation_and_clipping_are_the_trainers(
-    tmp_path: Any, settings: dict[str, Any], most: int, norm: float | None, value: float | None
-) -> None:
-    callbacks = [settings.pop("callbacks")()] if "callbacks" in settings else []
-    trainer = cases.make_trainer(NAMESPACE, tmp_path, callbacks, **settings)
-    assert _capture.accumulation(trainer) == most
-    assert (_capture._clipping(trainer, "norm"), _capture._clipping(trainer, "value")) == (norm, value)
-
-
-def test_ranks_that_see_other_data_are_counted() -> None:
-    """Two processes of data parallelism read half of the batches each."""
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
-    found: Any = SimpleNamespace(dataset_size=40, batch_size=8)
-    assert _layouts.data_ranks(trainer) == 2
-    assert _capture._batches_per_epoch(trainer, found) == 3
-    assert _validation._count(trainer, vectors(40, 8), "sequential", 1.0) == 3
-    trainer.limit_train_batches = 1
-    assert _capture._epoch_samples(trainer, found) == 16
-
-
-class Overriding(pl.LightningModule):  # type: ignore[misc, name-defined]
-    def __init__(self, *, automatic: bool = True) -> None:
-        super().__init__()
-        self.layer, self.automatic_optimization = nn.Linear(1, 1), automatic
-
-
-class Stepping(Overriding):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-
-
-def test_what_a_trace_does_not_follow_is_said() -> None:
-    assert _capture._notes(Overriding()) == []
-    assert _capture._notes(Stepping()) == ["optimizer_step is overridden; its own memory is not counted"]
-    (manual,) = _capture._notes(Overriding(automatic=False))
-    assert manual.startswith("manual optimization")
-
-
-class Counted(pl.LightningModule):  # type: ignore[misc, name-defined]
-    """Writes down the batches of its validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 2)
-        self.seen: list[Any] = []
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.seen.append((len(batch[0]), batch_idx, dataloader_idx, self.trainer.num_val_batches))
-
-
-@pytest.mark.parametrize(
-    ("most", "sanity", "sizes", "repeats"),
-    [
-        (None, None, [[8, 8], [4, 4]], [[4], [2]]),
-        (4, None, [[4, 4], [4, 4]], [[9], [2]]),
-        (None, 2, [[8], [4]], [[2], [2]]),
-    ],
-)
-def test_an_evaluation_runs_over_two_batches_that_stand_for_all(
-    tmp_path: Any, most: int | None, sanity: int | None, sizes: list[list[int]], repeats: list[list[int]]
-) -> None:
-    """In Lightning's own loop; user code is told of all batches, and limits of the Trainer's are counted already."""
-    module = Counted()
-    trainer = cases.make_trainer(NAMESPACE, tmp_path, limit_val_batches=0.99)
-    trainer.strategy.connect(module)
-    trainer.strategy.setup_environment()
-    trainer.strategy.setup(trainer)
-    module.trainer = trainer
-    trainer._data_connector.attach_datamodule(module)
-    trainer.state.fn, trainer.validating = pl.trainer.states.TrainerFn.VALIDATING, True
-    rounds = _validation.read_rounds(trainer, [vectors(40, 8), vectors(12, 4)], 1.0, "validation", LARGEST)
-    assert rounds is not None
-    repeated: list[Any] = []
-
-    @contextlib.contextmanager
-    def repeat(count: int) -> Iterator[None]:
-        before = len(module.seen)
-        yield
-        repeated.append((count, module.seen[before:]))
-
-    run: Any = SimpleNamespace(repeat=repeat)
-    loop = trainer.validate_loop
-    rounds.play(run, trainer, loop, loop.run, most=most, sanity=sanity)
-    counts = [10, 3] if most else [5, 3]
-    assert module.seen == [(size, at, of, counts) for of in range(2) for at, size in enumerate(sizes[of])]
-    assert [count for count, _seen in repeated] == [one[0] for one in repeats]
-    assert [seen for _count, seen in repeated] == [[module.seen[len(sizes[0]) - 1]], [module.seen[-1]]]

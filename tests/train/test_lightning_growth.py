@@ -53,11 +53,6 @@ def test_batches_grow_and_rates_follow_linearly(tmp_path: Any, namespace: str) -
     assert data.batch_size == data.batch_sampler.batch_size == 8, "the user's own loader is as it was"
 
 
-@pytest.mark.parametrize(("rule", "rate"), [("sqrt", 0.02 * 8**0.5), ("none", 0.02)])
-def test_other_rules(tmp_path: Any, rule: str, rate: float) -> None:
-    assert fit(tmp_path, growing(lr_rule=rule)).rates == pytest.approx([rate] * 3)
-
-
 @pytest.mark.parametrize("scheduler", ["one_cycle", "warmup_cosine", "lambda", "step_lr"])
 def test_schedules_are_those_of_the_larger_batch_scaled(tmp_path: Any, scheduler: str) -> None:
     """As a run that was written with the larger batch, times the factor."""
@@ -178,26 +173,6 @@ def test_a_checkpoint_whose_rates_contain_the_factor(tmp_path: Any, scheduler: s
         assert resumed(growing()) == pytest.approx(grown, rel=1e-12)
 
 
-def test_saving_changes_nothing_of_the_run(tmp_path: Any) -> None:
-    """Rates that are tensors, and the schedulers' own lists, stay the run's."""
-
-    class Tensors(type(cases.make_module())):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            made = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.02))
-            return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5), "interval": "step"}]
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.rates.append(float(optimizer.param_groups[0]["lr"]))
-
-    keep = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint(
-        dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1
-    )
-    module = fit(tmp_path, growing(), module=Tensors(), callbacks=[keep], enable_checkpointing=True, max_epochs=4)
-    assert module.rates == pytest.approx([0.16, 0.08, 0.04, 0.02])
-    content = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
-    assert float(content["optimizer_states"][0]["param_groups"][0]["lr"]) == pytest.approx(0.02 / 4)
-
-
 def test_rates_that_are_restored_while_the_training_runs_are_multiplied_again(tmp_path: Any) -> None:
     pl = importlib.import_module(INSTALLED[0])
 
@@ -251,26 +226,6 @@ def test_settings_that_count_batches_keep_their_samples(tmp_path: Any) -> None:
     assert (trainer.val_check_interval, trainer.limit_train_batches) == (8, 8)
 
 
-@pytest.mark.parametrize(("written", "taken", "share"), [(57, 6, "105%"), (54, 5, "93%"), (50, 5, "")])
-def test_a_limit_in_batches_keeps_the_nearest_number_of_samples(
-    tmp_path: Any, written: int, taken: int, share: str, capsys: Any
-) -> None:
-    """57 batches of which ten make a larger one became 5: 12% of an epoch were left out, and nothing said so."""
-    data = cases.loader(1000, 2, shuffle=False)
-    guard = growing()
-
-    def ten_times(*_: Any, **__: Any) -> Any:
-        return iter(range(2, 11))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("vram_guard.plan._growth"), "growth_multiples", ten_times)
-        module = fit(tmp_path, guard, data, max_epochs=1, limit_train_batches=written)
-    assert module.loaded == [20] * taken
-    said = capsys.readouterr().out
-    assert f"limit_train_batches counts larger batches: {written} -> {taken}" in said
-    assert (f"rounded: {share} of the samples as written" in said) is bool(share)
-
-
 def test_what_counts_steps_is_named_or_rescaled(tmp_path: Any, capsys: Any) -> None:
     callbacks = importlib.import_module(INSTALLED[0]).callbacks
 
@@ -296,20 +251,6 @@ def test_what_counts_steps_is_named_or_rescaled(tmp_path: Any, capsys: Any) -> N
     assert "steps of 8 times as many samples: min_steps = 2, ModelCheckpoint.every_n_train_steps = 100" in said
     assert "MultiStepLR (milestones 100, 200)" in said
     assert "LinearLR (total_iters 5)" in said
-
-
-def test_a_plateau_by_steps_is_named(tmp_path: Any, capsys: Any) -> None:
-    class Plateau(type(cases.make_module())):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            made = torch.optim.SGD(self.parameters(), lr=0.01)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=7)
-            return {
-                "optimizer": made,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "train_loss"},
-            }
-
-    fit(tmp_path, growing(), module=Plateau())
-    assert "ReduceLROnPlateau (patience 7)" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_smaller_batches_keeps_its_horizon_and_that_is_said(tmp_path: Any, capsys: Any) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,6 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
-import oom_cases
 from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
@@ -114,22 +110,6 @@ def test_a_guard_that_has_nothing_to_do_is_bit_identical(tmp_path: Any) -> None:
     assert torch.equal(cases.weights(plain), cases.weights(guarded))
 
 
-def test_nothing_is_read_and_the_modules_attributes_stay(tmp_path: Any) -> None:
-    data = cases.loader(40)
-
-    class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            self.reads = data.dataset.reads
-            self.attributes = {name: dict(vars(part)) for name, part in pl_module.named_modules()}
-            self.gradients = [parameter.grad for parameter in pl_module.parameters()]
-
-    look = Look()
-    fit(tmp_path, VramGuard(budget="64GiB", mode="report"), data=data, callbacks=[look], max_steps=1)
-    assert look.reads == 0
-    assert not any("log" in attributes for attributes in look.attributes.values())
-    assert all(gradient is None for gradient in look.gradients)
-
-
 # --- fit --------------------------------------------------------------------------------------------------
 
 
@@ -192,28 +172,6 @@ def test_mixed_precision_is_applied_and_taken_back(tmp_path: Any) -> None:
     assert guard.plan.precision == "bf16-mixed"
     assert seen == ["bf16-mixed"]
     assert trainer.precision == "32-true"
-
-
-def test_on_the_cpu_bfloat16_stands_in_for_float16_and_nobody_has_to_read_the_report(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Closed(io.StringIO):
-        """A pipe whose reader has gone."""
-
-        def write(self, _text: str) -> int:
-            raise BrokenPipeError
-
-    class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
-        seen = ""
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.seen = trainer.precision
-
-    monkeypatch.setattr(sys, "stdout", Closed())
-    look, guard = Look(), VramGuard(budget="64GiB", pin={"precision": "16-mixed"})
-    _, trainer = fit(tmp_path, guard, max_steps=1, callbacks=[look])
-    assert guard.plan.precision == "16-mixed"
-    assert (look.seen, trainer.precision, trainer.global_step) == ("bf16-mixed", "32-true", 1)
 
 
 def test_nothing_fits(tmp_path: Any) -> None:
@@ -298,21 +256,6 @@ def test_no_gpu_and_no_budget(tmp_path: Any) -> None:
     assert len(module.rates) == 15
 
 
-def test_another_cards_name(tmp_path: Any) -> None:
-    guard = VramGuard(gpu="RTX 3090")
-    fit(tmp_path, guard, max_steps=1)
-    assert guard.plan.fits
-    assert not guard.plan.changed
-
-
-def test_registered_twice_works_once(tmp_path: Any, capsys: Any) -> None:
-    first, second = VramGuard(budget="64GiB"), VramGuard(budget="1MiB")
-    fit(tmp_path, first, callbacks=[second, first], max_steps=1)
-    assert first.plan is not None
-    assert second.plan is None
-    assert capsys.readouterr().out.count("\nFull report") == 1
-
-
 def test_fit_twice_with_one_trainer(tmp_path: Any) -> None:
     guard = VramGuard(budget="64GiB")
     trainer = cases.make_trainer(INSTALLED[0], tmp_path, [guard], max_epochs=1)
@@ -320,26 +263,6 @@ def test_fit_twice_with_one_trainer(tmp_path: Any) -> None:
         guard.plan = None
         trainer.fit(cases.make_module(), cases.loader(40))
         assert guard.plan is not None
-
-
-def test_fast_dev_run(tmp_path: Any, tight: int) -> None:
-    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
-    module, _ = fit(tmp_path, guard, module=cases.make_module(**WIDE), data=wide_loader(), fast_dev_run=True)
-    assert guard.plan.splits > 1
-    assert len(module.rates) == 1
-    grown = VramGuard(budget="64GiB", grow=True)
-    module, _ = fit(tmp_path, grown, fast_dev_run=True)
-    assert module.loaded == [8]
-
-
-def test_the_prediction_is_logged_once(tmp_path: Any) -> None:
-    loggers = importlib.import_module(INSTALLED[0]).loggers
-    logger = loggers.CSVLogger(tmp_path)
-    fit(tmp_path, VramGuard(budget="64GiB"), logger=logger, max_epochs=2)
-    text = (Path(logger.log_dir) / "metrics.csv").read_text()
-    rows = [dict(zip(text.splitlines()[0].split(","), line.split(","), strict=True)) for line in text.splitlines()[1:]]
-    column = "vram_guard/predicted_peak_reserved_bytes"
-    assert len([row for row in rows if row[column]]) == 1
 
 
 # --- what it cannot do ------------------------------------------------------------------------------------
@@ -378,32 +301,6 @@ def test_manual_optimization_takes_what_automatic_optimization_takes(tmp_path: A
     automatic, own = found
     assert own.peak_reserved == automatic.peak_reserved
     assert (own.peak_phase, own.breakdown) == (automatic.peak_phase, automatic.breakdown)
-
-
-def test_manual_optimization_is_checkpointed_where_it_does_not_fit(tmp_path: Any) -> None:
-    def deep() -> Any:
-        torch.manual_seed(0)
-        module = manual(**WIDE)
-        blocks = (torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4))
-        module.net = torch.nn.Sequential(*blocks, torch.nn.Linear(512, 2))
-        return module
-
-    report = VramGuard(budget="64GiB", mode="report")
-    plain, _ = fit(tmp_path, report, module=deep(), data=wide_loader(), max_steps=2)
-    guard = VramGuard(budget=report.plan.before.peak_reserved - 1, margin=0, allow=("checkpoint", "offload"))
-    guarded, _ = fit(tmp_path, guard, module=deep(), data=wide_loader(), max_steps=2)
-    assert guard.plan.fits
-    assert guard.plan.changed
-    assert_equal_training(plain, guarded)
-
-
-def test_manual_optimization_is_reported_and_not_split(tmp_path: Any, capsys: Any) -> None:
-    guard = VramGuard(budget="64GiB")
-    module, _ = fit(tmp_path, guard, module=manual(), max_epochs=1)
-    assert set(module.seen) == {8}
-    assert guard.plan is not None
-    out = capsys.readouterr().out
-    assert "manual optimization" in out
 
 
 def test_a_batch_that_cannot_be_split_is_said_by_name(tmp_path: Any, capsys: Any, tight: int) -> None:
@@ -563,33 +460,6 @@ def test_a_batch_of_three_pictures_of_three_channels_is_cut_by_pictures(tmp_path
     assert_equal_training(*trained)
 
 
-def test_pictures_that_run_out_of_memory_are_cut_by_pictures(tmp_path: Any) -> None:
-    """Nothing was to be split: how batches would be is known all the same."""
-
-    def breaking(seen: list[int], *, armed: bool) -> Any:
-        base = type(make_pooling(seen))
-
-        class Breaking(base):  # type: ignore[misc, valid-type]
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = super().training_step(batch, batch_idx)
-                if armed and self.trainer.global_step == 2 and len(batch["inputs"]) > 1 and loss.device.type == "cpu":
-                    raise oom_cases.no_memory()
-                return loss
-
-        return Breaking()
-
-    trained, seen = [], [list[int](), list[int]()]
-    for guard, sizes in zip(
-        (None, VramGuard(budget="64GiB", allow=("accumulate",), loss_weight="mean")), seen, strict=True
-    ):
-        data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
-        with pytest.warns(UserWarning, match="again in micro-batches of 1") if guard else contextlib.nullcontext():
-            trained.append(fit(tmp_path, guard, module=breaking(sizes, armed=guard is not None), data=data)[0])
-    assert seen[0] == [3] * 12
-    assert seen[1][-33:] == [3, 3, 3] + [1] * 30
-    assert_equal_training(*trained)
-
-
 def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> None:
     """At the loader's own size, time looks like the samples; at other sizes it shows that it is not."""
 
@@ -606,15 +476,6 @@ def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> 
         run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, mode="strict"), [])
 
 
-def test_a_pin_that_does_not_divide_the_batch_of_a_second_fit(tmp_path: Any) -> None:
-    """The message names a size that does; the guard is as good as new for a third."""
-    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 4})
-    assert max(fit(tmp_path, guard, data=cases.loader(40, 8))[0].seen) == 4
-    with pytest.raises(InvalidInputError, match=r"4 does not divide the batch of 6.* pin 3, or leave"):
-        fit(tmp_path, guard, data=cases.loader(42, 6))
-    assert max(fit(tmp_path, guard, data=cases.loader(48, 12))[0].seen) == 4
-
-
 def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:
     fabric = importlib.import_module("lightning.fabric").Fabric(
         accelerator="cpu", devices=1, callbacks=[VramGuard(budget="1GiB")]
@@ -626,26 +487,3 @@ def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:
     with pytest.warns(UserWarning, match="does nothing under Fabric"):
         optimizer.step()
     optimizer.step()  # a second warning would be an error
-
-
-def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(tmp_path: Any) -> None:
-    """A GPU without bfloat16, on which only float16 would fit; its gradient scaler refuses LBFGS."""
-
-    def of(optimizer: str, **settings: Any) -> VramGuard:
-        guard = VramGuard(**in_advanced({"margin": 0, "allow": ["precision"], **settings}))
-        module = cases.make_module(width=64, hidden=4096, optimizer=optimizer)
-        data = cases.loader(dataset=cases.Vectors(4096, 64), batch_size=4096)
-        with contextlib.suppress(UserWarning):
-            fit(tmp_path, guard, module=module, data=data, max_steps=1)
-        return guard
-
-    from vram_guard import Budget
-
-    for optimizer, planned in (("sgd", "16-mixed"), ("lbfgs", "32-true")):
-        whole = of(optimizer, budget=Budget.resolve("4GiB", "T4", 0), mode="report").plan
-        assert whole is not None
-        tight = Budget.resolve(whole.before.peak_reserved - 1, "T4", 0)
-        made = of(optimizer, budget=tight, mode="report").plan
-        assert made is not None
-        assert (made.precision, made.fits) == (planned, planned != "32-true")
-        assert ("LBFGS does not work with the gradient scaling" in made.explain()) is (optimizer == "lbfgs")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
-import itertools
-import logging
 import subprocess
 import sys
 import warnings
@@ -29,7 +26,7 @@ from vram_guard.plan.descriptions import Why
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe
-from vram_guard_lightning import VramGuard, _capture, _namespaces, _shadow
+from vram_guard_lightning import VramGuard, _capture, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = _namespaces.installed()[0].__name__
@@ -166,39 +163,6 @@ def test_a_backbone_that_is_unfrozen_later_is_told_at_once(tmp_path: Any, module
     assert [phase.label for phase in found.estimate.phases if phase.label] == ["epoch 2"]
 
 
-class Layered(Net):
-    """Four layers of one size, of which the head's is trained first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.head = nn.Linear(WIDTH, 4)
-
-
-class Gradually(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
-    """As ULMFiT: one more layer in every epoch, from the last one on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if 1 <= epoch <= 4:
-            self.unfreeze_and_add_param_group(pl_module.backbone[4 - epoch], optimizer)
-
-
-def test_layers_that_are_unfrozen_one_by_one_are_told_one_by_one(tmp_path: Any) -> None:
-    found = told(tmp_path, Layered(), Gradually(), max_epochs=8)
-    labels = dict.fromkeys(phase.label for phase in found.estimate.phases if phase.label)
-    assert list(labels) == [f"epoch {epoch}" for epoch in range(1, 5)]
-    by_epoch = [peaks(found)["training", label] for label in ("", *labels)]
-    more = [later - earlier for earlier, later in itertools.pairwise(by_epoch)]
-    weight, bias = WIDTH * WIDTH * 4, WIDTH * 4
-    states = 2 * (weight + bias)
-    assert all(states + weight <= one <= states + 2 * weight + 8 * 4096 for one in more), "a gradient, two states"
-    unfrozen = told(tmp_path, Layered(), max_epochs=8).plain.peak_allocated
-    assert by_epoch[-1] == pytest.approx(unfrozen, rel=0.05)
-
-
 def test_a_datamodule_that_grows_its_samples(tmp_path: Any) -> None:
     class Growing(pl.LightningDataModule):  # type: ignore[misc, name-defined]
         def train_dataloader(self) -> Any:
@@ -225,37 +189,6 @@ def test_a_datamodule_with_larger_batches_later(tmp_path: Any) -> None:
     # Micro-batches keep their size, also where they are cut of a larger batch: that alone takes more.
     more = 2048 * WIDTH * 4 - SIZE * WIDTH * 4
     assert halves["epoch 2"].peak_allocated - halves[""].peak_allocated == more
-
-
-class Rows(torch.utils.data.Dataset[Any]):
-    """Samples of as many rows as it is told."""
-
-    rows = 1
-
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> Any:
-        return (torch.ones(self.rows, WIDTH),)
-
-
-class Switching(pl.Callback):  # type: ignore[misc, name-defined]
-    """Changes the loader that is there: its batches from epoch 2 on, its samples in epoch 3."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        used = trainer.train_dataloader
-        used.batch_sampler.batch_size = 2048 if trainer.current_epoch >= 2 else SIZE
-        used.dataset.rows = 2 if trainer.current_epoch == 3 else 1
-
-
-def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
-    data = DataLoader(Rows(), SIZE)
-    found = told(tmp_path, Net(), Switching(), data=data)
-    step = found.capture.step.with_(job=None)
-    for epoch, rows in (("epoch 2", 2048), ("epoch 3", 4096)):
-        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated
-    assert (data.batch_sampler.batch_size, vars(data.dataset)) == (SIZE, {})
-    assert not [note for note in found.job.notes if "cannot be followed" in note.message]
 
 
 class Widening(Net):
@@ -286,85 +219,6 @@ def test_a_step_that_asks_for_the_epoch_is_followed_where_that_decides(tmp_path:
     assert not peaks(told(tmp_path, Net(), max_epochs=12))
 
 
-@pytest.mark.parametrize(
-    ("wider", "label"),
-    [
-        (lambda net: net.current_epoch % 4 == 2, "epoch 2"),
-        (lambda net: net.trainer.global_step % 10 == 9, "epoch 2"),
-        (lambda net: net.trainer.global_step % 4 == 3, "global_step 3"),
-    ],
-    ids=["epochs", "steps of a later epoch", "steps of the first epoch"],
-)
-def test_a_step_that_differs_now_and_then_is_followed_once(tmp_path: Any, wider: Any, label: str) -> None:
-    found = told(tmp_path, Widening(wider), max_epochs=12)  # the last epoch is like the first
-    later = {name: peak for (phase, name), peak in peaks(found).items() if phase == "training" and name}
-    assert list(later) == [label]
-    assert later[label] > 1.5 * found.plain.peak_allocated
-    steps = [phase.step for phase in found.job.phases if phase.label == label]
-    assert len(set(steps)) == 1  # it leaves nothing that a second one would meet
-
-
-def test_epochs_that_alternate_are_followed_until_they_meet_nothing_new(tmp_path: Any) -> None:
-    class Alternating(Net):
-        def on_train_epoch_start(self) -> None:
-            self.backbone.requires_grad_(self.current_epoch % 2 == 0)
-            self.head.requires_grad_(self.current_epoch % 2 == 1)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters())
-
-    found = told(tmp_path, Alternating(), max_epochs=12)
-    labels = list(dict.fromkeys(phase.label for phase in found.job.phases if phase.label))
-    assert labels == ["epoch 1", "epoch 2"]  # the first of each kind, and the first that meets the states of both
-
-
-def test_the_work_of_hooks_between_epochs_has_a_name_of_its_own(tmp_path: Any) -> None:
-    class Averaging(pl.Callback):  # type: ignore[misc, name-defined]
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            [one.clone() for one in pl_module.parameters()]
-
-    assert ("hooks", "") in peaks(told(tmp_path, Net(), Averaging(), max_epochs=2))
-
-
-class Counters(pl.Callback):  # type: ignore[misc, name-defined]
-    """Logs what hooks see of the Trainer's counters: a log is kept where the callback's own state is put back."""
-
-    def note(self, name: str, trainer: Any) -> None:
-        epochs = trainer.fit_loop.epoch_progress.current
-        counted = (epochs.ready, epochs.started, epochs.processed, epochs.completed)
-        logging.getLogger("counters").info("%s", (name, trainer.current_epoch, counted, trainer.training))
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.note("on_fit_start", trainer)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.note("on_train_start", trainer)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.note("on_train_epoch_start", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.note("on_train_epoch_end", trainer)
-
-
-def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "counters")
-
-    def seen() -> list[Any]:
-        found: list[Any] = [one.args[0] for one in caplog.records if one.name == "counters"]
-        caplog.clear()
-        return found
-
-    cases.make_trainer(NAMESPACE, tmp_path, [Counters()], max_epochs=3).fit(Net(), loader())
-    real = seen()
-    told(tmp_path, Net(), Counters(), max_epochs=3)
-    traced = seen()
-    assert {name for name, *_ in traced} == {name for name, *_ in real} != set()
-    assert not [one for one in traced if one not in real]
-
-
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
     copy = sum(one.nbytes for one in Net().parameters())
@@ -374,19 +228,6 @@ def test_weights_that_are_averaged(tmp_path: Any) -> None:
     assert peaks(found)["training", "epoch 2"] >= found.plain.peak_allocated + copy  # swa_epoch_start counts from one
     assert peaks(found)["training", ""] < found.plain.peak_allocated + copy
     assert (found.job.tier, swa._average_model.head.weight.device.type) == ("symbolic", "cpu")
-
-
-def test_hooks_of_many_epochs_are_bounded_and_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram_guard_lightning._epochs.PLACES_LOOKED_AT", 5)
-    calls = io.StringIO()  # a trace puts back what lists hold
-
-    class Counting(pl.Callback):  # type: ignore[misc, name-defined]
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            calls.write(f"{trainer.current_epoch} ")
-
-    found = told(tmp_path, Net(), Counting(), max_epochs=-1, max_steps=-1)
-    assert calls.getvalue() == "0 1 2 3 4 5 "
-    assert any("up to epoch 5" in note.message for note in found.job.notes)
 
 
 def test_a_hook_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
@@ -407,25 +248,6 @@ def test_validation_may_take_more_than_training(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), validation=loader(16384, 8192), num_sanity_val_steps=2)
     assert found.estimate.peak_phase.name == "validation"
     assert found.estimate.peak_reserved > 1.2 * found.plain.peak_reserved
-    own = Net()
-    rounds = TrainingStep(
-        own, next(iter(loader(8192, 8192))), lambda model, batch: model.head(model.backbone(batch[0])), keeps="nothing"
-    )
-    plain = trace_at(rounds, 8192)
-
-    def made(timeline: Any, size: int, start: int, end: int) -> list[int]:
-        """What is taken and given back, but Lightning's counters and cuBLAS's workspace, which is taken once."""
-        blocks, sizes = timeline.blocks, timeline.sizes(size)
-        found = [(event >= 0, event if event >= 0 else ~event) for event in timeline.events[start:end]]
-        counted = [(took, at) for took, at in found if sizes[at] > 8 and blocks[at].category != "workspace"]
-        return [sizes[at] if took else -sizes[at] for took, at in counted]
-
-    starts = [phase.start for phase in found.job.phases]
-    sanity = next(at for at, phase in enumerate(found.job.phases) if phase.name == "validation")
-    batch = 8192 * WIDTH * 4
-    begins, ends = (next(phase.start for phase in plain.phases if phase.step == step) for step in (1, 2))
-    round_of_inference = made(plain, 8192, begins, ends)
-    assert made(found.job, SIZE, starts[sanity], starts[sanity + 1]) == [*round_of_inference, -batch]
 
 
 def test_outputs_are_collected_over_all_batches(tmp_path: Any) -> None:
@@ -494,18 +316,6 @@ def test_validation_that_cannot_be_followed_is_said_and_the_steps_are_predicted(
     assert found.estimate.peak_reserved == found.plain.peak_reserved
 
 
-def test_values_logged_in_an_earlier_fit_are_not_those_of_the_copy(tmp_path: Any) -> None:
-    class Logging(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("last", self.head(self.backbone(batch[0])).mean())
-
-    trainer = cases.make_trainer(NAMESPACE, tmp_path, max_epochs=1)
-    trainer.fit(Logging(), loader(), loader())
-    shadow = _shadow.shadow_of(trainer, trainer.precision_plugin)
-    assert trainer.fit_loop.epoch_loop.val_loop._results  # else Lightning refuses other arguments of self.log
-    assert not shadow.fit_loop.epoch_loop.val_loop._results
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------
 
 
@@ -520,14 +330,6 @@ def test_a_checkpoint_that_copies_on_the_gpu(tmp_path: Any) -> None:
     assert peaks(copying)["saving", ""] == peaks(plain)["saving", ""] + copy
     assert ("saving", "") not in peaks(told(tmp_path, Copying()))
     assert not list(tmp_path.rglob("*.ckpt"))
-
-
-def test_a_trial_of_one_batch_saves_nothing(tmp_path: Any) -> None:
-    """Lightning leaves checkpoints out under fast_dev_run, and so does the prediction."""
-    for trial in (False, True):
-        saving = pl.callbacks.ModelCheckpoint(dirpath=tmp_path)
-        found = told(tmp_path, Net(), saving, validation=loader(), enable_checkpointing=True, fast_dev_run=trial)
-        assert (("saving", "") in peaks(found)) is not trial
 
 
 def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -> None:
@@ -812,45 +614,6 @@ def test_callbacks_are_found_by_their_class_and_nothing_of_it_is_left(tmp_path: 
     assert found.estimate.peak_allocated == plain.estimate.peak_allocated
     assert not found.job.notes
     assert (weighing.asked, hasattr(module, "patience"), saving.best_model_path) == ([], False, "")
-
-
-def test_callbacks_that_only_stand_there_are_not_called_by_steps(tmp_path: Any) -> None:
-    class Counting(pl.Callback):  # type: ignore[misc, name-defined]
-        called = 0
-
-        def on_before_optimizer_step(self, *_: Any) -> None:
-            Counting.called += 1
-
-    class Manual(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert told(tmp_path, Manual(), Counting()).estimate.peak_allocated
-    assert Counting.called == 0
-
-
-def test_an_iterator_that_on_train_start_makes_is_there_in_every_step(tmp_path: Any) -> None:
-    class Drawing(Net):
-        def on_train_start(self) -> None:
-            self.more = iter(loader(10**4))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            more = next(self.more)[0].to(self.device)
-            return super().training_step([torch.cat([batch[0], more])], batch_idx)
-
-    module = Drawing()
-    guard = VramGuard(budget="4GiB", mode="report", advanced={"remember": False})
-    trainer = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_steps=1)
-    trainer.fit(module, loader())
-    assert guard.plan is not None
-    assert guard.plan.fits
 
 
 def test_a_script_of_lightning_cli_is_predicted_with_the_optimizer_of_its_command_line(tmp_path: Any) -> None:

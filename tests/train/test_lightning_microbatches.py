@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
-import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard_lightning import VramGuard, _closure, _namespaces
-from vram_guard_lightning._step_log import _combined, _combined_arguments, _is_loss, _LogCall
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
@@ -168,14 +165,6 @@ def test_data_classes_are_traced_and_cut(tmp_path: Any, nested: bool) -> None:
     assert mixed.plan.fits
 
 
-def test_lbfgs_calls_the_closure_as_often(tmp_path: Any) -> None:
-    how: dict[str, Any] = {"settings": {"optimizer": "lbfgs"}, "max_epochs": 1}
-    plain, _ = train(tmp_path, **how)
-    split, _ = train(tmp_path, micro=4, **how)
-    assert len(split.seen) == 2 * len(plain.seen)
-    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=1e-3, atol=1e-4)
-
-
 def test_validation_in_the_middle_of_an_epoch_and_float_intervals(tmp_path: Any) -> None:
     data = {"train_dataloaders": cases.loader(40), "val_dataloaders": cases.loader(16, shuffle=False)}
     for interval in (2, 0.4):
@@ -184,13 +173,6 @@ def test_validation_in_the_middle_of_an_epoch_and_float_intervals(tmp_path: Any)
         assert_same_training(plain, split)
         assert len(split.validated_at) == 6
         torch.testing.assert_close(first.callback_metrics["val_loss"], second.callback_metrics["val_loss"])
-
-
-def test_gradient_accumulation_scheduler(tmp_path: Any) -> None:
-    scheduler = importlib.import_module("lightning.pytorch").callbacks.GradientAccumulationScheduler
-    plain, _ = train(tmp_path, callbacks=[scheduler({0: 1, 1: 2})])
-    split, _ = train(tmp_path, micro=2, callbacks=[scheduler({0: 1, 1: 2})])
-    assert_same_training(plain, split)
 
 
 def test_mixed_precision(tmp_path: Any) -> None:
@@ -267,39 +249,6 @@ def test_logged_values_are_those_of_the_whole_batch(tmp_path: Any) -> None:
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
     assert split.step_values[0]["count_step"] == 8
     assert split.epoch_values[-1]["count_epoch"] == 37
-
-
-def test_logged_values_hold_no_activations_while_the_next_micro_batch_runs(tmp_path: Any) -> None:
-    base = type(cases.make_module())
-
-    class Beside(base):  # type: ignore[misc, valid-type]
-        keeps = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.seen[-1:] == [3]:  # not the first micro-batch of a loaded batch
-                gc.collect()
-                alive.append(predictions[-1]() is not None)
-            prediction = self.net(batch[0])
-            predictions.append(weakref.ref(prediction))
-            size = prediction.pow(2).mean()  # not the loss: no backward frees what its graph holds
-            self.log("size", size, enable_graph=True)
-            own = prediction.detach().mean()
-            self.log("own", own)
-            own.zero_()  # Lightning's log has read it by now
-            self.kept = size if self.keeps else None
-            return super().training_step(batch, batch_idx)
-
-    seen = []
-    for micro in (0, 3):
-        predictions, alive = [], []
-        watch = Watching.callback("lightning.pytorch")
-        train(tmp_path, module=Beside(), micro=micro, callbacks=[watch], max_epochs=1)
-        seen.append([(values["size"], values["own"]) for values in watch.step_values])
-    assert seen[1] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in seen[0]]
-    assert alive == [False] * 10
-    Beside.keeps, alive = True, []
-    train(tmp_path, module=Beside(), micro=3, max_epochs=1)
-    assert alive == [True] * 10, "the check above could not fail"
 
 
 def test_a_metric_object_is_logged_once_and_counts_every_sample(tmp_path: Any) -> None:
@@ -395,106 +344,4 @@ def test_undo_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
     assert vars(loop) == before
 
 
-class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return 9
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(index))
-
-
-def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(tmp_path: Any) -> None:
-    pl = importlib.import_module("lightning.pytorch")
-
-    class OfLists(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = torch.nn.Conv2d(3, 2, 3)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.net(torch.stack(batch)).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def run(*guards: Any) -> Any:
-        module, trainer = OfLists(), cases.make_trainer("lightning.pytorch", tmp_path, [*guards], max_epochs=1)
-        module.net.register_forward_pre_hook(lambda _net, args: shapes.append(tuple(args[0].shape)))
-        trainer.fit(module, torch.utils.data.DataLoader(Pictures(), batch_size=3, collate_fn=list))
-        return module
-
-    shapes: list[Any] = []
-    guard = VramGuard(budget="4GiB", pin={"micro_batch_size": 1})
-    guarded = run(guard)
-    assert guard.plan.splits == 3
-    assert set(shapes[-9:]) == {(1, 3, 4, 4)}
-    torch.testing.assert_close(cases.weights(guarded), cases.weights(run()), rtol=2e-5, atol=2e-6)
-
-
 # --- values that are logged, by themselves ------------------------------------------------------------------------
-
-
-def calls(
-    *values: Any, samples: tuple[int, ...] = (3, 1), sizes: tuple[Any, ...] = (), **arguments: Any
-) -> list[_LogCall]:
-    """Calls of ``self.log`` in micro-batches, each with a ``batch_size=`` of its own where ``sizes`` are given."""
-    given = [{**arguments, "batch_size": size} for size in sizes] or [arguments] * len(values)
-    together = zip(values, samples, given, strict=False)
-    return [_LogCall(value, count, own, None, at) for at, (value, count, own) in enumerate(together)]
-
-
-@pytest.mark.parametrize(
-    ("made", "value"),
-    [
-        (calls(torch.tensor(1.0), torch.tensor(5.0)), torch.tensor(2.0)),
-        (calls(torch.tensor([1.0, 2.0]), torch.tensor([5.0, 2.0])), torch.tensor([2.0, 2.0])),
-        (calls(torch.tensor(1), torch.tensor(5)), torch.tensor(2.0)),
-        (calls(torch.tensor(1), torch.tensor(5), reduce_fx="sum"), torch.tensor(6)),
-        (calls(torch.tensor([1, 2]), torch.tensor([5, 6]), reduce_fx="sum"), torch.tensor([6, 8])),
-        (calls(torch.tensor([1, 6]), torch.tensor([5, 2]), reduce_fx="max"), torch.tensor([5, 6])),
-        (calls(torch.tensor([1, 6]), torch.tensor([5, 2]), reduce_fx="min"), torch.tensor([1, 2])),
-        (calls(torch.tensor(1.0), torch.tensor(5.0), reduce_fx=torch.max), torch.tensor(5.0)),
-        (calls(torch.tensor(1.0), torch.tensor(5.0), reduce_fx="MIN"), torch.tensor(1.0)),
-        (calls(torch.tensor(1)), torch.tensor(1)),
-        (calls(torch.tensor(1.0), torch.tensor(7.0), sizes=(2, 1)), torch.tensor(3.0)),
-        (calls(torch.tensor(1.0), torch.tensor(5.0), sizes=(4, 4)), torch.tensor(2.0)),
-    ],
-)
-def test_a_value_is_combined_as_its_reduction_says(made: list[_LogCall], value: torch.Tensor) -> None:
-    torch.testing.assert_close(_combined(made), value)
-
-
-def test_numbers_that_are_no_tensors_are_those_of_the_last_micro_batch() -> None:
-    assert _combined(calls(1.0, 5.0)) == 5.0
-    assert _combined(calls(torch.tensor(1.0), 5.0)) == 5.0
-
-
-@pytest.mark.parametrize(
-    ("samples", "sizes", "combined"),
-    [((3, 1), (3, 1), 4), ((3, 1), (4, 4), 4), ((2, 2), (2, 2), 4), ((3, 1), (2, 1), 3)],
-)
-def test_batch_sizes_that_count_samples_are_summed(
-    samples: tuple[int, ...], sizes: tuple[int, ...], combined: int
-) -> None:
-    made = calls(torch.tensor(1.0), torch.tensor(5.0), samples=samples, sizes=sizes, on_step=True)
-    assert _combined_arguments(made) == {"batch_size": combined, "on_step": True}
-    assert _combined_arguments(calls(1.0, 2.0, sizes=(None, None))) == {"batch_size": None}
-
-
-@pytest.mark.parametrize(
-    ("value", "loss", "reduction", "is_loss"),
-    [
-        (torch.tensor(2.0), 2.0, "mean", True),
-        (torch.tensor([2.0]), 2.0, torch.mean, True),
-        (torch.tensor(2.1), 2.0, "mean", False),
-        (torch.tensor(2.0), 2.0, "sum", False),
-        (torch.tensor(2), 2.0, "mean", False),
-        (torch.tensor([2.0, 2.0]), 2.0, "mean", False),
-        (2.0, 2.0, "mean", False),
-        (torch.tensor(2.0), None, "mean", False),
-    ],
-)
-def test_a_logged_loss_is_known_by_its_value(value: Any, loss: float | None, reduction: Any, is_loss: bool) -> None:
-    (call,) = calls(value, reduce_fx=reduction)
-    assert _is_loss(call, None if loss is None else (loss, 0.5)) == is_loss

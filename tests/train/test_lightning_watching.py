@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ import oom_cases
 from device_numbers import Numbers
 from guard_arguments import in_advanced
 
-from vram_guard.budget.sampling import GpuSample
-from vram_guard.errors import DeviceQueryError
 from vram_guard.guard import guard as core
 from vram_guard.watch.corrections import Corrections, subject
-from vram_guard_lightning import VramGuard, _namespaces, _utilization
+from vram_guard_lightning import VramGuard, _namespaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PL = _namespaces.installed()[0].__name__
@@ -76,28 +72,6 @@ def remembered(root: Path) -> list[str]:
     """What is kept for later predictions; pages for people are not."""
     folder = root / "cache"
     return sorted(found.name for found in folder.iterdir() if found.name != "reports") if folder.exists() else []
-
-
-def shown_lines(raw: str) -> list[str]:
-    """A terminal's lines: after a carriage return, text replaces what stands there, column by column."""
-    lines = []
-    for line in raw.split("\n"):
-        columns: list[str] = []
-        for part in line.split("\r"):
-            columns[: len(part)] = part
-        lines.append("".join(columns).rstrip())
-    return lines
-
-
-def test_lines_beside_a_progress_bar_are_lines_of_their_own(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
-    """tqdm leaves the cursor at the end of its bar: what is printed then has to clear it first."""
-    pytest.importorskip("tqdm")
-    bar = importlib.import_module(f"{PL}.callbacks").TQDMProgressBar(refresh_rate=1)
-    train(tmp_path, memory, 1.25, callbacks=[bar], enable_progress_bar=True)
-    shown = shown_lines(capsys.readouterr().out)
-    assert [line for line in shown if line.startswith("vram_guard: after 3 optimizer steps")]
-    assert not [line for line in shown if "it/s" in line and "vram_guard" in line]
-    assert [line for line in shown if line.startswith("Epoch 0: 100%")]
 
 
 def test_said_once_and_used_next_time(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
@@ -192,52 +166,3 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.M
     train(tmp_path, Numbers(), 1.25)
     assert "measured" not in capsys.readouterr().out
     assert remembered(tmp_path) == []
-
-
-def test_the_gpus_utilisation_is_logged_as_often_as_the_trainer_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """Means and peaks at the end; a driver that stops answering is told, and ends no training."""
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
-    asked: list[int] = []
-    looked = threading.Event()
-
-    def sampler() -> tuple[GpuSample, ...]:
-        if asked:
-            looked.set()
-            raise DeviceQueryError("the driver is gone")
-        asked.append(1)
-        return (GpuSample("0", "GPU 0 of the test", 0.5, 3 * 2**30, 2**32, ()),)
-
-    monkeypatch.setattr(_utilization, "sampler_of", lambda _trainer: lambda: contextlib.nullcontext(sampler))
-    module = importlib.import_module(PL)
-    logged: list[tuple[str, float, int | None]] = []
-
-    class Writes(importlib.import_module(f"{PL}.loggers").Logger):  # type: ignore[misc, name-defined]
-        name, version = "writes", 0
-
-        def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
-
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            logged.extend((name, value, step) for name, value in metrics.items())
-
-    class Waits(module.Callback):  # type: ignore[misc, name-defined]
-        """Until the thread has looked, and looked in vain."""
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            assert looked.wait(60)
-
-    guard = VramGuard(budget="64GiB", advanced={"monitor": 0.05})
-    trainer = cases.make_trainer(PL, tmp_path, [Waits(), guard], max_epochs=1, logger=Writes(), log_every_n_steps=2)
-    trainer.fit(cases.make_module(PL), cases.loader(40))
-    told = {name: [(value, step) for one, value, step in logged if one == f"vram_guard/{name}"] for name in (
-        "gpu_utilization", "gpu_memory_used_bytes", "gpu_utilization_mean", "gpu_memory_peak_bytes")}  # fmt: skip
-    assert told == {
-        "gpu_utilization": [(0.5, 2), (0.5, 4)],
-        "gpu_memory_used_bytes": [(3 * 2**30, 2), (3 * 2**30, 4)],
-        "gpu_utilization_mean": [(0.5, 5)],
-        "gpu_memory_peak_bytes": [(3 * 2**30, 5)],
-    }
-    said = capsys.readouterr().out
-    assert "vram_guard: GPU 0 GPU 0 of the test: utilisation mean 50%, peak 50%; memory mean 3.00 GiB (75%)" in said
-    assert "vram_guard: the driver is gone" in said

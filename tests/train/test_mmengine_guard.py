@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
 import warnings
 from collections.abc import Callable
@@ -18,17 +16,13 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001 - first: it knows wh
 
 import mmengine_cases as cases
 import torch
-from compiled_cases import MISSING
 from guard_arguments import in_advanced
 from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
 
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard.language import speaking
-from vram_guard.plan import plan
 from vram_guard.plan.descriptions import Why
-from vram_guard_mmengine._training import RunnerTraining
 from vram_guard_mmengine.commands import write_base
 
 pytestmark = [
@@ -223,26 +217,6 @@ def test_a_checkpoint_of_a_grown_run_resumed_without_growth(
         assert ("are 2 times those that were written" in log) is (contained != 1.0)
 
 
-def test_a_grown_training_of_iterations_is_the_one_written_so(styles: Callable[[str], Style]) -> None:
-    """PolyLR's absolute eta_min is scaled with the rest; max_iters and intervals count larger batches."""
-    seg = styles("mmseg")
-    settings = {"budget": int(seg.peak * 2.4), "grow": True, "target_utilization": 1.0}
-    runner = cases.train(seg.guarded("grown", **settings))
-    size = cases.guard(runner).plan.batch_size
-    assert size > 8
-    factor = size / 8
-    by_hand = {"train_dataloader.batch_size": size, "optim_wrapper.optimizer.lr": 0.01 * factor,
-               "param_scheduler.0.eta_min": 1e-4 * factor}  # fmt: skip
-    other = cases.train(seg.cfg("by-hand", **by_hand))
-    assert len(cases.diary(runner).rates) == 10
-    for one, written in zip(cases.diary(runner).rates, cases.diary(other).rates, strict=True):
-        assert one == pytest.approx(written, rel=1e-9)
-    assert torch.allclose(cases.weights(runner), cases.weights(other), rtol=0, atol=1e-6)
-    assert cases.diary(runner).validated_at == cases.diary(seg.plain).validated_at
-    text = next(Path(runner.log_dir).glob("*.log")).read_text()
-    assert f"max_iters, intervals and schedules count iterations of {size} samples" in text
-
-
 # --- resuming ---------------------------------------------------------------------------------------------------
 
 
@@ -259,19 +233,6 @@ def test_resuming_a_split_training(style: Style) -> None:
     assert 0 < len(cases.diary(resumed).rates) < len(rates)
     assert before
     assert torch.allclose(cases.weights(first), cases.weights(resumed), rtol=0, atol=1e-6)
-
-
-def test_resuming_without_the_guard_needs_torchs_own_switch(pretrain: Style, monkeypatch: Any) -> None:
-    checkpoint = str(pretrain.folder / "plain" / "epoch_2.pth")
-    options = {"resume": True, "load_from": checkpoint}
-    if WEIGHTS_ONLY:
-        with pytest.raises(Exception, match="weights_only"):
-            cases.train(pretrain.cfg("resumed-plain", **options))
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", UserWarning)
-        resumed = cases.train(pretrain.cfg("resumed-plain", **options))
-    assert cases.diary(resumed).rates == cases.diary(pretrain.plain).rates[6:]
 
 
 @pytest.mark.skipif(not WEIGHTS_ONLY, reason="before torch 2.6, MMEngine's torch.load runs what it is given")
@@ -303,19 +264,6 @@ class _Harmful:
 # --- three ways in ----------------------------------------------------------------------------------------------
 
 
-def test_a_base_file_of_new_keys(pretrain: Style) -> None:
-    path = write_base(pretrain.root)
-    assert path == pretrain.root / "_base_" / "vram_guard.py"
-    path.write_text(path.read_text() + f"\nvram_guard = dict({IN_A_FILE})\n")
-    leaf = (pretrain.root / "small.py").read_text().replace("_base_ = [", "_base_ = ['./_base_/vram_guard.py', ")
-    (pretrain.root / "guarded.py").write_text(leaf)
-    cfg = cases.load(pretrain.root, "guarded.py", pretrain.folder / "base")
-    runner = cases.train(cfg)
-    assert type(runner).__name__ == "GuardRunner"
-    assert cases.guard(runner).plan.splits > 1
-    same(pretrain.plain, runner)
-
-
 def test_default_hooks_of_the_leaf(pretrain: Style) -> None:
     hook = f"\ndefault_hooks = dict(vram_guard=dict(type='vram_guard_mmengine.VramGuardHook', {IN_A_FILE}))\n"
     (pretrain.root / "hooked.py").write_text((pretrain.root / "small.py").read_text() + hook)
@@ -323,23 +271,6 @@ def test_default_hooks_of_the_leaf(pretrain: Style) -> None:
     assert type(runner).__name__ == "Runner"
     assert cases.guard(runner).plan.splits > 1
     assert {"DefaultSampler"} == {type(runner.train_dataloader.sampler).__name__}
-    same(pretrain.plain, runner)
-
-
-def test_cfg_options(pretrain: Style) -> None:
-    """As mmengine.config.DictAction reads them from the command line."""
-    import argparse
-
-    from mmengine.config import DictAction
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
-    options = parser.parse_args(
-        ["--cfg-options", f"runner_type={RUNNER}", "vram_guard.budget=1GiB", "vram_guard.margin=0",
-         "vram_guard.allow=[accumulate]", "vram_guard.pin.micro_batch_size=4"]
-    ).cfg_options  # fmt: skip
-    runner = cases.train(pretrain.cfg("options", **options))
-    assert cases.guard(runner).plan.splits > 1
     same(pretrain.plain, runner)
 
 
@@ -372,32 +303,6 @@ def test_a_hook_registered_by_hand(pretrain: Style) -> None:
     same(pretrain.plain, runner)
 
 
-@pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.parametrize(
-    ("kind", "given", "graphs"),
-    [("", True, 5), ("FlexibleRunner", {"target": "forward", "backend": "inductor"}, 2)],
-)
-def test_what_mmengine_compiles_is_followed(pretrain: Style, kind: str, given: Any, graphs: int) -> None:
-    cfg = pretrain.cfg(f"compiled{kind}")
-    cfg.optim_wrapper.pop("paramwise_cfg")  # torch 2.13's compiler stops at what MMEngine makes of it
-    if kind:
-        cfg.runner_type = kind
-    runner = cases.build(cfg)
-    if kind:
-        runner._compile = given  # its argument, which FlexibleRunner.from_cfg does not pass on
-    else:
-        runner.cfg.compile = given
-    captured = RunnerTraining(runner, whole_job=False).capture()
-    with captured.symbolic_run():
-        made = plan(captured.step, captured.sample.batch_size, "1GiB")
-    assert made.compiled is not None
-    # ``train_step`` holds two graphs more: the loss that is scaled, with its backward.
-    assert (made.compiled.why, made.compiled.graphs) == ("", graphs)
-    assert made.estimate.tier == "symbolic"
-    assert made.estimate.peak_allocated < made.compiled.eager.peak_allocated
-
-
 # --- what is written down ---------------------------------------------------------------------------------------
 
 
@@ -417,28 +322,6 @@ def test_the_plan_is_kept_and_logged(style: Style) -> None:
     logged = {line["predicted_memory"] for line in lines if "predicted_memory" in line}
     assert logged == {plan.estimate.peak_allocated // 2**20}
     assert f"predicted_memory: {plan.estimate.peak_allocated // 2**20}" in text
-
-
-@pytest.mark.parametrize(
-    ("encoding", "language", "shown"),
-    [("utf-8", "en", "░]"), ("ascii", "en", ".]"), ("ascii", "zh_CN", ".]"), ("gbk", "zh_CN", "放得下")],
-)
-def test_the_report_is_drawn_as_the_log_can_take_it(
-    pretrain: Style, capsys: Any, encoding: str, language: str, shown: str
-) -> None:
-    """A record that a stream cannot encode is lost, and ``logging`` prints a traceback in its place."""
-    written = io.BytesIO()
-    stream = io.TextIOWrapper(written, encoding=encoding)
-    with speaking(language), contextlib.redirect_stdout(stream):
-        cases.train(pretrain.guarded(f"{encoding}-{language}", changes={"train_cfg.max_epochs": 1}, **PINNED))
-    stream.flush()
-    text = written.getvalue().decode(encoding)
-    report = text.partition("- INFO - vram_guard\n")[2].partition(" - mmengine - ")[0]
-    lines = report.splitlines()[:-1]
-    assert shown in report
-    assert len(lines) > 8
-    assert "full report" in lines[-1].lower() or language != "en"
-    assert "Logging error" not in capsys.readouterr().err
 
 
 # --- mixed precision --------------------------------------------------------------------------------------------
@@ -535,27 +418,6 @@ def test_bad_settings(pretrain: Style, settings: dict[str, Any], message: str, m
         cases.build(pretrain.cfg("bad", runner_type=RUNNER, vram_guard=in_advanced(settings)))
     with pytest.raises(InvalidInputError, match=message):
         VramGuardHook(**in_advanced(settings))
-
-
-def test_a_hook_position_in_default_hooks(pretrain: Style) -> None:
-    cfg = pretrain.cfg("position")
-    cfg.default_hooks["vram_guard"] = {"type": "vram_guard_mmengine.VramGuardHook", "priority": "NORMALL"}
-    with pytest.raises(InvalidInputError, match="did you mean 'NORMAL'"):
-        cases.build(cfg)
-
-
-def test_a_dataset_smaller_than_the_batch(pretrain: Style) -> None:
-    options = {"train_dataloader.batch_size": 64, "train_dataloader.drop_last": True}
-    with pytest.raises(InvalidInputError, match="no whole batch of 64"):
-        cases.train(pretrain.guarded("small", changes=options, budget="1GiB"))
-
-
-def test_impossible_budgets(pretrain: Style) -> None:
-    runner = cases.train(pretrain.guarded("tiny", budget="1MiB", allow=["accumulate"]))
-    assert not cases.guard(runner).plan.fits
-    same(pretrain.plain, runner, tolerance=0)
-    with pytest.raises(DoesNotFitError):
-        cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict", allow=["accumulate"]))
 
 
 def test_micro_batches_that_nothing_proves_are_proposed(pretrain: Style) -> None:

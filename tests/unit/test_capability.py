@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -112,13 +111,6 @@ def test_without_a_law_nothing_is_taken_for_another_capability():
     assert timeline.retrace is not None
     assert timeline.of_capability((8, 0)) is timeline
     assert timeline.of_capability((8, 6)) is None
-
-
-def test_another_process_knows_which_capabilities_a_trace_serves():
-    timeline = trace(attending(64, "16-true"))
-    sent = pickle.loads(pickle.dumps(timeline))
-    assert [sent.of_capability(each) for each in CAPABILITIES] == list(map(timeline.of_capability, CAPABILITIES))
-    assert sent.of_capability((8, 6)) is not None
 
 
 def test_the_largest_batch_of_every_card_takes_a_trace_for_each_class():

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import fields
 from importlib.resources import files
 
@@ -269,19 +268,6 @@ def test_an_unknown_name_is_refused_with_the_nearest():
 
 
 @each(
-    ("unknown", "never"),
-    [
-        *(("RTX 5040", "RTX 5090"), ("RTX 3040 Laptop", "RTX 4090"), ("RTX 2070 Max-Q", "RTX 4070")),
-        *(("RTX PRO 4000", "RTX 8000"), ("T1000", "A10"), ("MX450", "A40"), ("RTX 4080 Tii", "4080 Ti")),
-    ],
-)
-def test_no_larger_card_is_offered_for_a_smaller_one(unknown, never):
-    with pytest.raises(InvalidInputError, match="not in the catalogue") as refused:
-        find_gpu(unknown)
-    assert never not in str(refused.value).replace(unknown, "")
-
-
-@each(
     "unknown",
     [
         *("", "NVIDIA", "Radeon 7900", "RTX 4070 Ti Laptop GPU", "RTX 4090 12GB", "x" * 100_000, "\x00", "4090" * 50),
@@ -298,16 +284,6 @@ def test_other_cards_are_unknown(unknown):
 def test_a_name_is_text(other):
     with pytest.raises(InvalidInputError, match="by its name"):
         find_gpu(other)
-
-
-@each("name", ["3050", "3060", "3070", "4050", "4060", "4070", "4080", "4090", "5050", "5060"])
-def test_a_laptop_card_is_not_the_desktop_card_of_its_number(name):
-    laptop = find_gpu(f"NVIDIA GeForce RTX {name} Laptop GPU")
-    assert laptop.name == f"RTX {name} Laptop"
-    if name not in ("3060", "4050"):  # the former has more multiprocessors than the desktop card
-        desktop = find_gpu(f"RTX {name}")
-        assert laptop.memory_bytes <= desktop.memory_bytes
-        assert laptop.fp32_flops < desktop.fp32_flops
 
 
 def test_a_card_at_hand_is_told_apart_by_its_memory():
@@ -345,23 +321,3 @@ def test_what_the_driver_keeps_is_published_or_the_most_of_no_larger_cards():
     assert unpublished.cuda_memory_bytes is None
     smaller = [gpu for gpu in catalogue() if gpu.cuda_memory_bytes and gpu.nominal_gb <= 16]
     assert unpublished.driver_reserved == max(gpu.driver_reserved for gpu in smaller)
-
-
-def test_a_gpu_is_a_plain_value():
-    gpu = find_gpu("RTX 4090")
-    assert pickle.loads(pickle.dumps(gpu)) == gpu
-    assert hash(gpu) == hash(find_gpu("rtx 4090"))
-
-
-def test_the_guides_cards_are_known():
-    for name in (
-        "RTX 3090",
-        "RTX 4090",
-        "A100 40GB",
-        "V100 16GB",
-        "RTX 4080",
-        "RTX 4070",
-        "GTX 1080",
-        "RTX 5090",
-    ):
-        assert find_gpu(name)

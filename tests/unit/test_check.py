@@ -16,7 +16,6 @@ import vram_guard
 from vram_guard import TrainingStep, trace
 from vram_guard.check import raise_unless_it_fits
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, VramGuardError
-from vram_guard.report.annotations import finding, workflow_command
 
 SOURCE = """
 import torch
@@ -179,28 +178,6 @@ def test_failures_are_annotations_on_request(run, tmp_path):
     done = run("--vram-guard-annotations", "xml")
     assert done.returncode == 4
     assert "not 'xml'" in done.stderr
-
-
-def test_the_function_annotates_too(step, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DoesNotFitError):
-        vram_guard.assert_fits(step, 4096, "200MiB", annotations="a.sarif")
-    assert len(json.loads((tmp_path / "a.sarif").read_text())["runs"][0]["results"]) == 1
-    vram_guard.assert_fits(step, 4, "200MiB", annotations="a.sarif")
-    assert json.loads((tmp_path / "a.sarif").read_text())["runs"][0]["results"] == []
-    with pytest.raises(DoesNotFitError):
-        vram_guard.assert_fits(step, 4096, "200MiB", annotations="github")
-    assert capsys.readouterr().out.startswith("::error title=vram_guard::batch size 4096")
-    with pytest.raises(InvalidInputError, match="sarif"):
-        vram_guard.assert_fits(step, 4, "200MiB", annotations="a.txt")
-
-
-def test_places_and_texts_of_annotations(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a,b.py").write_text("")
-    beside = finding("100%\nof it\x1b", "a,b.py:7", "c.py")
-    assert workflow_command(beside) == "::error file=a%2Cb.py,line=7,title=vram_guard::100%25%0Aof it\\x1b"
-    assert finding("m", "/etc/hostname:7", "c.py").file == ""
 
 
 def test_the_gpu_of_the_settings(run, tmp_path):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.device.compiled_kernels import newer_than_read
 
 BATCH, LENGTH, HEADS, HEAD = 2, 200, 4, 40
 WIDTH = HEADS * HEAD
@@ -153,45 +152,6 @@ def test_a_deterministic_backward_sums_in_as_many_parts_as_fill_the_card(library
     assert count(timeline, parts * rows * HEADS * 64 * 4) == 1
 
 
-def test_an_unknown_release_of_flash_attention_is_followed_by_its_fake_kernels_alone(library):
-    timeline = traced(*flash_attention(library("flash_attn", "2.6.3", *FLASH[2:])))
-    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == 0
-
-
-@pytest.mark.parametrize(
-    ("release", "tier"), [("2.8.3", "symbolic"), ("2.8.4", "partly symbolic"), ("3.0", "partly symbolic")]
-)
-def test_a_release_newer_than_the_sources_read_is_said(library, release, tier):
-    timeline = traced(*flash_attention(library("flash_attn", release, *FLASH[2:])))
-    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == 1  # counted as in the last one that was read
-    assert timeline.tier == tier
-    said = [note.message for note in timeline.notes]
-    assert said == ([] if tier == "symbolic" else [newer_than_read_of("flash_attn", release, "2.8.3")])
-
-
-def newer_than_read_of(package, release, read):
-    return (
-        f"{package} {release} is newer than the sources that were read (up to {read}): its compiled kernels are "
-        "counted as they were there"
-    )
-
-
-@pytest.mark.parametrize(("release", "newer"), [("1.6.9", False), ("1.7.0", True), ("2.0", True)])
-def test_the_last_release_read_has_as_many_numbers_as_are_meant(library, release, newer):
-    library("causal_conv1d", release, "causal_conv1d_cuda")
-    assert (newer_than_read("causal_conv1d_cuda") is not None) == newer
-
-
-@pytest.mark.parametrize(("release", "known"), [("0.0.32.post2", True), ("0.0.28", False)])
-def test_xformers_with_its_own_build_of_flash_attention(library, monkeypatch, release, known):
-    compiled = library("xformers", release, "xformers._C_flashattention", *FLASH[3:])
-    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.flash", ModuleType("xformers.ops.fmha.flash"))
-    sys.modules["xformers.ops.fmha.flash"]._C_flashattention = compiled
-    timeline = traced(*flash_attention(compiled, namespace="xformers_flash"))
-    assert timeline.tier == "symbolic"
-    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == int(known)
-
-
 def memory_efficient(packed):
     """The autograd function of xformers around PyTorch's kernel, as cutlass.py of 0.0.29 to 0.0.34 calls it."""
     forward, backward = torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward
@@ -296,32 +256,6 @@ def test_causal_convolution(library, monkeypatch, deterministic):
     timeline = traced(apply)
     assert timeline.tier == "symbolic"
     assert count(timeline, BATCH * WIDTH * 4 * 4) == int(deterministic)
-
-
-def test_causal_convolution_before_1_6_makes_its_results(library):
-    functions = "causal_conv1d_fwd", "causal_conv1d_bwd"
-    compiled = library("causal_conv1d", "1.5.2", "causal_conv1d_cuda", *functions)
-
-    class Convolution(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return compiled.causal_conv1d_fwd(x, weight, None, None, None, None, True)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            given = x, weight, None, grad.contiguous(), None, None, None, None, False, True
-            dx, by_weight, by_bias, states = compiled.causal_conv1d_bwd(*given)
-            assert (by_bias, states) == (None, None)
-            return dx, by_weight
-
-    def apply(x):
-        return Convolution.apply(x.transpose(1, 2).contiguous(), x.new_zeros(WIDTH, 40).requires_grad_())
-
-    timeline = traced(apply)
-    assert timeline.tier == "symbolic"
-    assert count(timeline, WIDTH * 40 * 4) == 1  # the gradient of the weight, summed in float32
 
 
 def test_another_compiled_function_still_fails(library):

@@ -10,14 +10,12 @@ from architectures import BY_NAME, adamw
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from imported import heavy_after
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vram_guard import TrainingStep, trace
 from vram_guard.budget.catalogue import catalogue, find_gpu
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan._activations import activation_bytes
 from vram_guard.plan.roofline import (
     HOST_PER_CHECKPOINTED_CALL,
     HOST_PER_OPERATOR,
@@ -36,7 +34,7 @@ from vram_guard.plan.step_time import (
     relative_cost,
     step_seconds,
 )
-from vram_guard.timeline import Affine, Block, Phase, Timeline, Work
+from vram_guard.timeline import Affine, Timeline, Work
 
 #: torch 2.4's own checkpoint.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
@@ -241,11 +239,6 @@ def test_without_a_name_the_slowest_card_of_the_capability_stands_in_and_it_is_s
     assert all(gpu.fp32_flops >= assumed.fp32_flops for gpu in catalogue() if gpu.compute_capability == (8, 0))
 
 
-@pytest.mark.parametrize(("capability", "stands_in"), [((8, 7), (8, 6)), ((5, 2), (6, 0)), ((13, 0), (12, 0))])
-def test_an_unknown_capability_is_stood_for_by_the_nearest_older_one(capability, stands_in):
-    assert assumed_gpu(capability).compute_capability == stands_in
-
-
 def test_a_link_that_nobody_knows_is_assumed_and_said():
     unlinked = replace(A100, pcie_generation=None, pcie_lanes=None)
     assert "PCIe 4.0 x16 is assumed" in offload_seconds(10**9, unlinked).assumptions[0]
@@ -265,10 +258,6 @@ def test_bad_input_is_refused():
 def test_a_step_that_could_not_be_followed_has_a_lower_bound_only():
     time = step_seconds(replace(timeline_of(matmul(1)), tier="formula"), 1, A100)
     assert "lower bound" in time.assumptions[0]
-
-
-def test_the_model_imports_nothing_heavy():
-    assert heavy_after("import vram_guard.plan.step_time, vram_guard.plan._activations") == set()
 
 
 # --- real steps ------------------------------------------------------------------------------------------------------
@@ -357,39 +346,3 @@ def test_micro_batches_from_the_step_as_written_take_what_their_own_trace_says()
     for size in (4, 4096):
         guessed = step_seconds(trace(step), size, A100, micro_batches=8).seconds
         assert guessed == pytest.approx(step_seconds(own, size, A100, micro_batches=8).seconds, rel=0.05)
-
-
-def test_activations_belong_to_the_module_that_made_them():
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 32), nn.Sigmoid(), nn.Linear(32, 4))
-
-    step = TrainingStep(model=build, batch=lambda b: torch.randn(b, 8), loss=lambda m, x: m(x).sum(), optimizer=adamw)
-    timeline = trace(step)
-    by_module = activation_bytes(timeline, 6)
-    assert by_module["1"] == 6 * 32 * 4
-    assert "0" not in by_module  # a sigmoid keeps its result, not what it was given
-    assert list(by_module.values()) == sorted(by_module.values(), reverse=True)
-
-
-def test_activations_of_a_checkpointed_model_are_fewer():
-    plain, again = trace(wide()), trace(wide(again=True))
-    assert 5 * sum(activation_bytes(again, 8).values()) < sum(activation_bytes(plain, 8).values())
-
-
-def test_activations_alive_when_the_forward_ends_only():
-    kept, gone = Block(Affine(0, 8), "activations", "a", "", ""), Block(Affine(0, 8), "activations", "b", "", "")
-    late = Block(Affine(0, 8), "activations", "c", "", "")
-    phases = (Phase("forward", 2, 0), Phase("backward", 2, 3))
-    timeline = Timeline(blocks=(kept, gone, late), events=(0, 1, ~1, 2), phases=phases, traced=(2, 3))
-    assert activation_bytes(timeline, 5) == {"a": 40}
-
-
-def test_activations_of_a_micro_batch_whose_forward_comes_after_more_than_one_batch():
-    kept, other = (Block(Affine(0, 8), "activations", name, "", "") for name in "ab")
-    data = Block(Affine(0, 8), "batch", "", "", "")
-    names = ("batch", "forward", "batch", "forward", "backward", "forward", "backward")
-    starts = (0, 1, 1, 2, 3, 4, 5)  # the first forward is empty: two batches are loaded before anything is computed
-    phases = tuple(Phase(name, 2, start) for name, start in zip(names, starts, strict=True))
-    events = (0, 1, 2, ~2, 3, ~3)
-    timeline = Timeline(blocks=(data, data, kept, other), events=events, phases=phases, traced=(2, 3))
-    assert activation_bytes(timeline, 5) == {"a": 40}

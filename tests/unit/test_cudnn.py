@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vram_guard import Budget, TrainingStep, cli, plan, trace
+from vram_guard import TrainingStep, plan, trace
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan import PlanOptions
 from vram_guard.report import html_report, render
 from vram_guard.report.as_json import as_dict
-from vram_guard.simulate.device.capability import Capability
-from vram_guard.simulate.operators import cudnn, cudnn_choice, cudnn_library
+from vram_guard.simulate.operators import cudnn, cudnn_library
 from vram_guard.step import Precision
 from vram_guard.timeline import Block, CudnnAnswers, Timeline
 
@@ -155,20 +152,6 @@ def test_the_answer_is_allocated_for_the_call_and_given_back() -> None:
             assert found.events.index(~index) > found.events.index(index)
 
 
-def test_nobody_is_asked_after_the_block() -> None:
-    with cudnn.asking(Remembering(1), AMPERE):
-        assert cudnn.workspace(call("forward", 2)) == 1
-    assert cudnn.workspace(call("forward", 2)) is None
-
-
-def test_a_device_is_described_in_the_fields_that_cudnn_reads() -> None:
-    described = json.loads(AMPERE.json())
-    assert described["deviceVer"] == 860
-    assert described["maxSharedMemoryPerBlockOptin"] == 99 * 1024
-    with pytest.raises(KeyError):
-        cudnn.DeviceProperties.of((3, 5)).json()
-
-
 def test_a_cudnn_without_cublas_is_refused_before_it_aborts_the_process(tmp_path: Path) -> None:
     lonely = tmp_path / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
     lonely.parent.mkdir(parents=True)
@@ -189,10 +172,6 @@ def test_a_real_cudnn_names_workspaces_without_a_gpu() -> None:
 def test_a_real_cudnn_without_tf32_plans_otherwise() -> None:
     plain = call("backward_filter", 256)._replace(allow_tf32=False)
     assert library().workspace(plain, AMPERE) != library().workspace(call("backward_filter", 256), AMPERE)
-
-
-def test_an_architecture_that_nothing_is_known_of_has_no_answer() -> None:
-    assert library().workspace(call("forward", 2), cudnn.DeviceProperties.of((3, 5))) is None
 
 
 # --- a library that is asked as the setting says --------------------------------------------------------------------
@@ -270,13 +249,6 @@ def test_a_library_that_refuses_is_named_with_its_status_and_what_is_unknown_sta
         assert "status 1008" in " ".join(text.split())
 
 
-def test_a_library_that_is_too_old_to_be_asked_is_named_too(tmp_path: Path) -> None:
-    old = trace(step(), cudnn=str(stub(tmp_path, version=90100))).at(64)
-    assert old.cudnn is not None
-    assert "is cuDNN 9.1.0; planning without a GPU needs 9.8.0 or later" in old.cudnn.refused
-    assert old.peak_upper > old.peak_reserved
-
-
 def test_the_setting_is_read_where_nothing_is_given_and_a_plan_takes_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,38 +263,6 @@ def test_the_setting_is_read_where_nothing_is_given_and_a_plan_takes_it_too(
 def test_a_choice_that_means_nothing_is_refused_before_any_work(choice: object) -> None:
     with pytest.raises(InvalidInputError, match="cudnn must be"):
         trace(step(), cudnn=choice)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("command", ["estimate", "plan"])
-def test_a_command_with_such_a_choice_is_bad_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = {
-        "estimate": ["--batch", "2", "--height", "8", "--width", "8", "--hidden-dim", "8", "--num-layers", "1"],
-        "plan": ["--step", "test_cudnn:step", "--set", "batch_size=2"],
-    }[command]
-    assert cli.main([command, *given, "--gpu", "RTX 3060", "--cudnn", "on"]) == 2
-    assert "cudnn must be" in capsys.readouterr().err
-
-
-def test_asking_an_installed_library_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_choice, "installed", lambda: None)
-    with pytest.raises(InvalidInputError, match="cuDNN"):
-        trace(step(), cudnn="ask")
-
-
-@pytest.mark.parametrize(("here", "release", "asked"), [(1, 92600, True), (1, 92500, False), (0, 92600, False)])
-def test_by_default_the_library_of_a_training_that_runs_here_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int, release: int, asked: bool
-) -> None:
-    path = stub(tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: here)
-    # torch.backends.cudnn.version() asks each GPU what it can do, and so starts CUDA, in a copy of a process too.
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: pytest.fail("CUDA was started"))
-    monkeypatch.setattr(torch._C, "_cudnn", SimpleNamespace(getVersionInt=lambda: release), raising=False)
-    monkeypatch.setattr(cudnn_choice, "installed", lambda: path)
-    with cudnn_choice.asked_as_chosen(Capability((8, 0))):
-        assert (cudnn.asked() is not None) == asked
-    assert cudnn.asked() is None
 
 
 # --- what is unknown ------------------------------------------------------------------------------------------------
@@ -416,36 +356,3 @@ def test_half_precision_and_channels_last_have_nothing_unknown() -> None:
     assert not any(block.unknown for block in half.blocks)
     last = torch.nn.Conv2d(8, 8, 2).to(memory_format=torch.channels_last)
     assert not any(block.unknown for block in timeline_of(last, 8, 16).blocks)
-
-
-def test_what_is_unknown_counts_in_the_range_alone() -> None:
-    found = trace(step(), cudnn="off")
-    estimate, largest = found.at(64), found.replay(64, workspaces="most").peak_reserved
-    assert estimate.peak_reserved == found.replay(64, workspaces="none").peak_reserved
-    assert estimate.peak_upper >= largest > estimate.peak_reserved
-    assert as_dict(estimate)["estimate"]["peak_reserved_upper"] == estimate.peak_upper
-    for text in reports(estimate):
-        assert "workspaces in float32 are unknown" in " ".join(text.split())
-
-
-def test_a_workspace_in_a_segment_of_its_own_counts_where_all_together_find_room() -> None:
-    layers = (torch.nn.Conv2d(3, 16, 1), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1, groups=16))
-    found = timeline_of(torch.nn.Sequential(*layers), 3, 32)
-    estimate = found.at(64)
-    assert found.replay(64, workspaces="most").peak_reserved == estimate.peak_reserved
-    pixels = 64 * 32 * 32 * 4
-    assert estimate.peak_upper == estimate.peak_reserved + (3 + 16) * pixels + 3 * 16 * 4
-    for text in reports(estimate):
-        assert "workspaces in float32 are unknown" in " ".join(text.split())
-
-
-def test_the_range_says_nothing_about_whether_a_step_fits() -> None:
-    # Measured runs took more than its upper end, and less than its lower one (docs/lab/accuracy.md).
-    found = trace(step(), cudnn="off")
-    estimate = found.at(64)
-    assert estimate.peak_upper > estimate.peak_reserved
-    budget = Budget.of(estimate.peak_reserved, margin=0)
-    assert estimate.fits(budget)
-    kind = Budget.of("1GiB").for_tier("symbolic", found.network)
-    assert kind.margin > Budget.of("1GiB").for_tier("symbolic", "no convolutions, float32").margin
-    assert "convolutional networks in float32" in kind.explain()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import queue
 import random
 import signal
 import socket
@@ -22,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from vram_guard.budget import HostMemory
-from vram_guard.errors import EndedCopyError, InvalidInputError, LostCopyError, UnsupportedStepError
+from vram_guard.errors import EndedCopyError, InvalidInputError, UnsupportedStepError
 from vram_guard.forks import fork, hanging, host_copies
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
@@ -46,32 +43,6 @@ def test_generators_go_on_in_the_copy_where_they_are_in_the_original() -> None:
 
     draws()  # numpy makes its generator when it is first asked for
     assert run_in_fork(draws) == draws()
-
-
-def test_queues_whose_thread_was_not_copied_are_not_waited_for() -> None:
-    """As those of TensorBoard's writers: the copy logs and flushes, and nothing reaches the original."""
-    written: list[int] = []
-    waiting: queue.Queue[int | None] = queue.Queue(maxsize=2)
-
-    def write() -> None:
-        while (number := waiting.get()) is not None:
-            written.append(number)
-            waiting.task_done()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-
-    def log(_progress: object) -> str:
-        for number in range(10):
-            waiting.put(number)
-        waiting.join()
-        return "logged"
-
-    assert run_in_fork(log, most_seconds=20) == "logged"
-    log(None)
-    assert written == list(range(10))
-    waiting.put(None)
-    writer.join()
 
 
 def test_a_result_and_progress_come_home() -> None:
@@ -163,23 +134,6 @@ def test_files_that_the_copy_writes_stay_as_they_are(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both", "log.txt"]
 
 
-def test_what_a_copy_writes_to_a_terminal_by_itself_is_not_seen() -> None:
-    terminal, end = os.openpty()
-    before = [(number, os.dup(number)) for number in (1, 2)]
-    try:
-        for number, _kept in before:
-            os.dup2(end, number)
-        run_in_fork(lambda _say: [os.write(number, b"copy") for number in (1, 2)] and None)
-        os.write(2, b"original")
-    finally:
-        for number, kept in before:
-            os.dup2(kept, number)
-            os.close(kept)
-    assert os.read(terminal, 100) == b"original"
-    os.close(terminal)
-    os.close(end)
-
-
 def test_a_copy_that_waits_answers_more_than_once_and_raises_what_the_work_raises() -> None:
     seen = [1]
 
@@ -265,47 +219,6 @@ def test_a_copy_that_is_ended_from_outside_is_tried_once_more(
     assert run_in_fork(outer) == "done"  # nothing is left of it
 
 
-@pytest.mark.parametrize("error", [OSError("no space left"), EOFError("the log has ended"), ZeroDivisionError("0")])
-def test_an_error_of_who_listens_to_progress_comes_through(error: Exception) -> None:
-    def told(_line: str) -> None:
-        raise error
-
-    with pytest.raises(type(error), match=str(error)):
-        run_in_fork(lambda say: say("one"), told)
-
-
-def test_a_copy_whose_code_closes_files_answers_all_the_same() -> None:
-    def closes_all(_say: object) -> str:
-        os.closerange(3, 4096)
-        for number in range(3, 4096):
-            with contextlib.suppress(OSError):
-                os.close(number)
-        return "done"
-
-    assert run_in_fork(closes_all) == "done"
-
-
-def test_a_connection_that_is_closed_in_another_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork, "END_SECONDS", 0.5)
-
-    def closes_all(_say: object) -> None:
-        libc = ctypes.CDLL(None)
-        for number in range(3, 4096):
-            libc.close(number)
-        time.sleep(60)
-
-    with pytest.raises(LostCopyError):
-        run_in_fork(closes_all)
-
-
-def test_a_copy_outlives_the_thread_that_began_it() -> None:
-    begun: list[fork.Copy[str]] = []
-    thread = threading.Thread(target=lambda: begun.append(fork.begin_in_fork(lambda _say: time.sleep(1) or "done")))
-    thread.start()
-    thread.join()
-    assert begun[0].answer() == "done"
-
-
 def _reap_all(*_signal: object) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -362,22 +275,6 @@ def test_no_copy_and_no_program_of_one_outlives_the_original(number: int) -> Non
         time.sleep(0.05)
 
 
-LEAVES = """
-import os, time
-from vram_guard.forks import tied
-from vram_guard.forks.fork import run_in_fork
-
-tied.keep_programs()
-run_in_fork(lambda say: [say("is there"), time.sleep(1000)], lambda line: os._exit(7))
-"""
-
-
-def test_a_copy_that_outlasts_its_original_ends_nothing_but_itself() -> None:
-    starts = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {LEAVES!r}]).returncode)"
-    for _time in range(3):
-        assert subprocess.run([sys.executable, "-c", starts], start_new_session=True, check=False).returncode == 7
-
-
 def test_a_fatal_error_says_where_it_was(request: pytest.FixtureRequest) -> None:
     def work_that_dies(_say: object) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -420,46 +317,6 @@ def test_a_copy_that_works_without_a_word_is_waited_for(monkeypatch: pytest.Monk
         return "done"
 
     assert run_in_fork(work) == "done"
-
-
-def test_a_copy_that_waits_for_a_copy_of_its_own_is_waited_for_while_that_one_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hanging, "IDLE_SECONDS", 0.3)
-    monkeypatch.setattr(fork, "LOOK_SECONDS", 0.05)
-
-    def work(_say: object) -> int:
-        inner = os.fork()
-        if inner == 0:
-            until = time.process_time() + 1.0
-            while time.process_time() < until:
-                pass
-            os._exit(7)
-        return os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
-
-    assert run_in_fork(work) == 7
-
-
-def test_where_a_copy_of_a_copy_hangs_is_what_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hanging, "IDLE_SECONDS", 2.0)
-    monkeypatch.setattr(fork, "LOOK_SECONDS", 0.05)
-    seen: list[str] = []
-
-    def waits_for_ever() -> None:
-        threading.Event().wait()
-
-    def work(say: fork.Progress) -> None:
-        inner = os.fork()
-        if inner == 0:
-            waits_for_ever()
-        say(str(inner))
-        os.waitpid(inner, 0)
-
-    with pytest.raises(LostCopyError) as caught:
-        run_in_fork(work, seen.append)
-    assert "in waits_for_ever" in str(caught.value.__cause__)
-    assert "in work" in str(caught.value.__cause__).split("Fatal Python error: Aborted")[2]
-    assert (hanging._fields(int(seen[0])) or ["Z"])[0] == "Z"  # ended, whether or not it was waited for
 
 
 @pytest.mark.parametrize(
@@ -561,17 +418,6 @@ def test_values_on_a_gpu_lie_on_the_host_in_the_copy(monkeypatch: pytest.MonkeyP
     assert run_in_fork(work) == (weight, bias, [[7.0] * 4] * 3)
     assert [model.weight.data_ptr(), model.bias.data_ptr()] == addresses
     assert model.weight.tolist() == weight
-
-
-def test_values_that_the_host_has_no_room_for_stay_on_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tensor = torch.ones(1024)
-    monkeypatch.setattr(host_copies, "_gpu_tensors", lambda: [tensor])
-    monkeypatch.setattr(host_copies, "host_memory", lambda: HostMemory(8000, 8000, "physical memory"))
-    address = tensor.data_ptr()
-    assert run_in_fork(lambda _say: tensor.data_ptr()) == address
-    assert "too little memory" in caplog.text
 
 
 ON_A_GPU = """

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from each import each
 from torch import nn
 
 from vram_guard import TrainingStep
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard.forks.fork import can_fork, is_ours, line_that_failed, run_in_fork
+from vram_guard.forks.fork import is_ours
 from vram_guard.guard import collectives
-from vram_guard.guard._decide import decide_alone, why_not_split
-from vram_guard.guard._ranks import Outcome, RankFailure, attempt, from_rank_zero, gather
-from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
@@ -30,9 +27,31 @@ from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS
 from vram_guard.proof.effects import other_draws
 from vram_guard.techniques import Recipe
-from vram_guard.watch.corrections import Corrections, subject
 
 # --- settings -----------------------------------------------------------------------------------------------
+
+
+@each(
+    ("given", "says"),
+    [
+        ({"buget": 1}, "did you mean 'budget'"),
+        ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
+        ({"margin": 2}, "margin"),
+        ({"grow": 1}, "grow"),
+        ({"advanced": {"releases": ["uv.lock"]}}, "releases"),
+        ({"recover": "no"}, "recover"),
+        ({"mode": "fits"}, "mode"),
+        ({"loss_weight": "median"}, "loss_weight"),
+        ({"pin": {"micro_batch": 1}}, "did you mean 'micro_batch_size'"),
+        ({"advanced": {"max_recoveries": 0}}, "max_recoveries"),
+        ({"advanced": {"recover": True}}, "recover"),
+        ({"advanced": 3}, "advanced"),
+        ([], "dict"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        GuardSettings.of(given)
 
 
 def test_settings_from_arguments_and_a_config_are_equal() -> None:
@@ -41,31 +60,8 @@ def test_settings_from_arguments_and_a_config_are_equal() -> None:
     assert PlanSettings(**given).allow == {"accumulate", "precision"}
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"buget": 1}, "unknown key 'buget', known are budget, .*; did you mean 'budget'"),
-        ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
-        ({"margin": 2}, "margin"),
-        ({"grow": 1}, "grow must be True or False"),
-        ({"advanced": {"releases": ["uv.lock"]}}, "releases must be the path of a file"),
-        ({"recover": "no"}, "recover must be True or False"),
-        ({"mode": "fits"}, "mode must be one of"),
-        ({"loss_weight": "median"}, "loss_weight"),
-        ({"pin": {"micro_batch": 1}}, "did you mean 'micro_batch_size'"),
-        ({"advanced": {"max_recoveries": 0}}, "max_recoveries"),
-        ({"advanced": {"recover": True}}, "unknown key 'recover'"),
-        ({"advanced": {"longest_second": 1}}, "did you mean 'longest_seconds'"),
-        ({"advanced": 3}, "advanced must be a mapping"),
-        ([], r"must be a dict\(...\) in the config"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(given: Any, says: str) -> None:
-    with pytest.raises(InvalidInputError, match=says):
-        GuardSettings.of(given)
-
-
 def test_a_refusal_is_told_of_what_was_asked_for() -> None:
+    assert "because" in Refusal("checkpoint", "because").words()
     by_default = {"precision", "accumulate", "checkpoint", "slices", "foreach", "reshard", "evaluation", *OFFLOADS}
     assert PlanSettings().techniques == by_default
     assert PlanSettings().asked_for == PlanSettings(allow=DEFAULT_ALLOW).asked_for
@@ -76,7 +72,7 @@ def test_a_refusal_is_told_of_what_was_asked_for() -> None:
 # --- pins ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("pin", "technique"),
     [
         ({"micro_batch_size": 4}, "accumulate"),
@@ -93,12 +89,12 @@ def test_a_refusal_is_told_of_what_was_asked_for() -> None:
     ],
 )
 def test_a_pin_that_asks_for_a_refused_technique_is_refused(pin: dict[str, Any], technique: str) -> None:
-    with pytest.raises(UnsupportedStepError, match=f"{next(iter(pin))} is pinned, but .* not possible here: because"):
+    with pytest.raises(UnsupportedStepError, match=next(iter(pin))):
         check_pins(Pins.of(pin), {technique: "because"}, precision="32-true", batch_size=8)
     check_pins(Pins.of(pin), {"grow": "because"}, precision="32-true", batch_size=8)
 
 
-@pytest.mark.parametrize(
+@each(
     "pin",
     [
         {"micro_batch_size": 8},
@@ -112,61 +108,7 @@ def test_pins_to_what_is_written_ask_for_nothing(pin: dict[str, Any]) -> None:
     check_pins(Pins.of(pin), dict.fromkeys(names, "because"), precision="32-true", batch_size=8)
 
 
-def test_a_refusal_in_words() -> None:
-    assert Refusal("grow", "of this").words() == "a larger batch is not possible here: of this"
-    assert Refusal("checkpoint", "of it").words() == "activation checkpointing is not possible here: of it"
-    assert Refusal("8bit", "of that").words() == "8bit is not possible here: of that"
-
-
-# --- verdicts -----------------------------------------------------------------------------------------------
-
-
-def plan(*, fits: bool, as_written: bool) -> Any:
-    return SimpleNamespace(fits=fits, fits_as_written=as_written, reasons=("Why.",), explain=lambda: "The plan.")
-
-
-@pytest.mark.parametrize("mode", ["fit", "report", "strict"])
-def test_what_fits_as_written_passes_whatever_is_pinned(mode: Any) -> None:
-    assert judge(plan(fits=True, as_written=True), mode) == ""
-
-
-def test_strict_raises_where_the_step_does_not_fit_as_written() -> None:
-    with pytest.raises(DoesNotFitError, match=r"^the training does not fit as written\.\nThe plan\.$"):
-        judge(plan(fits=False, as_written=False), "strict")
-    with pytest.raises(DoesNotFitError, match=r"as written\. The plan that would make it fit:\nThe plan\.$"):
-        judge(plan(fits=True, as_written=False), "strict")
-
-
-def test_other_modes_warn_or_say_nothing() -> None:
-    assert judge(plan(fits=False, as_written=False), "fit") == "this training is not known to fit. Why."
-    assert judge(plan(fits=False, as_written=False), "report") == ""
-
-
-def test_without_a_prediction() -> None:
-    unsupported = Outcome[Any](None, RankFailure("UnsupportedStepError", "odd", 1))
-    assert judge_failure(unsupported, "fit", verbose=False).endswith("left unchanged: odd")
-    with pytest.raises(UnsupportedStepError):
-        judge_failure(unsupported, "strict", verbose=False)
-    wrong = Outcome[Any](None, RankFailure("ValueError", "odd", 0), ValueError("odd"))
-    for mode in ("fit", "report"):  # whether the user's code is wrong, the training itself shows
-        assert judge_failure(wrong, mode, verbose=False).endswith("ValueError: odd\n")
-    with pytest.raises(ValueError, match="odd"):
-        judge_failure(wrong, "strict", verbose=False)
-    setting = Outcome[Any](None, RankFailure("InvalidInputError", "odd", 0), InvalidInputError("odd"))
-    with pytest.raises(InvalidInputError, match="odd"):
-        judge_failure(setting, "fit", verbose=False)
-
-
-def test_the_users_line_that_fails_is_named_instead_of_a_traceback() -> None:
-    failure = RankFailure("ValueError", "odd.", 0, "train.py, line 12")
-    here, elsewhere = (Outcome[Any](None, failure, error) for error in (ValueError("odd."), None))
-    for outcome in (here, elsewhere):
-        said = judge_failure(outcome, "fit", verbose=False)
-        assert "left unchanged: train.py, line 12 fails: ValueError: odd. It ran on tensors without values" in said
-        assert "\n" not in said
-    assert judge_failure(here, "fit", verbose=True).endswith("ValueError: odd.\n")
-    ours = replace(here, failure=replace(failure, ours=True))  # what we raise is ours to mend
-    assert judge_failure(ours, "fit", verbose=False).endswith("ValueError: odd.\n")
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 def test_an_error_that_this_package_raises_is_told_from_one_of_torch() -> None:
@@ -178,22 +120,6 @@ def test_an_error_that_this_package_raises_is_told_from_one_of_torch() -> None:
     assert raised(lambda: Budget.resolve(budget="24 parsecs"))
     assert not raised(lambda: torch.ones(2).view(3))
     assert not raised(lambda: Path(b"x"))
-
-
-@pytest.mark.skipif(not can_fork(), reason="needs a copy of the process")
-def test_an_error_in_a_copy_keeps_the_users_line() -> None:
-    def work(_progress: Any) -> None:
-        torch.ones(2).view(3)
-
-    with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
-        run_in_fork(work)
-    assert line_that_failed(caught.value) == f"test_guard.py, line {work.__code__.co_firstlineno + 1}"
-    outcome = attempt(SimpleNamespace(rank=0, world_size=1), lambda: run_in_fork(work))
-    assert outcome.failure is not None
-    assert outcome.failure.line == line_that_failed(caught.value)
-    with pytest.raises(RuntimeError) as here:
-        work(None)
-    assert line_that_failed(here.value) == line_that_failed(caught.value)
 
 
 # --- changes ------------------------------------------------------------------------------------------------
@@ -250,51 +176,6 @@ class Recorded:
         return value
 
 
-def test_every_rank_has_every_value_in_the_order_of_ranks() -> None:
-    ranks = Recorded(1, ["a", None, "c"])
-    assert gather(ranks, "b") == ["a", "b", "c"]
-    assert from_rank_zero(ranks, "b") == "a"
-    assert from_rank_zero(Recorded(0, ["", "x"]), "mine") == "mine"
-    alone = Recorded(0, ["unused"])
-    assert (gather(alone, 7), from_rank_zero(alone, 7), alone.sent) == ([7], 7, [])
-
-
-def test_a_failure_on_one_rank_is_everybodys() -> None:
-    elsewhere = RankFailure("InvalidInputError", "odd", 0)
-    found = attempt(Recorded(1, [elsewhere, None]), lambda: "value")
-    assert (found.value, found.failure, found.error) == (None, elsewhere, None)
-    with pytest.raises(InvalidInputError, match="rank 0 could not plan: odd"):
-        found.unwrap()
-
-    def fails() -> None:
-        raise KeyError("mine")
-
-    here = attempt(Recorded(1, [None, None, None]), fails)
-    line = f"test_guard.py, line {fails.__code__.co_firstlineno + 1}"
-    assert here.failure == RankFailure("KeyError", "'mine'", 1, line)
-    with pytest.raises(KeyError, match="mine"):
-        here.unwrap()
-    second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
-    assert (second.failure, second.error) == (elsewhere, None)
-    assert str(RankFailure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
-    assert type(RankFailure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
-
-
-def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
-    class OddError(UnsupportedStepError):
-        pass
-
-    def fails() -> None:
-        raise OddError("odd")
-
-    failure = attempt(Recorded(0, [None, None]), fails).failure
-    assert failure is not None
-    assert (failure.kind, failure.message, failure.rank) == ("UnsupportedStepError", "odd", 0)
-    assert failure.unsupported
-    assert not RankFailure("ValueError", "odd", 0).unsupported
-    assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3
-
-
 # --- splitting ----------------------------------------------------------------------------------------------
 
 
@@ -316,91 +197,6 @@ def test_notes_of_a_split_name_what_the_training_has() -> None:
     assert notes_of(nn.Sequential(nn.Dropout(0.0)), [], "sum") == []
     assert notes_of(nn.Sequential(nn.Dropout(0.5)).eval(), [], "sum") == []
     assert notes_of(DropoutOfItsOwn(), [], "sum") == []
-
-
-def test_why_a_loader_cannot_be_split() -> None:
-    def fails(size: int) -> Any:
-        raise RuntimeError(f"no {size}")
-
-    assert why_not_split(lambda size: torch.ones(size, 2)) == ""
-    assert why_not_split(lambda _size: 3) != ""
-    assert "RuntimeError: no " in why_not_split(fails)
-
-
-# --- a decision ---------------------------------------------------------------------------------------------
-
-
-class Small(CapturedTraining):
-    def symbolic_run(self) -> Any:
-        return nullcontext()
-
-    def refusals(self, settings: GuardSettings) -> list[Refusal]:
-        return []
-
-
-@pytest.mark.parametrize("micro", [8, 4])
-def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
-    net = nn.Linear(2, 2)
-    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
-    captured = Small(
-        step,
-        net,
-        Sample(lambda size: torch.ones(size, 2), 8, None, None, lambda size: torch.ones(size, 2)),
-        None,
-        ("Read.",),
-    )
-    settings = GuardSettings(pin={"micro_batch_size": micro}, remember=False)
-    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), None, lambda _line: None)
-    assert decision.plan.splits == 8 // micro
-    assert decision.notes[0] == "Read."
-    assert (decision.splitter is None) == (micro == 8)
-    assert (len(decision.notes) > 1) == (micro == 4)  # how losses are weighted
-    assert decision.spare is not None
-    assert len(decision.spare.split(torch.ones(8, 2))) == 8 // micro
-
-
-@pytest.mark.parametrize(
-    ("gpu", "more", "said"),
-    [
-        (None, {"releases": "other.txt"}, "other.txt asks for 0.2"),
-        (None, {}, ""),
-        ("Tesla T4", {"releases": "other.txt"}, ""),  # it trains here, with these releases
-    ],
-)
-def test_other_releases_are_said_where_the_training_will_run_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, more: dict[str, Any], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("other.txt").write_text("torch==0.2\n")
-    net = nn.Linear(2, 2)
-    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
-    sample = Sample(lambda size: torch.ones(size, 2), 8, None, None, lambda size: torch.ones(size, 2))
-    settings = GuardSettings(mode="report", remember=False, **more)
-    captured = Small(step, net, sample, None, ())
-    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
-    assert any(said in note for note in decision.notes) == bool(said)
-    assert any("other releases" in note for note in decision.notes) == bool(said)
-    if said:
-        Path("other.txt").write_text("torch==two\n")
-        with pytest.raises(InvalidInputError, match="'torch==two'"):
-            decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "remember", "correction"), [("Tesla T4", True, 1.5), ("Tesla T4", False, 1.0), (None, True, 1.0)]
-)
-def test_a_plan_is_corrected_by_what_was_measured_on_its_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str | None, remember: bool, correction: float
-) -> None:
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path))
-    net = nn.Linear(2, 2)
-    assert Corrections().remember(subject(net, "32-true", "Tesla T4"), 1.5)
-    step = TrainingStep(net, torch.ones(8, 2), lambda net, x: net(x).mean(), torch.optim.SGD)
-    sample = Sample(lambda size: torch.ones(size, 2), 8, None, None, lambda size: torch.ones(size, 2))
-    settings = GuardSettings(mode="report", remember=remember)
-    captured = Small(step, net, sample, None, ())
-    decision = decide_alone(captured, settings, Budget.resolve("1GiB", None, None), gpu, lambda _line: None)
-    assert decision.plan.correction == correction
 
 
 # --- one training -------------------------------------------------------------------------------------------
@@ -438,6 +234,78 @@ class FakeTraining:
 
     def capture(self) -> Any:
         raise UnsupportedStepError("an odd loop")
+
+
+class Captured(CapturedTraining):
+    def symbolic_run(self) -> Any:
+        return nullcontext()
+
+    def refusals(self, settings: GuardSettings) -> list[Refusal]:
+        return []
+
+
+class Small(FakeTraining):
+    """It can be predicted; what would be applied and reported is not looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(256, 256)
+
+    def capture(self) -> Any:
+        step = TrainingStep(self.model, torch.ones(8, 256), lambda net, x: net(x).mean(), torch.optim.SGD)
+        sample = Sample(lambda size: torch.ones(size, 256), 8, None, None, lambda size: torch.ones(size, 256))
+        return Captured(step, self.model, sample, None, ("Read.",))
+
+    def apply(self, *_given: Any) -> None:
+        pass
+
+    def report(self, *_given: Any, **_how: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("micro", [8, 4])
+def test_batches_are_cut_where_the_plan_splits_them(micro: int) -> None:
+    training: Any = Small()
+    guard = Guard(training, GuardSettings(budget="1GiB", pin={"micro_batch_size": micro}, remember=False))
+    guard.begin()
+    decision = guard.decision
+    assert decision is not None
+    assert decision.plan.splits == 8 // micro
+    assert decision.notes[0] == "Read."
+    assert (decision.splitter is None) == (micro == 8)
+    assert (len(decision.notes) > 1) == (micro == 4)  # how losses are weighted
+    assert decision.spare is not None
+    assert len(decision.spare.split(torch.ones(8, 256))) == 8 // micro
+
+
+@pytest.mark.parametrize("mode", ["fit", "report", "strict"])
+def test_the_mode_says_what_follows_from_a_plan_that_does_not_fit(mode: Any) -> None:
+    training: Any = Small()
+    guard = Guard(training, GuardSettings(budget="1KiB", mode=mode, remember=False))
+    if mode == "strict":
+        with pytest.raises(DoesNotFitError):
+            guard.begin()
+    else:
+        guard.begin()
+        assert len(training.warned) == (mode == "fit")
+    assert not guard.changes
+
+
+@pytest.mark.parametrize("mode", ["fit", "report", "strict"])
+def test_a_users_own_error_is_named_by_its_line_and_ends_a_strict_training_alone(mode: Any) -> None:
+    class Wrong(Small):
+        def capture(self) -> Any:
+            torch.ones(2).view(3)
+
+    training: Any = Wrong()
+    guard = Guard(training, GuardSettings(budget="1GiB", mode=mode))
+    if mode == "strict":
+        with pytest.raises(RuntimeError, match="invalid for input of size"):
+            guard.begin()
+        return
+    guard.begin()
+    (said,) = training.warned
+    assert f"test_guard.py, line {Wrong.capture.__code__.co_firstlineno + 1}" in said
 
 
 def begun(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from architectures import adamw
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard.allocator import host_peak, pinned_size
-from vram_guard.report.as_json import as_json
 from vram_guard.simulate import trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
@@ -101,9 +98,3 @@ def test_real_buffers_that_receive_what_comes_from_the_gpu_are_counted() -> None
     assert into(False).at(9).host_peak == 9 * 64 * 4
     assert into(True).at(9).host_peak == 4096
     assert [b.pinned for b in into(True).host_blocks] == [True, True]
-
-
-def test_a_step_that_stays_on_the_gpu_needs_none_and_json_says_so() -> None:
-    estimate = trace(step(lambda model, batch: model(batch).sum())).at(8)
-    assert estimate.host_peak == 0
-    assert json.loads(as_json(estimate))["estimate"]["host_peak"] == 0

@@ -9,7 +9,7 @@ from vram_guard.closed_form.inputs import InputSizes
 
 pytest.importorskip("transformers")
 
-from vram_guard.capture.hugging_face import _text_encoder, inputs_of, step_of
+from vram_guard.capture.hugging_face import inputs_of, step_of
 from vram_guard.capture.lora import AdapterWeights
 
 BERT = {
@@ -43,11 +43,3 @@ def test_labels_are_those_of_the_task(architecture: str, labels: tuple[int, ...]
     loss = step.loss(step.model(), given)
     assert loss.shape == ()
     assert torch.isfinite(loss)
-
-
-def test_one_frozen_model_alone_can_encode_the_prompts() -> None:
-    trained, encoder = {"cross_attention_dim": 16}, {"model_type": "clip_text_model", "hidden_size": 16}
-    assert _text_encoder(trained, {"vae": {}, "text": encoder}) == "text"
-    assert _text_encoder(trained, {"text": encoder, "text_2": encoder}) == ""
-    assert _text_encoder(trained, {"vae": {}}) == ""
-    assert _text_encoder({}, {"text": {"model_type": "its width is not said"}}) == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from vram_guard import TrainingStep
 from vram_guard.simulate import trace_at
@@ -46,16 +45,6 @@ def test_autocast_keeps_no_copies_of_weights():
     both_steps = 2
     assert casts(requests(torch.no_grad, "bf16-mixed")) == both_steps
     assert casts(requests(torch.inference_mode, "bf16-mixed")) == 2 * both_steps
-
-
-@pytest.mark.torch_since(2, 6)
-@pytest.mark.parametrize(("region", "copies"), [(torch.no_grad, 1), (torch.inference_mode, 2)])
-def test_torch_itself_does_so(region, copies):
-    weight = nn.Parameter(torch.ones(8, 8))
-    rows = torch.ones(2, 8, dtype=torch.bfloat16)
-    with region(), torch.autocast("cpu", torch.bfloat16), profile(activities=[ProfilerActivity.CPU]) as profiled:
-        nn.functional.linear(nn.functional.linear(rows, weight), weight)
-    assert sum(event.count for event in profiled.key_averages() if event.key == "aten::_to_copy") == copies
 
 
 def test_leaving_it_brings_gradients_back():

@@ -79,20 +79,6 @@ def test_what_a_trainer_does_not_go_with(technique: str, settings: Any, module: 
     assert (technique in found) is refused
 
 
-def test_updates_on_the_host_are_refused_where_the_gpu_clips_or_every_rank_would_do_them() -> None:
-    """On a Trainer of the CPU they always are; each reason stands by itself."""
-    of = {
-        name: {
-            one.reason
-            for one in refusals(trainer_with(**settings), pl.LightningModule(), CallbackSettings(), growable="")
-            if one.technique == "offload_optimizer"
-        }
-        for name, settings in {"one": {}, "clipped": {"gradient_clip_val": 1.0}, "two": TWO}.items()
-    }
-    assert of["one"]
-    assert len({frozenset(reasons) for reasons in of.values()}) == 3
-
-
 @each(
     ("traits", "precision", "before", "clip", "sharding", "technique"),
     [

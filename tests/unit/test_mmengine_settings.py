@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("mmengine")
@@ -45,26 +43,3 @@ def test_settings_of_the_project_count_where_the_config_says_nothing(root, tmp_p
     guard = cases.guard(runner)
     assert (guard.settings.mode, guard.settings.lr_rule) == ("report", "sqrt")
     assert (guard.plan.budget.total, guard.plan.budget.margin) == (2**30, 0.25)
-
-
-def test_what_counts_iterations_is_named_for_a_larger_batch() -> None:
-    """Schedules that are converted from epochs, and what counts epochs, follow by themselves."""
-    from mmengine.hooks import CheckpointHook, EMAHook, LoggerHook
-
-    from vram_guard_mmengine import _training
-
-    schedules = [
-        {"type": "LinearLR", "by_epoch": False, "begin": 0, "end": 500},
-        {"type": "CosineAnnealingLR", "by_epoch": True, "end": 12},
-        {"type": "PolyLR"},
-    ]
-    hooks = [
-        LoggerHook(interval=50),
-        CheckpointHook(interval=2),
-        CheckpointHook(interval=800, by_epoch=False),
-        EMAHook(),
-    ]
-    runner = SimpleNamespace(param_schedulers=schedules, hooks=hooks)
-    assert list(_training._schedules_by_iteration(runner)) == ["LinearLR (0 - 500)"]
-    assert list(_training._hooks_by_iteration(runner)) == ["LoggerHook.interval = 50", "CheckpointHook.interval = 800"]
-    assert list(_training._schedules_by_iteration(SimpleNamespace(param_schedulers=None))) == []

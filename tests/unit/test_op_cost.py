@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from vram_guard import Timeline, TrainingStep, trace
-from vram_guard.simulate.cost.op_cost import launches_of
 from vram_guard.simulate.tracing.run import run_step
-from vram_guard.timeline import Affine, Work, merge_affine
+from vram_guard.timeline import Affine, Work
 
 #: torch 2.4's own checkpoint.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
@@ -57,63 +56,6 @@ def test_a_linear_layer_by_hand():
     assert (forward.unit, forward.launches, forward.recomputed) == ("fp32", 1, False)
     # The input needs no gradient: the backward pass makes one product, for the weight.
     assert one(timeline, "aten.mm.default", "backward").flops == forward.flops
-
-
-#: Results of float32 from operands of half precision; torch 2.8 and later.
-TO_FLOAT = {
-    "mm": lambda x, w: torch.mm(x, w, out_dtype=torch.float32),
-    "addmm": lambda x, w: torch.addmm(torch.zeros(48, device=x.device), x, w, out_dtype=torch.float32),
-    "bmm": lambda x, w: torch.bmm(x[None], w[None], out_dtype=torch.float32)[0],
-    "baddbmm": lambda x, w: torch.baddbmm(
-        torch.zeros(1, 1, 48, device=x.device), x[None], w[None], out_dtype=torch.float32
-    )[0],
-}
-
-
-@pytest.mark.skipif("dtype" not in torch.ops.aten.mm.overloads(), reason="torch.mm has no out_dtype here")
-@pytest.mark.parametrize("name", TO_FLOAT)
-def test_products_with_a_dtype_of_their_own_by_hand(name):
-    class Product(torch.autograd.Function):  # torch has no derivative for them: who trains with them brings it along
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x)
-            return TO_FLOAT[name](x.half(), w.half())
-
-        @staticmethod
-        def backward(ctx, grad):
-            return None, ctx.saved_tensors[0].t() @ grad
-
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 48))
-
-        def forward(self, x):
-            return Product.apply(x, self.weight)
-
-    timeline = traced(Head, lambda b: torch.randn(b, 64), size=16)
-    work = one(timeline, f"aten.{name}.dtype")
-    assert work.flops.base == 2 * 16 * 64 * 48
-    assert work.unit == "fp16"
-    (first, *_) = [
-        block for block in timeline.blocks if block.operator == f"aten.{name}.dtype" and block.size.base < 2**20
-    ]
-    assert first.size.base == 16 * 48 * 4
-    assert timeline.tier == "symbolic"
-
-
-def test_grouped_convolutions_by_hand():
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), nn.Conv2d(16, 32, 3, stride=2, groups=4, bias=False))
-
-    timeline = traced(build, lambda b: torch.randn(b, 8, 9, 9), size=2)
-    last = [work for work in timeline.work if work.module == "1"]
-    forward = 2 * 2 * (4 * 4) * 32 * (16 // 4) * 9
-    assert [work.flops.base for work in last if work.phase == "forward"] == [forward]
-    assert [work.flops.base for work in last if "convolution" in work.operator and work.phase == "backward"] == [
-        2 * forward
-    ]
-    assert {work.unit for work in timeline.work if "convolution" in work.operator} == {"tf32"}
 
 
 class Attention(nn.Module):
@@ -201,22 +143,6 @@ def test_the_optimizer_reads_and_writes_what_it_updates():
     assert 7 * parameter <= step.moved.base < 7 * parameter + 64  # four read, three written, and the step's number
 
 
-@pytest.mark.parametrize(
-    ("tensors", "elements", "lists", "expected"),
-    [
-        (1, 10, 1, 1),
-        (110, 10, 1, 1),
-        (111, 10, 1, 2),
-        (65, 10, 2, 2),
-        (1, 320 * 65536, 2, 1),
-        (1, 320 * 65536 + 1, 2, 2),
-    ],
-)
-def test_lists_of_tensors_take_the_launches_of_multi_tensor_apply(tensors, elements, lists, expected):
-    same = torch.empty(elements, device="meta")
-    assert launches_of([[same] * tensors] * lists) == expected
-
-
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -258,13 +184,6 @@ def test_copies_between_host_and_device_are_transfers_and_nothing_else():
     assert loaded.transfer.base == 32 * 16 * 4
 
 
-def test_micro_batches_are_told_apart_and_only_the_second_adds_gradients():
-    timeline = traced(Offloaded, lambda b: torch.randn(b, 16), accumulate=3)
-    assert {work.micro_batch for work in timeline.work} == {0, 1}
-    adding = [w.micro_batch for w in timeline.work if w.operator.startswith("aten.add") and w.phase == "backward"]
-    assert adding == [1, 1]
-
-
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_work_follows_the_law_of_the_batch_size(name):
     step = BY_NAME[name].step()
@@ -279,32 +198,6 @@ def test_work_follows_the_law_of_the_batch_size(name):
         )
         for one_number, other in ((law.flops, found.flops), (law.moved, found.moved), (law.transfer, found.transfer)):
             assert one_number.at(29) == other.base
-
-
-def _timeline(size: int, flops_: int, operator: str = "aten.mm.default") -> Timeline:
-    work = Work(operator, "", "forward", False, Affine(flops_, 0), Affine(0, 0), "fp32")
-    return Timeline(blocks=(), events=(), phases=(), traced=(size,), work=(work,))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "line"),
-    [
-        (10, 15, Affine(0, 5)),
-        (14, 19, Affine(4, 5)),
-        (4, 9, Affine(0, 3)),  # the square of the batch: from 0 through the larger size
-        (7, 5, Affine(7, 0)),  # never less for more
-    ],
-)
-def test_work_that_is_not_affine_gets_a_line_that_never_falls(low, high, line):
-    merged = merge_affine(_timeline(2, low), _timeline(3, high))
-    assert merged is not None
-    assert merged.work[0].flops == line
-
-
-def test_other_operators_at_another_size_leave_the_work_open():
-    merged = merge_affine(_timeline(2, 4), _timeline(3, 6, "aten.bmm.default"))
-    assert merged is not None
-    assert merged.work == ()
 
 
 def network(model, *shape, precision="32-true"):
@@ -328,10 +221,3 @@ def test_the_kind_of_network_is_told_by_what_computes():
     assert network(linear, 64) == "no convolutions, float32"
     assert network(linear, 64, precision="16-mixed") == "no convolutions, half precision"
     assert network(torch.nn.Identity(), 64) is None
-
-
-def test_a_few_patches_make_no_network_of_convolutions():
-    patches = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 16, stride=16), torch.nn.Flatten(2))
-    deep = torch.nn.Sequential(patches, *(torch.nn.Linear(16, 16) for _ in range(300)))
-    assert network(patches, 3, 64, 64) == "convolutions in float32"
-    assert network(deep, 3, 64, 64) == "no convolutions, float32"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from vram_guard import Parallel, TrainingStep
 from vram_guard.errors import InvalidInputError
 from vram_guard.limits import MOST_GPUS
-from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.parallel.spec import KINDS
 
 NODES = st.sampled_from([1, 2, 4, 8])
@@ -60,24 +57,6 @@ def test_dimensions(given_: dict[str, Any], dimensions: dict[str, int], shards: 
     layout = Parallel(**given_)
     assert list(layout.dimensions.items()) == list(dimensions.items())
     assert layout.shards == shards
-
-
-def test_a_node_has_eight_gpus_or_all_of_fewer() -> None:
-    assert (Parallel(4).gpus_of_a_node, Parallel(4).nodes) == (4, 1)
-    assert (Parallel(32).gpus_of_a_node, Parallel(32).nodes) == (8, 4)
-    assert (Parallel(12, node=4).gpus_of_a_node, Parallel(12, node=4).nodes) == (4, 3)
-
-
-def test_a_changed_layout_is_the_one_made_anew() -> None:
-    assert Parallel(4).with_(gpus=16) == Parallel(16)
-    assert Parallel(16, kind="hsdp").with_(gpus=64).dimensions == {"replicate": 8, "shard": 8}
-    assert Parallel(16, kind="hsdp").with_(kind="fsdp2") == Parallel(16, kind="fsdp2")
-
-
-def test_dtypes_have_one_name() -> None:
-    layout = Parallel(8, kind="fsdp2", param_dtype="bf16", reduce_dtype=torch.float32)  # type: ignore[arg-type]
-    assert (layout.param_dtype, layout.reduce_dtype) == ("bfloat16", "float32")
-    assert layout == Parallel(8, kind="fsdp2", param_dtype="bfloat16", reduce_dtype="fp32")
 
 
 @each(
@@ -125,73 +104,4 @@ def test_every_kind_stands_for_any_number_of_gpus(kind: Any) -> None:
     assert [Parallel(gpus, kind=kind).gpus for gpus in (1, 2, 8, 512)] == [1, 2, 8, 512]
 
 
-@pytest.mark.parametrize("kind", [["ddp"], {"ddp": 1}])
-def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
-    with pytest.raises(InvalidInputError, match="kind must be one of"):
-        Parallel(gpus=8, kind=kind)
-
-
 # --- errors of a user's own code -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"), [({"offload": "yes"}, "offload must be"), ({"reshard": 1}, "reshard must")]
-)
-def test_switches_of_a_layout_are_switches(setting: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidInputError, match=said):
-        Parallel(gpus=2, kind="fsdp2", **setting)
-
-
-def _on_two(apply: Any, **settings: Any) -> Any:
-    from vram_guard.simulate import estimate
-
-    step = TrainingStep(
-        lambda: torch.nn.Linear(64, 64),
-        lambda size: torch.zeros(size, 64),
-        lambda model, batch: model(batch).sum(),
-        torch.optim.SGD,
-        parallel=Parallel(gpus=2, apply=apply, **settings),
-    )
-    return estimate(step, 4)
-
-
-@pytest.mark.torch_since(2, 6)
-def test_errors_of_apply_say_what_to_do() -> None:
-    def moved(model: Any, _mesh: Any) -> Any:
-        return model.cuda()
-
-    def again(model: Any, _mesh: Any) -> Any:
-        torch.distributed.init_process_group("nccl")
-        return model
-
-    with pytest.raises(InvalidInputError, match="meta device"):
-        _on_two(moved)
-    assert _on_two(moved, init="cpu").peak_allocated > 64 * 64 * 4
-    with pytest.raises(InvalidInputError, match="init_process_group"):
-        _on_two(again)
-
-
-@pytest.mark.torch_since(2, 6)
-def test_fsdp1_takes_its_gpu_by_number() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    def flat(model: Any, mesh: Any, device: Any) -> Any:
-        return FullyShardedDataParallel(model, process_group=mesh["shard"].get_group(), device_id=device)
-
-    by_number, by_name = (
-        _on_two(lambda model, mesh, device=device: flat(model, mesh, device), init="cpu")
-        for device in (0, torch.device("cuda", 0))
-    )
-    assert by_number.breakdown == by_name.breakdown
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-def test_where_torch_has_no_class_of_divided_modules_none_is_divided(loaded: bool, monkeypatch) -> None:
-    """torch before 2.6, whether the script has imported its FSDP or not; nothing is imported for the question."""
-    name = "torch.distributed.fsdp"
-    if loaded:
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    else:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not divided_by_fsdp2(torch.nn.Linear(1, 1))
-    assert (name in sys.modules) is loaded

@@ -14,12 +14,10 @@ import pytest
 import torch
 from parallel_cases import Net, step
 
-from vram_guard import Parallel, Timeline, TrainingStep, trace
+from vram_guard import Parallel, Timeline, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
-from vram_guard.parallel.data_parallel import chosen_options, fullest_rank, options_of
-from vram_guard.private_names import PrivateName
+from vram_guard.parallel.data_parallel import chosen_options, options_of
 from vram_guard.simulate import holds_at
-from vram_guard.simulate.parallel import replicas
 from vram_guard.simulate.tracing.run import run_step
 
 pytestmark = pytest.mark.torch_since(2, 6)
@@ -124,39 +122,6 @@ def test_the_law_holds(kind: Any, settings: dict[str, Any]) -> None:
     assert holds_at(run_step(step(layout, **settings), 7, AMPERE), timeline, 7)
 
 
-def test_ranks_given_by_their_number_take_the_same() -> None:
-    """The same buckets, although the loss calls the model by itself."""
-    counted, laid_out = traced(data_parallel_ranks=4), traced(parallel=DDP)
-    assert counted.events == laid_out.events
-    assert counted.sizes(2) == laid_out.sizes(2)
-    assert counted.parallel == laid_out.parallel == DDP
-    assert step(data_parallel_ranks=12).layout == Parallel(12, node=12, kind="ddp")
-
-
-def test_methods_of_the_model_are_reduced_too() -> None:
-    """A framework's loss calls ``training_step``: no forward of the model itself runs."""
-
-    class Module(Net):
-        def training_step(self, words: torch.Tensor) -> torch.Tensor:
-            return self.forward(words).float().mean()
-
-    def loss(model: Any, words: torch.Tensor) -> torch.Tensor:
-        return model.training_step(words)
-
-    timeline = traced(model=Module, loss=loss, data_parallel_ranks=2, accumulate=3)
-    reduced = [one for one in timeline.collectives if one.name == "all_reduce"]
-    # As frameworks do: only the last micro-batch's.
-    assert [(one.step, one.micro_batch) for one in reduced] == [(1, 1), (2, 1)]
-    assert all(one.bytes.base == BYTES for one in reduced)
-
-
-def test_micro_batches_of_a_static_graph_are_followed() -> None:
-    """Its Reducer fails where nothing is to be reduced yet; a recovery from out-of-memory errors does without it."""
-    timeline = traced(data_parallel_ranks=2, accumulate=2, ddp_options={"static_graph": True})
-    reduced = [one for one in timeline.collectives if one.name == "all_reduce" and one.bytes.base == BYTES]
-    assert [(one.step, one.micro_batch) for one in reduced] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-
-
 def test_collectives_are_logged_with_their_bytes_and_whose_they_are() -> None:
     def loss(model: Any, words: torch.Tensor) -> torch.Tensor:
         out = model(words).float().mean()
@@ -186,16 +151,6 @@ def test_users_own_wrapper_is_traced_with_its_hook() -> None:
 
     timeline = traced(parallel=Parallel(2, apply=apply, init="cuda"))
     assert {one.bytes.base for one in timeline.collectives if one.name == "all_reduce"} == {BYTES // 2}
-
-
-def test_a_model_is_asked_through_its_wrapper() -> None:
-    class Named(Net):
-        words = 50
-
-    def loss(model: Any, words: torch.Tensor) -> torch.Tensor:
-        return model(words)[..., : model.words].float().mean()
-
-    assert traced(model=Named, loss=loss, parallel=DDP).parallel == DDP
 
 
 def test_a_trace_leaves_no_trace() -> None:
@@ -228,15 +183,6 @@ def test_parameters_without_a_gradient_are_said() -> None:
     assert "find_unused_parameters" in counted.notes[-1].message
     told = traced(model=script.Partly, data_parallel_ranks=2, ddp_options=found)
     assert (counted.events, told.notes) == (told.events, ())
-
-
-def test_a_torch_without_the_names_counts_no_buckets_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = PrivateName("torch._C:_never_was_there", "nothing", "nowhere")
-    monkeypatch.setattr(replicas, "REDUCER_NAMES", (gone,))
-    timeline = traced(data_parallel_ranks=2)
-    assert timeline.tier == "partly symbolic"
-    assert any("_never_was_there" in note.message for note in timeline.notes)
-    assert timeline.events == traced().events
 
 
 def test_options_are_read_off_a_wrapper_and_off_arguments() -> None:
@@ -277,27 +223,6 @@ def test_states_are_divided_as_the_optimizer_divides_them(ranks: int) -> None:
     assert held(traced(parallel=layout), "optimizer_states") == max(each)
 
 
-def test_the_fullest_rank_is_the_one_with_the_largest_of_uneven_parts() -> None:
-    weights = [torch.empty(size) for size in (4, 4, 3, 3, 3)]
-    assert fullest_rank([{"params": weights}], 2) == 0  # 4 + 3 + 3 and 4 + 3
-    assert fullest_rank([{"params": [torch.empty(1), torch.empty(9)]}], 4) == 0
-    groups = [{"params": [torch.empty(5)]}, {"params": [torch.empty(4), torch.empty(3)]}]
-    assert fullest_rank(groups, 2) == 1  # 5, then 4 + 3
-
-
-def test_groups_and_settings_of_the_optimizer_stay() -> None:
-    found: list[Any] = []
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        weights = list(parameters)
-        made = torch.optim.SGD([{"params": weights[:3], "lr": 0.5}, {"params": weights[3:]}], lr=0.1, momentum=0.9)
-        found.append(made)
-        return made
-
-    timeline = traced(parallel=Parallel(2, kind="zero1"), optimizer=optimizer)
-    assert held(timeline, "optimizer_states") == pytest.approx(BYTES / 2, rel=0.2)  # momentum alone
-
-
 def test_an_optimizer_that_cannot_be_built_anew_is_refused() -> None:
     class Own(torch.optim.SGD):
         def __init__(self, params: Any, secret: int) -> None:
@@ -329,12 +254,6 @@ def test_fsdp1_holds_a_flat_shard_of_each_block_and_frees_with_other_streams(ini
     assert len(waited) >= 6
 
 
-def test_fsdp1_keeps_weights_between_forward_and_backward_where_it_is_asked_to() -> None:
-    kept, freed = (traced(parallel=Parallel(4, kind="fsdp1", reshard=reshard)) for reshard in (False, True))
-    gathers = [sum(one.name.startswith("all_gather") for one in each.collectives) for each in (kept, freed)]
-    assert gathers[0] < gathers[1]
-
-
 def test_fsdp1_with_offload_keeps_flat_shards_and_their_gradients_in_pinned_host_memory() -> None:
     written, offloaded = (traced(parallel=Parallel(4, kind="fsdp1", offload=offload)) for offload in (False, True))
     assert held(offloaded, "parameters") == held(offloaded, "optimizer_states") == 0
@@ -345,15 +264,3 @@ def test_fsdp1_with_offload_keeps_flat_shards_and_their_gradients_in_pinned_host
     assert sum(shards) == pytest.approx(sum(pinned), rel=0.15)
     gathers = [sum(one.name.startswith("all_gather") for one in each.collectives) for each in (written, offloaded)]
     assert gathers[0] == gathers[1]
-
-
-def test_fsdp1_in_one_precision_leaves_batch_norms_in_their_block(recwarn: pytest.WarningsRecorder) -> None:
-    step = TrainingStep(
-        model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)),
-        batch=lambda size: torch.zeros(size, 64),
-        loss=lambda model, batch: model(batch).sum(),
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
-        parallel=Parallel(gpus=8, kind="fsdp1"),
-    )
-    assert trace(step).at(4).peak_reserved > 0
-    assert not [str(one.message) for one in recwarn if "mixed precision" in str(one.message)]

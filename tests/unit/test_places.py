@@ -10,10 +10,9 @@ import torch
 from architectures import adamw
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from vram_guard import Timeline, TrainingStep, trace
-from vram_guard.errors import DeviceMismatchError, UnsupportedStepError
+from vram_guard.errors import DeviceMismatchError
 from vram_guard.simulate.tracing.run import run_step
 
 AMPERE = (8, 0)
@@ -151,41 +150,6 @@ def test_the_users_own_meta_tensors_take_nothing_and_are_on_the_meta_device() ->
     ]
 
 
-class Forwarding(TorchFunctionMode):
-    """A function mode that changes nothing, as profilers and loggers have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.called.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_function_mode_that_is_on_changes_no_place(form: Any) -> None:
-    """torch hands each function to the modes once."""
-
-    def moving(net: Net, x: torch.Tensor) -> torch.Tensor:
-        table = net.table.to("cuda")
-        kept = x.detach().cpu()
-        assert (x.to("cuda").device.type, table.is_cuda, kept.is_cpu, kept.to(x).is_cuda) == ("cuda", True, True, True)
-        assert x.new_zeros(3).is_cuda
-        assert (table.is_meta, table.get_device()) == (False, 0)
-        assert torch.as_tensor(table, device="cuda").is_cuda
-        return x.double().to("cuda", torch.float32) @ table.type_as(x)
-
-    def by_way_of_a_mode(net: Net, x: torch.Tensor) -> torch.Tensor:
-        with Forwarding() as mode:
-            moved = moving(net, x)
-        assert mode.called.count("to") == 4
-        return moved
-
-    plain = [(block.size, block.operator) for block in traced(form(moving)).blocks]
-    assert plain == [(block.size, block.operator) for block in traced(form(by_way_of_a_mode)).blocks]
-
-
 @pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_default_device_is_the_one_that_could_have_been_named(form: Any) -> None:
@@ -242,30 +206,6 @@ def test_tensor_types_of_the_gpu_are_its_device_and_their_dtype(form: Any) -> No
     assert blocks(lambda one: one.type(torch.cuda.FloatTensor)) == blocks(lambda one: one.to("cuda", torch.float32))
 
 
-@pytest.mark.parametrize("place", [0, "cuda"])
-def test_a_gpu_may_be_named_by_its_number(place: Any) -> None:
-    """As scripts that torchrun starts name theirs: by their rank."""
-
-    def code(_model: Net, inputs: torch.Tensor) -> torch.Tensor:
-        size = len(inputs)
-        steps = torch.randint(0, 1000, (size,), device=place)
-        order = torch.randperm(size, device=place)
-        noise = torch.randn_like(inputs, device=place) + torch.zeros(size, 1, device=place)
-        return inputs[order] * noise + steps[:, None]
-
-    named = traced(built(code))
-    assert named.at(8).peak_allocated == traced(built(_on_cuda)).at(8).peak_allocated
-
-
-def _on_cuda(_model: Net, inputs: torch.Tensor) -> torch.Tensor:
-    """The same with the device that the tensors tell."""
-    where, size = inputs.device, len(inputs)
-    steps = torch.randint(0, 1000, (size,), device=where)
-    order = torch.randperm(size, device=where)
-    noise = torch.randn_like(inputs) + torch.zeros(size, 1, device=where)
-    return inputs[order] * noise + steps[:, None]
-
-
 def test_what_torch_itself_makes_like_a_tensor_of_the_gpu_is_on_the_gpu() -> None:
     """A gradient that is an expanded tensor is copied by autograd, with the device of the meta tensor behind it."""
 
@@ -300,12 +240,6 @@ def test_a_batch_of_shapes_alone_is_on_the_gpu_once() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("way", MIXED)
-def test_a_training_on_the_cpu_has_its_own_tensors_on_the_device(way: str) -> None:
-    timeline = traced(made(MIXED[way]), device="cpu")
-    assert timeline.tier == "symbolic"
-
-
 def test_a_tensor_on_the_cpu_that_trains_counts_once_for_as_long_as_it_lives() -> None:
     def code(net: Net, x: torch.Tensor) -> Any:
         return x @ net.table + x @ net.table.t()
@@ -316,18 +250,6 @@ def test_a_tensor_on_the_cpu_that_trains_counts_once_for_as_long_as_it_lives() -
     assert len(tables) == 2  # the weight and the table, each once in two steps
     assert sum(block.size.base == TABLE and not block.operator for block in plain.blocks) == 1
     assert not any(~index in timeline.events for index in tables)
-
-
-def test_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="device"):
-        traced(made(lambda _net, x: x), device="tpu")
-
-
-def test_the_error_is_one_of_steps_that_cannot_be_predicted() -> None:
-    with pytest.raises(UnsupportedStepError):
-        trace(
-            TrainingStep(made(MIXED["closure"]), lambda size: torch.zeros(size, WIDTH), lambda m, b: m(b).sum(), adamw)
-        )
 
 
 class SizedByNumbers(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from vram_guard import Plan, TrainingStep, plan
 from vram_guard.plan import _ahead
-from vram_guard.plan._ahead import Ahead
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.timeline import Timeline
 
@@ -89,39 +87,3 @@ def test_a_plan_is_the_same_on_one_processor_and_on_two(
     assert here < every if processors == 2 else here == every
     assert copies or processors == 1
     assert_ended(copies)
-
-
-def a_timeline(notes: str = "") -> Callable[[], Timeline]:
-    """A trace, told from others by its precision."""
-    return lambda: Timeline((), (), (), (2,), precision=notes)
-
-
-def test_a_copy_that_fails_is_made_up_for(processors: int) -> None:
-    here = os.getpid()
-
-    def fails_in_a_copy() -> Timeline:
-        if os.getpid() != here:
-            raise RuntimeError("not in a copy")
-        return a_timeline("here")()
-
-    ahead = Ahead(may_copy=True)
-    ahead.begin("one", fails_in_a_copy)
-    assert ahead.made("one", fails_in_a_copy).precision == "here"
-    assert ahead.made("another", a_timeline("another")).precision == "another"
-
-
-def test_what_is_not_needed_is_ended(processors: int, copies: list[int]) -> None:
-    ahead = Ahead(may_copy=True)
-    ahead.begin("one", lambda: a_timeline(str(os.getpid()))())
-    ahead.end()
-    assert ahead.made("one", a_timeline("here")).precision == "here"
-    assert bool(copies) is (processors == 2)
-    assert_ended(copies)
-
-
-def test_quick_traces_are_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ahead, "_processors", lambda: 2)
-    ahead, here = Ahead(may_copy=True), str(os.getpid())
-    assert ahead.made("quick", a_timeline()).precision == ""
-    ahead.begin("next", lambda: a_timeline(str(os.getpid()))())
-    assert ahead.made("next", lambda: a_timeline(str(os.getpid()))()).precision == here

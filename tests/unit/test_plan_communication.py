@@ -73,28 +73,10 @@ def test_work_that_must_come_first_is_not_beside_it() -> None:
     assert waiting([work(2 * LINK), work(LINK)], [gather(1, after=1, needed=1)]) == pytest.approx(LINK, rel=1e-6)
 
 
-def test_a_collective_on_the_default_stream_is_waited_for() -> None:
-    assert waiting([work(2 * LINK), work(2 * LINK)], [gather(1, stream=0)]) == pytest.approx(LINK, rel=1e-6)
-
-
 def test_collectives_of_one_stream_and_of_the_same_wires_follow_each_other() -> None:
     for streams in ((1, 1), (1, 3)):
         queue = [gather(0, stream, after=0, needed=1) for stream in streams]
         assert waiting([work(LINK / 2), work(LINK)], queue) == pytest.approx(1.5 * LINK, rel=1e-6)
-
-
-def test_other_wires_carry_at_the_same_time() -> None:
-    layout = Parallel(gpus=16, kind="hsdp")
-    wires = topology("nvlink,ib400", gpus=16, node=8, gpu=CARD)
-    inside, between = gather(0, 1, after=0, needed=1), gather(0, 4, after=0, needed=1)
-    between = between._replace(ranks=2, dimension="replicate")
-    alone = [
-        communication(step([work(1e-9), work(1e-9)], [one], layout), 2, CARD, wires).exposed
-        for one in (inside, between)
-    ]
-    together = communication(step([work(1e-9), work(1e-9)], [inside, between], layout), 2, CARD, wires).exposed
-
-    assert together == pytest.approx(max(alone), rel=1e-6)
 
 
 def test_a_reduction_over_groups_begins_after_that_within_them() -> None:
@@ -106,18 +88,6 @@ def test_a_reduction_over_groups_begins_after_that_within_them() -> None:
     made = communication(step(works, [within, over], layout), 2, CARD, wires)
 
     assert made.exposed == pytest.approx(made.seconds, abs=1e-5)  # a kernel takes 2 microseconds
-
-
-def test_unknown_dependencies_are_those_of_fsdp2() -> None:
-    """Parameters are gathered one module ahead; the first has nothing to hide behind."""
-    forward = [work(2 * LINK) for _ in range(3)]
-    queue = [gather(place) for place in range(3)]
-
-    assert waiting(forward, queue) == pytest.approx(LINK, rel=1e-6)
-    backward = [work(2 * LINK, "backward") for _ in range(3)]
-    reductions = [gather(place + 1, 3, name="reduce_scatter_tensor", phase="backward") for place in range(3)]
-    # The last gradients are reduced when there is no work left to hide it.
-    assert waiting(backward, reductions) == pytest.approx(LINK, rel=1e-6)
 
 
 def test_gradients_of_ddp_are_reduced_beside_the_backward_pass() -> None:
@@ -142,25 +112,10 @@ def test_micro_batches_gather_anew_each_time() -> None:
     assert waiting(both, queue[1:], micro_batches=8) == pytest.approx(LINK, rel=1e-6)
 
 
-def test_the_first_step_and_bookkeeping_do_not_count() -> None:
-    queue = [gather(0, 0)._replace(step=1), gather(0, 0), gather(0, 0, name="barrier")]
-
-    assert waiting([work(LINK)], queue) == pytest.approx(LINK, rel=1e-6)
-
-
 def test_one_gpu_waits_for_nobody() -> None:
     for layout in (None, Parallel(gpus=1)):
         made = communication(step([work(LINK)], [gather(0, 0)], layout), 2, CARD, WIRES)
         assert (made.seconds, made.exposed, made.calls) == (0, 0, 0)
-
-
-def test_a_collective_is_no_work_of_the_card() -> None:
-    own, called = work(LINK), work(LINK, operator="c10d._allgather_base_.default")
-
-    assert step_seconds(step([own, called], []), 2, CARD).memory == pytest.approx(LINK, rel=1e-6)
-    assert waiting([called], [gather(0, after=0, needed=1)]) == pytest.approx(LINK, rel=1e-6)
-    # On one GPU everything counts as it did.
-    assert step_seconds(step([own, called], [], None), 2, CARD).memory == pytest.approx(2 * LINK, rel=1e-6)
 
 
 def test_the_time_of_a_step_has_its_waiting() -> None:

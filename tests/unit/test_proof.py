@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vram_guard.errors import LossChangedError
 from vram_guard.forks.fork import can_fork
-from vram_guard.proof import small_steps as small_steps_module
-from vram_guard.techniques import Recipe, optimizers
+from vram_guard.techniques import Recipe
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard_lightning import VramGuard, _refusals
 
@@ -232,6 +230,7 @@ def test_as_the_user_says_it_is_cut(tmp_path: Any, capsys: Any) -> None:
         (by_a_count, "loss_weight"),
         (of_a_mask, "picks by a mask"),
         (of_a_mask_of_scores, "picks by a mask"),
+        (over_active, "loss_weight"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -240,23 +239,6 @@ def test_what_is_not_proven_is_not_cut_and_is_named(loss: Any, named: str, tmp_p
     guarded, said = trained(loss, pinned(), tmp_path)
     assert named in said
     assert same(plain, guarded)
-
-
-@pytest.mark.parametrize(
-    ("loss", "named"),
-    [
-        (weighted, "the class weights (buffer rarity) of the labels other than -100 in batch[1]"),
-    ],
-)
-def test_what_a_loss_is_divided_by_is_found(loss: Any, named: str, tmp_path: Any, capsys: Any) -> None:
-    plain, _ = trained(loss, None, tmp_path)
-    guard = pinned()
-    guarded, _ = trained(loss, guard, tmp_path)
-    assert guard.plan is not None
-    assert guard.plan.splits == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"proven by the loss graph: the loss is divided by {named}" in said
-    assert close(plain, guarded)
 
 
 def test_logged_values_that_are_no_means_are_said(tmp_path: Any, capsys: Any) -> None:
@@ -271,23 +253,6 @@ def test_logged_values_that_are_no_means_are_said(tmp_path: Any, capsys: Any) ->
     assert guard.plan.splits == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "may be others in micro-batches: spread" in said
-
-
-def test_a_count_of_margins_is_no_proof(tmp_path: Any) -> None:
-    plain, _ = trained(over_active, None, tmp_path)
-    guarded, said = trained(over_active, pinned(), tmp_path)
-    assert "loss_weight" in said
-    assert same(plain, guarded)
-
-
-def test_one_sample_cannot_be_cut_and_nothing_is_lost(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    net = Net(mean)
-    loader = DataLoader(data().dataset, batch_size=2)
-    guard = VramGuard(budget="1GiB", pin={"micro_batch_size": 1}, advanced={"remember": False})
-    trainer_for(guard, tmp_path, 1).fit(net, loader)
-    assert guard.plan is not None
-    assert guard.plan.splits == 2
 
 
 def test_the_next_plan_is_taken_where_a_cut_differs(tmp_path: Any) -> None:
@@ -502,51 +467,7 @@ def test_a_form_that_updates_otherwise_is_refused(tmp_path: Any, monkeypatch: An
     assert same(plain, guarded)
 
 
-class Rounding(torch.optim.AdamW):
-    """In place of a library's 8-bit form: its updates are 1% too long."""
-
-    def __init__(self, groups: Any, lr: float, **options: Any) -> None:
-        super().__init__([{**group, "lr": 1.01 * group["lr"]} for group in groups], lr=lr, **options)
-
-
-def test_a_form_that_rounds_says_by_how_much(monkeypatch: Any) -> None:
-    for module in (optimizers, small_steps_module):
-        monkeypatch.setattr(module, "eight_bit_library", lambda *_: "bitsandbytes")
-    monkeypatch.setattr(optimizers, "eight_bit_classes", lambda *_: SimpleNamespace(AdamW8bit=Rounding))
-    weights = [*nn.Linear(80, 80).parameters()]
-
-    def of(make: Any) -> Any:
-        return small_steps_module.small_steps(make, Recipe(optimizer="8bit"))
-
-    found = of(lambda: torch.optim.AdamW(weights, weight_decay=0))
-    assert found.words() == "8-bit states round: after 3 steps of small weights, updates differ by 1%"
-    assert found.refutation == ""
-    lacking = of(lambda: torch.optim.SGD(weights))
-    assert "was not run for a proof (UnsupportedTechniqueError: SGD has no 8-bit form" in lacking.words()
-
-
 # --- what is compared while training ----------------------------------------------------------------------------
-
-
-COMPARED = {
-    "activations": {"offload_activations": "all"},
-    "checkpoint": {"checkpoint": "all"},
-    "selective": {"checkpoint": "all", "checkpoint_keeps": ["addmm"]},
-    "frozen": {"frozen_on_host": ("teacher",)},
-}
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_what_is_compared_while_training_is_said_once(name: str, tmp_path: Any, capsys: Any) -> None:
-    torch.manual_seed(0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        guard = VramGuard(budget="1GiB", pin=COMPARED[name], advanced={"remember": False})
-        trainer_for(guard, tmp_path, 1).fit(WithTeacher(frozen()), data())
-    said = " ".join(" ".join([capsys.readouterr().out, *(str(one.message) for one in caught)]).split())
-    compared = "each recomputation is compared with the first forward while training"
-    assert said.count(compared) == ("checkpoint" in COMPARED[name])
-    assert "proven" not in said
 
 
 class Late(Net):

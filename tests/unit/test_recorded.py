@@ -6,12 +6,9 @@ import gzip
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.harness.records import Results, Row, read
+from benchmarks.harness.records import read
 from benchmarks.recorded import command, predictions, recordings
-from benchmarks.recorded.predictions import common_in_order, share_in_order
 from benchmarks.recorded.recordings import replayed
 from vram_guard.allocator import read_recording, read_recordings
 from vram_guard.errors import InvalidInputError
@@ -65,21 +62,6 @@ def test_a_language_model_takes_what_was_recorded(name, in_order):
 # The share in order
 
 
-@given(one=st.lists(st.integers(0, 3), max_size=12), other=st.lists(st.integers(0, 3), max_size=12))
-def test_the_common_subsequence_is_the_longest(one, other):
-    lengths = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
-    for i, left in enumerate(one):
-        for j, right in enumerate(other):
-            lengths[i + 1][j + 1] = lengths[i][j] + 1 if left == right else max(lengths[i][j + 1], lengths[i + 1][j])
-    assert common_in_order(one, other) == lengths[-1][-1]
-
-
-def test_what_is_missing_and_what_is_too_much_count():
-    assert share_in_order([1, 2, 3, 4], [1, 3, 4]) == 0.75
-    assert share_in_order([1, 3, 4], [1, 2, 3, 4]) == 0.75
-    assert share_in_order([], []) == 0
-
-
 # Files that are no recordings
 
 
@@ -110,17 +92,6 @@ def test_a_snapshot_that_cannot_be_used_says_what_to_do(snapshot, change, said, 
             reading(path)
     assert command.main([str(path)]) == 2
     assert f"{path}: " in capsys.readouterr().err
-
-
-def test_a_list_of_segments_has_no_history(snapshot):
-    with pytest.raises(InvalidInputError, match=r"_record_memory_history\(\)"):
-        read_recording(pickle.dumps(snapshot["segments"]))
-
-
-def test_a_device_that_did_nothing_while_others_did_is_no_error(snapshot):
-    snapshot["device_traces"].append([])
-    assert read_recording(snapshot, device=1).events == ()
-    assert len(read_recordings(snapshot)) == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 10, 500, -9, -1])
@@ -163,22 +134,3 @@ def test_a_replay_that_differs_is_told_by_the_exit_status(snapshot, tmp_path, ca
     path.write_bytes(pickle.dumps(snapshot, protocol=4))
     assert command.main([str(path)]) == 1
     assert " | no | no entry" in capsys.readouterr().out
-
-
-def prediction(predicted=1000):
-    facts = {"allocated": 900, "predicted_allocated": 900, "allocations": 7, "in_order": 0.99951}
-    return Row("a/b", "lm", 1000, predicted, "symbolic", 1.0, details=facts)
-
-
-def test_the_page_shows_what_was_found(tmp_path):
-    page = tmp_path / "lab" / "recorded.md"
-    page.parent.mkdir()
-    names = ("machine", "predictions", "found", "replays")
-    page.write_text("".join(f"<!-- table: {name} -->\n| a |\n| - |\n<!-- end -->\n" for name in names))
-    replay = replayed(recordings.path_of("nca-3"), "nca-3", "a/b")
-    environment = {"torch": "2.13", "python": "3.11", "cores": 2}
-    command.write_page(Results([*replay, prediction(), prediction(990)], environment=environment), tmp_path)
-    text = page.read_text(encoding="utf-8")
-    assert "| lm | 1,000 | equal | equal | 99.95% |" in text
-    assert "| lm | 1,000 | 990 (-1.000%) | equal | 99.95% |" in text
-    assert "| nca-3 | 0 | 243 | 15 | 24,410,849,280 | equal | yes | yes |" in text

@@ -19,10 +19,9 @@ from rich.console import Console, Group
 
 from vram_guard.budget import Budget
 from vram_guard.module_names import ModuleName, with_class
-from vram_guard.plan._option import Option
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.search_space import LowerBound, Request, Space
+from vram_guard.plan.search_space import LowerBound, Option, Request, Space
 from vram_guard.plan.techniques import splits_of
 from vram_guard.report._console import as_text, words
 from vram_guard.report._modules import module_rows

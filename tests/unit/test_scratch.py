@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import Budget, TrainingStep, plan, trace
-from vram_guard.budget.catalogue import catalogue, most_multiprocessors
+from vram_guard.budget.catalogue import catalogue
 from vram_guard.plan.every_gpu import on_every_gpu
 from vram_guard.scratch import (
     Card,
@@ -22,10 +19,8 @@ from vram_guard.scratch import (
     RadixSort,
     Reduction,
     reduced_iterator,
-    threads_per_multiprocessor,
 )
 from vram_guard.simulate import estimate, trace_at
-from vram_guard.simulate.operators.cudnn import _LIMITS
 from vram_guard.timeline import Block, Timeline
 
 A100, RTX4090, H100 = Card((8, 0), 108), Card((8, 9), 128), Card((9, 0), 132)
@@ -53,55 +48,6 @@ def reduction(
 
 
 # --- the dimensions that a kernel sees ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "dims", "seen"),
-    [
-        ((8, 5), (5, 1), {0}, [(8, 5, 0), (5, 1, 1)]),
-        ((8, 5), (5, 1), {1}, [(5, 1, 0), (8, 5, 1)]),
-        ((8, 5), (5, 1), {0, 1}, [(40, 1, 0)]),
-        ((8, 5), (1, 8), {0, 1}, [(40, 1, 0)]),
-        ((4, 3, 6, 6), (108, 36, 6, 1), {0, 2, 3}, [(36, 1, 0), (4, 108, 0), (3, 36, 1)]),
-        ((4, 3, 6, 6), (108, 1, 18, 3), {0, 2, 3}, [(144, 3, 0), (3, 1, 1)]),  # channels last
-        ((4, 2, 7), (14, 7, 1), {0, 1}, [(8, 7, 0), (7, 1, 1)]),
-        ((4, 1, 7), (7, 7, 1), {0}, [(4, 7, 0), (7, 1, 1)]),
-        ((6, 5), (0, 1), {0}, [(6, 0, 0), (5, 1, 1)]),  # an expanded gradient
-        ((), (), set(), []),
-    ],
-)
-def test_dimensions_are_ordered_and_joined_as_torch_does(shape: Any, strides: Any, dims: Any, seen: Any) -> None:
-    assert [tuple(each) for each in reduced_iterator(shape, strides, dims)] == seen
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_each_result_gathers_the_same_elements_whatever_the_order(data: Any) -> None:
-    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    order = data.draw(st.permutations(range(len(shape))))
-    back = [order.index(dim) for dim in range(len(shape))]
-    tensor = torch.empty([shape[dim] for dim in order]).permute(back)
-    dims = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
-    seen = reduced_iterator(tensor.shape, tensor.stride(), dims)
-    gathered: dict[int, set[int]] = {}
-    for places in itertools.product(*(range(dim.size) for dim in seen)):
-        out = sum(place * dim.out_stride for place, dim in zip(places, seen, strict=True))
-        read = sum(place * dim.stride for place, dim in zip(places, seen, strict=True))
-        gathered.setdefault(out, set()).add(read)
-    offsets = torch.empty(shape, dtype=torch.long)
-    results = torch.empty(shape, dtype=torch.long)
-    kept = [dim for dim in range(len(shape)) if dim not in dims]
-    for places in itertools.product(*map(range, shape)):
-        offsets[places] = sum(place * stride for place, stride in zip(places, tensor.stride(), strict=True))
-        results[places] = sum(places[dim] * math.prod(shape[later] for later in kept if later > dim) for dim in kept)
-    expected = {int(one): {int(each) for each in offsets[results == one]} for one in results.unique()}
-    assert gathered == expected
-    assert [dim.out_stride == 0 for dim in seen] == sorted((dim.out_stride == 0 for dim in seen), reverse=True)
-    for one, other in itertools.pairwise(seen):
-        if (one.out_stride == 0) == (other.out_stride == 0):
-            key = "out_stride" if one.out_stride else "stride"
-            assert getattr(one, key) <= getattr(other, key), "the innermost comes first"
-            assert (one.size * one.stride, one.size * one.out_stride) != (other.stride, other.out_stride), "not joined"
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -146,11 +92,6 @@ def test_what_does_not_divide_by_four_is_written_in_smaller_vectors() -> None:
     assert four == 2 * two == 4 * one or four > two > one
     assert reduction((4096, 1024), {0}, offset=2) == reduction((4096, 1024), {0}, offset=6)
     assert reduction((4096, 1024), {0}, offset=2) != reduction((4096, 1024), {0}, offset=4)
-
-
-def test_complex_doubles_have_half_the_threads() -> None:
-    # 256 threads to a block, 8 blocks to a multiprocessor.
-    assert reduction((8192, 1024), {0, 1}, A100, element=16, gathered=16)[0] == 16 * 108 * 8
 
 
 def test_half_precision_gathers_beside_its_result_where_it_is_halved() -> None:
@@ -215,25 +156,10 @@ def test_nothing_is_sorted_where_a_threshold_says_so() -> None:
 # --- cards ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_threads_of_a_multiprocessor_are_those_of_the_programming_guide() -> None:
-    for capability, (*_others, threads) in _LIMITS.items():
-        assert threads_per_multiprocessor(capability) == threads
-    assert {gpu.compute_capability for gpu in catalogue()} <= {*_LIMITS, (6, 0), (6, 1)}
-    assert threads_per_multiprocessor((6, 1)) == 2048
-    assert {threads_per_multiprocessor(one) for one in ((8, 7), (11, 0), (12, 1))} == {1536}
-
-
 def test_every_card_has_multiprocessors_with_a_source() -> None:
     for gpu in catalogue():
         assert gpu.multiprocessors > 0
         assert gpu.source_of("multiprocessors")
-
-
-def test_the_largest_card_of_a_capability_is_assumed() -> None:
-    assert most_multiprocessors((8, 0)) == 108
-    assert most_multiprocessors((12, 0)) == 188
-    assert most_multiprocessors((10, 3)) == most_multiprocessors((10, 0)), "the nearest older one"
-    assert most_multiprocessors((3, 0)) == 56, "older than all: the oldest"
 
 
 def test_a_plan_is_for_the_card_that_is_named() -> None:
@@ -335,12 +261,6 @@ def test_each_reduction_gathers_in_its_own_type(reduce: Any, operator: str, gath
     assert expected[0] in sizes
 
 
-def test_counting_a_mask_makes_int64_of_it_first() -> None:
-    timeline = traced(Reduced(lambda x: (x > 0).sum()), lambda size: torch.zeros(size, 5000), lambda m, x: m(x))
-    sizes = [b.bytes_at(3) for b in timeline.blocks if b.operator == "aten.sum.default" and b.scratch is None]
-    assert 3 * 5000 * 8 in sizes
-
-
 def test_the_gradient_of_a_convolution_s_bias_is_such_a_sum() -> None:
     model = nn.Conv2d(3, 8, 3)
     timeline = traced(model, lambda size: torch.zeros(size, 3, 66, 66), lambda m, x: m(x).square().sum())
@@ -415,21 +335,6 @@ def test_gradients_of_norms_over_many_rows_are_summed_in_parts() -> None:
     assert sizes(2**20, 256)[0] == 4096 * 256 * 4
     assert sizes(2**20, 1728) == [0] * 4, "54 blocks of columns are half of an A100"
     assert sizes(2**20, 1728, H100)[0] > 0
-
-
-@pytest.mark.parametrize(("norm", "weights"), [(nn.LayerNorm, 2), (getattr(nn, "RMSNorm", nn.LayerNorm), 1)])
-@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm_backward"), reason="a kernel of torch 2.8 and 2.9")
-def test_a_trace_has_the_parts_of_both_gradients(norm: Any, weights: int) -> None:
-    timeline = traced(norm(256), lambda size: torch.zeros(size, 256), lambda m, x: m(x).square().sum())
-    for operator in ("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"):
-        blocks = scratches(timeline, operator)
-        if blocks:
-            assert [block.bytes_at(65_536) for block in blocks] == [0] * 4 * weights
-            found = [block.bytes_at(2**20) for block in blocks]
-            assert found[:weights] == [4096 * 256 * 4] * weights
-            assert found[weights : weights + 3] == [1024, *reduction((4096, 256), {0})[:2]]
-            return
-    pytest.fail("no parts")
 
 
 def test_a_group_norm_holds_two_numbers_by_channel_for_a_moment() -> None:

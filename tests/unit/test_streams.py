@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from vram_guard import Parallel, Timeline, TrainingStep, trace
+from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.allocator import AllocatorSettings, replay
-from vram_guard.report.as_json import as_dict
-from vram_guard.report.snapshot import snapshot
 from vram_guard.report.text import render
-from vram_guard.simulate.tracing import _collectives
-from vram_guard.simulate.tracing.run import run_step, with_built_model
+from vram_guard.simulate.tracing.run import run_step
 
 AMPERE = (8, 0)
 WIDTH = 256
@@ -150,42 +147,6 @@ def test_a_step_whose_streams_depend_on_the_batch_has_no_law(most: int, how: str
     assert trace(whole, check_at=7, checked=most > 2).retrace is not None
 
 
-def test_a_stream_made_by_the_constructor_is_the_same_one_in_every_trace() -> None:
-    class Streaming(Net):
-        def __init__(self) -> None:
-            super().__init__(beside)
-            self.side = torch.cuda.Stream()
-
-    whole = TrainingStep(Streaming, lambda size: torch.ones(size, WIDTH), lambda m, b: m(b).sum(), torch.optim.Adam)
-    built = with_built_model(whole, AMPERE)
-    one, two = (run_step(built, 512, AMPERE) for _ in range(2))
-    assert one == two
-    assert set(one.streams or ()) == {0, 1}
-
-
-@pytest.mark.torch_since(2, 6)
-def test_streams_of_one_priority_are_handed_out_in_turn() -> None:
-    seen: list[Any] = []
-
-    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
-        seen[:] = [torch.cuda.Stream() for _ in range(33)] + [torch.cuda.Stream(priority=-1)]
-        assert torch.cuda.current_stream() == torch.cuda.default_stream()
-        with torch.cuda.stream(seen[3]):
-            assert torch.cuda.current_stream() is seen[3]
-            assert torch.accelerator.current_stream() is seen[3]
-            with torch.cuda.stream(None):
-                assert torch.cuda.current_stream() is seen[3]
-            with seen[4]:
-                assert torch.cuda.current_stream() is seen[4]
-        assert isinstance(seen[0], torch.cuda.Stream)
-        return as_written(net, inputs)
-
-    traced(code)
-    assert seen[32] == seen[0]
-    assert len(set(seen)) == 33
-    assert seen[33] not in seen[:33]
-
-
 # --- record_stream: frees that wait -----------------------------------------------------------------------------------
 
 
@@ -276,34 +237,6 @@ def test_a_free_that_is_waited_for_at_once_has_no_range() -> None:
     assert ends(lambda net, _inputs: side(net).synchronize())[1] == []
 
 
-def test_its_own_stream_does_not_hold_a_block() -> None:
-    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
-        taken = inputs.mul(2)
-        taken.record_stream(torch.cuda.current_stream())
-        return inputs + 1
-
-    assert run_step(step(code, optimizer=None), 512, AMPERE).deferred == ()
-
-
-def test_the_range_is_shown() -> None:
-    size = 2**15
-    estimate = run_step(step(recorded(nothing), optimizer=None), size, AMPERE).at(size)
-    assert estimate.upper_reasons == ("streams",)
-    assert estimate.peak_upper == estimate.peak_reserved + size * WIDTH * 4  # the block that may not be taken again
-    assert "record_stream" in render(estimate, width=300)
-    told = as_dict(estimate)["estimate"]
-    assert told["peak_reserved_upper"] == estimate.peak_upper
-    assert told["upper_reasons"] == ["streams"]
-
-
-def test_late_events_are_the_same_events() -> None:
-    timeline = traced(beside)
-    late = timeline.late_events
-    assert sorted(late) == sorted(timeline.events)
-    assert late != timeline.events
-    assert [event for event in late if event >= 0] == [event for event in timeline.events if event >= 0]
-
-
 # --- a prefetcher, as many write it -----------------------------------------------------------------------------------
 
 
@@ -339,48 +272,7 @@ def test_a_prefetcher_copies_on_its_own_stream() -> None:
 # --- what NCCL does where a trace cannot look -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("version", "environment", "records"),
-    [
-        ("2.7.1+cu126", {}, True),
-        ("2.4.0", {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}, True),
-        ("2.7.1", {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}, False),
-        ("2.8.0", {}, False),
-        ("2.13.0+cpu", {}, False),
-    ],
-)
-def test_older_releases_note_streams_in_collectives(version: str, environment: dict[str, str], records: bool) -> None:
-    assert _collectives.nccl_records_streams(version, environment) is records
-
-
-@pytest.mark.torch_since(2, 6)
-def test_what_an_older_nccl_has_sent_is_free_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(inputs.mul(2))
-        return as_written(net, inputs)
-
-    whole = step(code).with_(parallel=Parallel(2, kind="ddp"))
-    assert run_step(whole, 64, AMPERE).deferred == ()
-    monkeypatch.setattr(_collectives, "nccl_records_streams", lambda *_args: True)
-    older = run_step(whole, 64, AMPERE)
-    assert len(older.deferred) >= 2
-    assert older.at(64).upper_reasons == ("streams",)
-    assert older.streams is None  # nothing is taken on NCCL's own stream
-
-
 # --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def test_reports_show_the_streams() -> None:
-    timeline = traced(beside)
-    estimate = timeline.at(512)
-    assert len(estimate.by_stream) == 2
-    assert sum(estimate.by_stream) == estimate.peak_allocated
-    assert "stream 1" in render(estimate, width=200)
-    assert as_dict(estimate)["estimate"]["by_stream"] == list(estimate.by_stream)
-    shot = snapshot(timeline, 512)
-    assert {entry["stream"] for entry in shot["device_traces"][0]} == {0, 1}
-    assert {segment["stream"] for segment in shot["segments"]} == {0, 1}
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
 from architectures import BY_NAME
 from torch import nn
 
@@ -52,12 +51,6 @@ def test_layers_of_transformers() -> None:
     assert block == ModelBlock("layers.1", "TransformerEncoderLayer", "layers", one)
 
 
-def test_single_layers_are_no_blocks_and_one_of_a_kind_is_none() -> None:
-    assert found(nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)], nn.LSTM(8, 8), nn.LSTM(8, 8))) == []
-    assert found(layers(1)) == []
-    assert found(nn.Linear(8, 8)) == []
-
-
 def test_blocks_inside_blocks_belong_to_them() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -93,22 +86,6 @@ def test_stages_are_looked_into() -> None:
     assert found(model) == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1", "1.blocks.2", "2"]
 
 
-def test_levels_that_hold_no_lists_are_blocks_as_a_whole() -> None:
-    """The two feed-forwards of a level are parts of it."""
-
-    class Level(nn.Module):
-        def __init__(self, channels: int) -> None:
-            super().__init__()
-            self.first, self.second = Feed(channels), Feed(channels)
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    model = nn.Module()
-    model.down = nn.ModuleList([Level(8), Level(16), Level(32)])
-    assert found(model) == ["down.0", "down.1", "down.2"]
-
-
 def test_residual_networks_and_their_kin() -> None:
     resnet = nn.Module()
     for stage in range(1, 5):
@@ -138,12 +115,6 @@ def test_blocks_that_the_user_checkpoints_are_left_out(flag: str) -> None:
     assert found(model) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.1"]
 
 
-def test_blocks_that_torch_wraps_for_checkpointing_are_left_out() -> None:
-    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    model = nn.Sequential(*[wrapper.checkpoint_wrapper(Feed()) for _ in range(3)])
-    assert found(model) == []
-
-
 def test_hugging_faces_own_checkpointing_is_seen() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
@@ -153,12 +124,6 @@ def test_hugging_faces_own_checkpointing_is_seen() -> None:
         warnings.simplefilter("ignore")  # transformers 5 has another name for it, 4 has not
         model.gradient_checkpointing_enable()
     assert found(model) == []
-
-
-def test_symbolic_models_have_the_same_blocks() -> None:
-    with torch.device("meta"):
-        model = layers(3)
-    assert find_blocks(model) == find_blocks(layers(3))
 
 
 def test_named_blocks_are_checked() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 
 import pytest
 import torch
+from each import each
 from torch import nn
 
 from vram_guard import TrainingStep
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe, optimizers
-from vram_guard.techniques._optimizer_offload import host_optimizer
 from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.optimizers import eight_bit_classes, repoint, with_form
 
@@ -53,44 +52,6 @@ def test_for_loop_and_fused_train_as_the_written_one(name):
         torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_fused_leaves_an_optimizer_as_its_constructor_would_have(name):
-    model = net()
-    made = with_form(MAKERS[name](model.parameters()), "fused")
-    groups = made.param_groups[0]
-    options = {key: value for key, value in groups.items() if key in optimizers._constructor(made) and key != "params"}
-    native = type(made)(model.parameters(), **{**options, "fused": True, "foreach": False})
-    for flag in ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"):
-        assert getattr(made, flag, None) == getattr(native, flag, None)
-    assert made.defaults == native.defaults
-    assert {k: v for k, v in groups.items() if k != "params"} == {
-        k: v for k, v in native.param_groups[0].items() if k != "params"
-    }
-
-
-def test_a_form_can_change_in_the_middle_of_a_training():
-    model, other = net(), net()
-    written = MAKERS["AdamW"](model.parameters())
-    changed = MAKERS["AdamW"](other.parameters())
-    train(model, written)
-    train(other, changed)
-    assert with_form(changed, "fused") is changed
-    for a, b in zip(train(model, written), train(other, changed), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    with_form(changed, "for-loop")
-    assert not changed.__dict__.get("_step_supports_amp_scaling")
-    for a, b in zip(train(model, written), train(other, changed), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_several_groups_keep_what_is_theirs():
-    model = net()
-    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters(), "weight_decay": 0.0}]
-    optimizer = with_form(torch.optim.AdamW(groups, lr=1e-3), "fused")
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.0]
-
-
 def test_what_has_no_such_form_is_refused_and_left_alone():
     class Mine(torch.optim.AdamW):
         pass
@@ -122,24 +83,15 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         with_form(torch.optim.AdamW(net().parameters()), "8bit", library="torchao")
 
 
-@pytest.fixture
-def torchao_for_another_torch(tmp_path, monkeypatch):
-    """A torchao that raises when it is imported, as its newest release does under torch 2.4."""
+def test_a_library_that_cannot_be_imported_is_named_with_the_reason(tmp_path, monkeypatch):
+    """As torchao's newest release under torch 2.4."""
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("raise AttributeError('torch has no attribute int1')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
-    host_optimizer.cache_clear()
-    yield
-    host_optimizer.cache_clear()
-
-
-@pytest.mark.usefixtures("torchao_for_another_torch")
-def test_a_library_that_cannot_be_imported_is_named_with_the_reason():
-    for use in (lambda: eight_bit_classes("torchao"), host_optimizer):
-        with pytest.raises(MissingLibraryError, match=r"torchao .* cannot be imported \(AttributeError: .* int1\)"):
-            use()
+    with pytest.raises(MissingLibraryError, match=r"torchao .*\(AttributeError: .* int1\)"):
+        eight_bit_classes("torchao")
 
 
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
@@ -241,28 +193,6 @@ def test_each_form_takes_what_its_source_says():
     assert most == 0
 
 
-def test_a_for_loop_over_many_layers_takes_less_than_foreach():
-    def peak(form):
-        return (
-            run_step(
-                TrainingStep(
-                    model=lambda: nn.Sequential(*(nn.Linear(BIG, BIG, bias=False) for _ in range(12))),
-                    batch=lambda size: torch.zeros(size, BIG),
-                    loss=lambda model, batch: model(batch).mean(),
-                    optimizer=torch.optim.AdamW,
-                    recipe=Recipe(optimizer=form),
-                ),
-                2,
-                (8, 0),
-            )
-            .at(2)
-            .peak_allocated
-        )
-
-    assert peak("as-written") - peak("for-loop") == (12 - 3) * WEIGHT
-    assert peak("for-loop") > peak("fused")
-
-
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
 @pytest.mark.filterwarnings("ignore")
 def test_8_bit_states_are_traced_as_the_library_allocates_them(library, monkeypatch):
@@ -279,74 +209,32 @@ def test_8_bit_states_are_traced_as_the_library_allocates_them(library, monkeypa
         assert most > 2 * WEIGHT  # traced as it is written: an upper bound of what the compiled step takes
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_real_8_bit_states_have_the_bytes_that_the_trace_counts():
-    torchao = pytest.importorskip("torchao.optim")
-    state = torchao.AdamW8bit([nn.Parameter(torch.zeros(BIG, BIG))])._new_buffer(torch.zeros(BIG, BIG), True)
-    parts = [getattr(state, name) for name in state.__tensor_flatten__()[0]]
-    assert sum(part.numel() * part.element_size() for part in parts) == BIG * BIG + BIG * BIG // 256 * 4 + 1024
-
-
-def test_an_optimizer_without_the_form_ends_the_trace_with_the_reason():
-    with pytest.raises(UnsupportedTechniqueError):
-        optimizer_phase(Recipe(optimizer="fused"), torch.optim.RMSprop)
-
-
-def test_the_trace_says_which_library_is_missing(monkeypatch):
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingLibraryError, match="pip install"):
-        optimizer_phase(Recipe(optimizer="8bit"))
-
-
 # --- what goes together ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("recipe", "settings", "words"),
+@each(
+    ("recipe", "settings", "together"),
     [
-        (Recipe(optimizer="fused"), {"clip": True, "precision": "16-mixed"}, "unscales"),
-        (Recipe(optimizer="fused"), {"optimizer_name": "RMSprop"}, "no fused form"),
-        (Recipe(optimizer="8bit"), {"optimizer_name": "SGD"}, "no 8-bit form"),
-        (Recipe(optimizer_on_host=True), {"clip": True}, "clipping"),
-        (Recipe(optimizer_on_host=True), {"precision": "16-mixed"}, "GradScaler"),
-        (Recipe(optimizer_on_host=True), {"ranks": 2}, "DistributedDataParallel"),
-        (Recipe(optimizer_on_host=True), {"optimizer_name": "LBFGS"}, "cannot step on the host"),
-        (Recipe(optimizer_on_host=True, optimizer="8bit"), {}, "8-bit"),
-        (Recipe(parameters_on_host=("a",), optimizer_on_host=True), {}, "already"),
-        (Recipe(parameters_on_host=("a",), frozen_on_host=("b",)), {}, "one library"),
-        (Recipe(parameters_on_host=("a",), optimizer="8bit"), {}, "8-bit"),
-        (Recipe(parameters_on_host=("a",)), {"precision": "16-mixed"}, "GradScaler"),
-        (Recipe(parameters_on_host=("a",)), {"ranks": 2}, "one process"),
-        (Recipe(parameters_on_host=("a",)), {"torch_version": (2, 4)}, "2.6"),
+        (Recipe(optimizer="fused"), {"clip": True, "precision": "16-mixed"}, False),
+        (Recipe(optimizer="fused"), {"optimizer_name": "RMSprop"}, False),
+        (Recipe(optimizer="8bit"), {"optimizer_name": "SGD"}, False),
+        (Recipe(optimizer_on_host=True), {"clip": True}, False),
+        (Recipe(optimizer_on_host=True), {"precision": "16-mixed"}, False),
+        (Recipe(optimizer_on_host=True), {"ranks": 2}, False),
+        (Recipe(optimizer_on_host=True), {"optimizer_name": "LBFGS"}, False),
+        (Recipe(optimizer_on_host=True, optimizer="8bit"), {}, False),
+        (Recipe(parameters_on_host=("a",), optimizer_on_host=True), {}, False),
+        (Recipe(parameters_on_host=("a",), frozen_on_host=("b",)), {}, False),
+        (Recipe(parameters_on_host=("a",), optimizer="8bit"), {}, False),
+        (Recipe(parameters_on_host=("a",)), {"precision": "16-mixed"}, False),
+        (Recipe(parameters_on_host=("a",)), {"ranks": 2}, False),
+        (Recipe(parameters_on_host=("a",)), {"torch_version": (2, 4)}, False),
+        (Recipe(), {"clip": True, "precision": "16-mixed", "ranks": 8}, True),
+        (Recipe(optimizer="fused"), {"clip": True, "precision": "bf16-mixed", "optimizer_name": "AdamW"}, True),
+        (Recipe(optimizer="for-loop", frozen_on_host=("t",)), {"precision": "16-mixed"}, True),
+        (Recipe(optimizer_on_host=True, frozen_on_host=("t",)), {"optimizer_name": "AdamW"}, True),
+        (Recipe(parameters_on_host=("a",), checkpoint=("a",)), {"clip": True, "torch_version": (2, 13)}, True),
     ],
 )
-def test_what_does_not_go_together_is_said_before_any_trace(recipe, settings, words):
-    assert words in incompatible(recipe, **settings)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [
-        (Recipe(), {"clip": True, "precision": "16-mixed", "ranks": 8}),
-        (Recipe(optimizer="fused"), {"clip": True, "precision": "bf16-mixed", "optimizer_name": "AdamW"}),
-        (Recipe(optimizer="for-loop", frozen_on_host=("t",)), {"precision": "16-mixed", "optimizer_name": "Adam"}),
-        (Recipe(optimizer_on_host=True, frozen_on_host=("t",)), {"optimizer_name": "AdamW"}),
-        (Recipe(parameters_on_host=("a",), checkpoint=("a",)), {"clip": True, "torch_version": (2, 13)}),
-    ],
-)
-def test_what_goes_together_is_not_refused(recipe, settings):
-    assert incompatible(recipe, **settings) == ""
-
-
-def test_compatibility_asks_no_torch(monkeypatch):
-    real = builtins.__import__
-
-    def guarded(name, *args, **kwargs):
-        assert name.split(".")[0] != "torch"
-        return real(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "vram_guard.techniques.compatibility")
-    monkeypatch.setattr(builtins, "__import__", guarded)
-    from vram_guard.techniques.compatibility import incompatible as again
-
-    assert again(Recipe(optimizer_on_host=True), clip=True)
+def test_what_goes_together(recipe, settings, together):
+    assert (incompatible(recipe, **settings) == "") is together

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vram_guard.techniques.compatibility import incompatible
 from vram_guard.techniques.patched_forward import PatchedForward
-from vram_guard.techniques.recipe import Recipe
 
 
 class Doubled(PatchedForward):
@@ -39,12 +37,3 @@ def test_a_forward_of_the_class_is_uncovered_again() -> None:
     patched.remove()
     assert module(x).tolist() == [1, 1]
     assert "forward" not in module.__dict__
-
-
-def test_parameters_on_the_host_need_one_process_or_shards() -> None:
-    on_host = Recipe(parameters_on_host=("0",))
-    assert incompatible(on_host) == ""
-    assert incompatible(on_host, ranks=2).endswith("supports one process, not several")
-    assert incompatible(on_host, ranks=2, sharded=True) == ""
-    states = Recipe(optimizer_on_host=True)
-    assert incompatible(states, ranks=2, sharded=True) == incompatible(states, ranks=2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.device.tf32 import SWITCHES, allows_tf32, precision_switches
+from vram_guard.simulate.device.tf32 import SWITCHES, precision_switches
 
 pytestmark = pytest.mark.torch_since(2, 9)  # the new switches
 
@@ -89,15 +89,6 @@ def test_the_new_switches_are_followed_and_left_alone(backend, operator, value, 
     before = read()
     assert units() == expected
     assert read() == before
-
-
-def test_new_switches_beside_old_ones_are_followed() -> None:
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    before = read()
-    assert units()["addmm"] == "fp32"
-    assert read() == before
-    assert (allows_tf32("matmul"), allows_tf32("conv"), allows_tf32("rnn")) == (False, True, True)
 
 
 def test_a_step_that_sets_a_switch_does_so_for_the_trace_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +16,6 @@ from vram_guard.step import TrainingStep
 from vram_guard.timeline import (
     Affine,
     Block,
-    CompiledCode,
     Phase,
     Scratch,
     Timeline,
@@ -76,15 +74,6 @@ def test_a_rule_decides_over_a_temporary_at_each_size_and_on_each_card() -> None
     assert made.on(None).sizes(31) == [32 * 108 * MIB], "an A100, where no card is named"
 
 
-def test_a_card_stays_named_where_a_size_is_traced_anew() -> None:
-    def retrace(batch_size: int) -> Timeline:
-        scratch = Scratch(Above(0), (Affine(batch_size, 0), Affine(MIB, 0)))
-        return timeline(block(0, scratch=scratch), traced=(batch_size,))
-
-    made = replace(retrace(2), retrace=retrace).on(7)
-    assert made.exact(9).sizes(9) == [9 * 7 * MIB]
-
-
 @pytest.mark.parametrize(
     ("small", "large", "merged"),
     [
@@ -119,27 +108,6 @@ def test_a_workspace_that_does_not_fit_is_done_without() -> None:
     assert (found.peak_allocated, found.peak_reserved, found.breakdown["workspace"]) == (60 * MIB, 60 * MIB, 0)
     assert len(made.replay(20, capacity=60 * MIB, curve=True).allocated_curve) == 4
     assert made.at(20, capacity=59 * MIB).out_of_memory.requested == 40 * MIB  # what cannot be done without
-
-
-def test_a_convolution_does_without_the_workspace_that_does_not_fit() -> None:
-    step = TrainingStep(
-        lambda: nn.Conv2d(64, 64, 3, padding=1, dtype=torch.bfloat16),
-        lambda b: torch.empty(b, 64, 32, 32, device="meta", dtype=torch.bfloat16),
-        lambda model, batch: model(batch).mean(),
-        adamw,
-    )
-    found = trace(step)
-    wanted = found.at(128)
-    activation = 128 * 64 * 32 * 32 * 2  # in bfloat16; the workspace holds two
-    assert {one.bytes_at(128) for one in found.blocks if one.optional} == {2 * activation}
-    assert wanted.breakdown["workspace"] >= 2 * activation
-    needed = replace(found, blocks=tuple(one._replace(optional=False) for one in found.blocks))
-
-    def least(made: Timeline) -> int:
-        amounts = range(0, wanted.peak_reserved + MIB, MIB)
-        return next(amount for amount in amounts if made.at(128, capacity=amount).out_of_memory is None)
-
-    assert least(found) <= least(needed) - 4 * MIB
 
 
 @pytest.mark.parametrize("budget", ["1GiB", 2**30])
@@ -181,22 +149,6 @@ def test_where_peaks_do_not_rise_evenly_the_answer_is_the_same_from_anywhere() -
         return count < 190 and count not in failing
 
     assert {largest_that_fits(fits, 2**16, near) for near in (1, 3, 158, 189, 5000)} == {158}
-
-
-def test_merging_demands_one_sequence_and_whole_bytes_per_sample() -> None:
-    low = timeline(block(10), traced=(2,))
-    assert merge_affine(low, timeline(block(13), traced=(3,))).blocks[0].size == Affine(4, 3)
-    assert merge_affine(low, timeline(block(13), events=(0, ~0), traced=(3,))) is None
-    assert merge_affine(low, timeline(block(7), traced=(3,))) is None  # shrinks
-    assert merge_affine(low, timeline(block(13), traced=(4,))) is None  # a byte and a half for each sample
-    other = block(13)._replace(operator="aten.bmm.default")
-    assert merge_affine(low, timeline(other, traced=(3,))) is None
-
-
-def test_a_timeline_of_two_sizes_keeps_what_was_compiled() -> None:
-    code = CompiledCode(graphs=2, breaks=("print",))
-    low, high = (timeline(block(4 + 3 * size), traced=(size,), compiled=code) for size in (2, 3))
-    assert merge_affine(low, high).compiled == code
 
 
 def test_work_that_grows_faster_than_the_batch_is_never_less_than_what_was_seen() -> None:

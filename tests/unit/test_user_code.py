@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import sysconfig
 import warnings
 from pathlib import Path
@@ -15,14 +14,10 @@ import torch
 import vram_guard
 from vram_guard.language import speaking
 from vram_guard.user_code import (
-    add_own_package,
-    is_installed_file,
     is_users_file,
-    is_users_module,
     leads_to_stand_ins,
     level_of_user,
     line_of_error,
-    line_of_frame,
     said_of_failure,
 )
 
@@ -50,36 +45,6 @@ def test_files_of_others(name):
     assert not is_users_file(name)
 
 
-def test_a_system_python_in_usr_does_not_own_all_of_usr():
-    # Debian's Python lies in /usr, and so may a user's /usr/src/app: only folders of Python's own are taken out.
-    assert not any(sys.base_prefix + os.sep == folder for folder in vram_guard.user_code._PYTHONS)
-
-
-@pytest.mark.parametrize("adapter", ["vram_guard_accelerate", "vram_guard_lightning", "vram_guard_mmengine"])
-def test_the_adapters_are_no_users(adapter):
-    module = pytest.importorskip(adapter)
-    assert not is_users_file(module.__file__)
-
-
-def test_a_package_can_say_that_it_is_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr(vram_guard.user_code, "_own", set(vram_guard.user_code._own))
-    file = str(tmp_path / "adapter" / "part.py")
-    assert is_users_file(file)
-    add_own_package(str(tmp_path / "adapter" / "__init__.py"))
-    assert not is_users_file(file)
-    assert is_users_file(str(tmp_path / "adapter_of_mine.py"))
-
-
-def test_modules():
-    assert is_users_module(__name__)
-    assert is_users_module("__main__")
-    assert is_users_module("made_in_a_notebook")
-    assert not is_users_module("torch.nn")
-    assert not is_users_module("collections")
-    assert not is_users_module("vram_guard.plan")
-    assert is_installed_file(torch.__file__)
-
-
 def test_the_innermost_line_of_the_user_is_named():
     def fails():
         torch.ones(2).view(3)
@@ -100,17 +65,6 @@ def test_a_script_among_the_libraries_is_the_users_where_it_is_named():
         here, nowhere = line_of_error(within, script=json.decoder.__file__), line_of_error(within)
     assert here.startswith("decoder.py, line ")
     assert nowhere == ""
-
-
-def test_where_a_frame_was_called_from():
-    def asks(frame):
-        return frame
-
-    frame = asks(sys._getframe())
-    assert line_of_frame(frame) == f"test_user_code.py, line {frame.f_lineno}"
-    assert line_of_frame(None) == ""
-    with speaking("zh"):
-        assert line_of_frame(frame).startswith("test_user_code.py 第 ")
 
 
 def test_a_warning_stands_at_the_line_of_the_user() -> None:
