@@ -202,7 +202,6 @@ def definitions() -> dict[str, Any]:
 
 def answers() -> dict[str, Any]:
     """The answer of each command."""
-    measure = [{"measure": "str", "total_bytes": "int", "fits": "bool"}]
     compared = {"peak_reserved": "int?", "fits": "bool", "plan": "#plan?", "error": "str?"}
     figures = ("memory_bandwidth", "fp32_flops", "tf32_flops", "fp16_flops", "bf16_flops")
     bytes_ = dict.fromkeys(("memory_total_bytes", "memory_mean_bytes", "memory_peak_bytes"), "int")
@@ -239,7 +238,6 @@ def answers() -> dict[str, Any]:
                 "batch": "int",
                 "dtype": "str",
                 "sample": ["int"],
-                "source": (["int"], "null"),
                 "parts": {"*": "int?"},
                 "total_bytes": "int",
                 "lower_bound": "bool",
@@ -247,7 +245,6 @@ def answers() -> dict[str, Any]:
             },
             "usable": "int?",
             "symbolic": "#symbolic?",
-            "recommended?": {"each": measure, "together": measure},
             "notes": ["str"],
         },
         "plan": {"kind": "=plan", "report": "#plan"},

@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from vram_guard.notebooks import render_with
-
 # Not lazy: importing the package `vram_guard.plan` would bind it here under the name of the function. Done now,
 # the function keeps the name in any order of imports. Costs milliseconds, and no torch.
 from vram_guard.plan import Plan, plan
@@ -61,15 +59,6 @@ _HOME = {
     "trace": "vram_guard.simulate",
     "variants": "vram_guard.plan.variants",
 }
-
-
-def _html_of(answer: Plan | Estimate | Timeline | Budget) -> str:
-    from vram_guard.report.notebook import html_of
-
-    return html_of(answer)
-
-
-render_with(_html_of)
 
 
 def __getattr__(name: str) -> object:

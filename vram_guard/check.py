@@ -38,8 +38,7 @@ def assert_fits(
         margin: the share of the budget to leave free; None: the default.
         settings: the allocator's settings; None: those of the environment.
         arguments: for the function that a name stands for.
-        annotations: where a failure is noted for a forge or an editor too: "github" prints a workflow command,
-            "NAME.sarif" is a file in the format SARIF, which is written where the step fits as well.
+        annotations: "github" prints a failure as a workflow command too.
 
     Returns:
         The estimate, for checks of one's own.
@@ -59,23 +58,18 @@ def assert_fits(
         vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
     if annotations is not None:
-        from vram_guard.report.annotations import annotate, check_annotations, finding
+        from vram_guard.report.annotations import check_annotations, finding, workflow_command
 
         check_annotations(annotations)
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
     )
-    failure = None
     try:
         raise_unless_it_fits(estimate, timeline, held_against, settings)
     except DoesNotFitError as error:
-        failure = error
-        raise
-    finally:
         if annotations is not None:
-            found = [] if failure is None else [finding(str(failure), estimate.peak_source)]
-            if lines := annotate(found, annotations):
-                print(lines)  # noqa: T201 - a runner reads it from standard output
+            print(workflow_command(finding(str(error), estimate.peak_source)))  # noqa: T201 - a runner reads it
+        raise
     return estimate
 
 

@@ -1,4 +1,4 @@
-"""Answers in notebooks: their HTML, and progress in one line."""
+"""Progress in one line, at a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -9,24 +9,6 @@ from typing import Any
 
 from vram_guard.printable import printable
 from vram_guard.terminal import cut, display_width, encodable, ljust, terminal_width
-
-
-class ShownInNotebooks:
-    """An answer that a notebook shows as HTML, and everything else as one line."""
-
-    def _repr_html_(self) -> str:
-        return _Renderer.html_of(self)
-
-
-class _Renderer:
-    """The function that makes HTML of answers. It lies in a room above theirs, so it is handed down to them."""
-
-    html_of: Callable[[Any], str] = staticmethod(repr)
-
-
-def render_with(html_of: Callable[[Any], str]) -> None:
-    """From now on notebooks show answers as this function has them."""
-    _Renderer.html_of = staticmethod(html_of)
 
 
 @contextmanager

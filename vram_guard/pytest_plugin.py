@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--vram-guard-budget", metavar="AMOUNT", help=_('memory that PyTorch may reserve, such as "24GiB"'))
     report = _("write an HTML report of every check into this folder")
     group.addoption("--vram-guard-report", metavar="DIR", help=report)
-    annotations = _('annotations of checks that fail: "github", or a file NAME.sarif')
+    annotations = _('annotations of checks that fail: "github"')
     group.addoption("--vram-guard-annotations", metavar="WHERE", help=annotations)
 
 
@@ -45,15 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Annotations come at the end, of all processes that ran tests."""
-    if where := config.getoption("--vram-guard-annotations"):
-        from vram_guard.report.annotations import Finding, annotate
+    if config.getoption("--vram-guard-annotations"):
+        from vram_guard.report.annotations import Finding, workflow_command
 
         reports = [one for ended in terminalreporter.stats.values() for one in ended if hasattr(one, "user_properties")]
         told = [value for one in reports for name, value in one.user_properties if name == _PROPERTY]
-        found = list(dict.fromkeys(Finding(*value) for value in told))
-        if lines := annotate(found, where):
+        for one in dict.fromkeys(Finding(*value) for value in told):
             terminalreporter.write_line("")
-            terminalreporter.write_line(lines)
+            terminalreporter.write_line(workflow_command(one))
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
 
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.node.nodeid).strip("-")
             path = Path(folder) / f"{name}{f'-{counted}' if counted > 1 else ''}.html"
-            save_html(estimate, path, timeline=timeline, budget=held_against, gpus=(), title=request.node.nodeid)
+            save_html(estimate, path, timeline=timeline, budget=held_against, title=request.node.nodeid)
         try:
             raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
         except DoesNotFitError as error:

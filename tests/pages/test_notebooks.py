@@ -1,42 +1,19 @@
-"""Answers as a notebook shows them."""
+"""Answers and progress as a notebook shows them: a line of text."""
 
 from __future__ import annotations
 
 import io
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from vram_guard import Budget, TrainingStep, estimate, plan, trace
-from vram_guard.language import speaking
+from vram_guard import Budget, TrainingStep, plan, trace
 from vram_guard.notebooks import one_line
 from vram_guard.terminal import cut, display_width
 
 NAME = "<img src=x onerror=alert(1)>\u202e"
-
-
-class Parsed(HTMLParser):
-    """Text and tags of a fragment; tags that are opened and not closed in order are an error."""
-
-    def __init__(self, source):
-        super().__init__()
-        self.open, self.tags, self.text = [], set(), ""
-        self.feed(source)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.tags.add(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
 
 
 class Block(nn.Module):
@@ -57,33 +34,6 @@ def step():
 @pytest.fixture(scope="module")
 def made(step):
     return plan(step, 200_000, "256MiB", allow=["accumulate"])
-
-
-def test_every_answer_is_html_of_words_and_tables(step, made):
-    timeline = trace(step)
-    shown = {
-        "estimate": (made.estimate, "peak reserved"),
-        "plan": (made, "Does not fit as written"),
-        "timeline": (timeline, "traced batch sizes"),
-        "budget": (Budget.of("RTX 4090"), "catalogue: RTX 4090"),
-    }
-    for name, (answer, words) in shown.items():
-        page = Parsed(answer._repr_html_())
-        assert words in page.text, name
-        assert page.tags <= {"div", "style", "p", "span", "strong", "table", "tr", "th", "td", "ul", "li"}, name
-        assert "http" not in page.text
-        assert "\u202e" not in page.text
-    assert f"{made.before.peak_reserved / made.budget.usable:.0%}" in made._repr_html_()
-    assert "as written" in Parsed(made._repr_html_()).text
-    with speaking("zh_CN"):
-        assert "原" in made._repr_html_()
-
-
-def test_names_are_text(step):
-    estimate = trace(step).at(200_000)
-    assert NAME in estimate.peak_module
-    page = Parsed(estimate._repr_html_())
-    assert "img" not in page.tags
 
 
 def test_a_repr_is_one_short_line(step, made):
@@ -139,15 +89,6 @@ def test_a_line_of_progress_fits_into_the_terminal(monkeypatch):
     assert cut("正在", 4) == "正在"
 
 
-def test_no_two_rows_have_one_name():
-    """A convolution in float32: its reserved peak is an amount and, for cuDNN's workspaces, a range."""
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3))
-    for answer in (estimate(net, 64, input_shape=(3, 32, 32)), plan(net, 64, "1GiB", input_shape=(3, 32, 32))):
-        names = re.findall("<tr><td>([^<]*)</td>", answer._repr_html_())
-        assert {"peak reserved", "range of the peak"} < set(names)
-        assert len(names) == len(set(names)), names
-
-
 def test_the_example_runs_in_a_kernel():
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
@@ -160,8 +101,5 @@ def test_the_example_runs_in_a_kernel():
     notebook.cells.append(check)
     nbclient.NotebookClient(notebook, timeout=180).execute()
     assert check.outputs[0]["text"] == "True True\n", "the plan of the example shows nothing"
-    answers = [output.data for cell in cells for output in cell.outputs if output.output_type == "execute_result"]
-    pages = [answer["text/html"] for answer in answers if "text/html" in answer]
-    assert len(pages) == 3
-    assert all("vram-guard" in page for page in pages)
-    assert [answer["text/plain"].isdigit() for answer in answers] == [False, False, True, False]
+    printed = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    assert "Does not fit as written" in printed

@@ -34,7 +34,7 @@ COMMANDS = (
     "gpus nothing-like-it",
     "doctor",
     "estimate --batch 16 --height 256 --width 256 --hidden-dim 512 --num-layers 10 --gpu-memory 24",
-    "estimate --model-path CogVideoX-5b --quick --train transformer --num-frames 17 --height 32 --gpu A100 --recommend",
+    "estimate --model-path CogVideoX-5b --quick --train transformer --num-frames 17 --height 32 --gpu A100",
     "plan model.py:net --input 8 --batch 4 --gpu 4090 --html page.html",
     "plan model.py:net --input 8 --batch 4 --gpu 4090 --margn 0.1",
 )

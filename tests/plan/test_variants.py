@@ -151,7 +151,7 @@ def test_an_unknown_name_is_an_error(answer: Variants) -> None:
 
 
 def test_the_table_and_the_json(answer: Variants) -> None:
-    text = render(answer, unicode=False)
+    text = render(answer)
     assert text.isascii()
     assert text.splitlines()[0] == answer.explain().splitlines()[0]
     (line,) = [line for line in text.splitlines() if "lite *" in line]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -159,22 +158,12 @@ def test_a_build_fails_where_a_step_does_not_fit(run, tmp_path):
     assert "Does not fit" in page
 
 
-SARIF_KEYS = {"$schema", "version", "runs"}
-
-
 def test_failures_are_annotations_on_request(run, tmp_path):
     done = run("--vram-guard-budget", "200MiB", "--vram-guard-annotations", "github")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
     assert line.startswith("::error file=test_memory.py,line=")  # the peak is in torch's own code
     assert "title=vram_guard::batch size 4096 does not fit" in line
     assert "%0A  at the peak:" in line
-    done = run("--vram-guard-budget", "200MiB", "--vram-guard-annotations", "found.sarif", "-n", "2", "-p", "xdist")
-    assert done.returncode == 1, done.stdout + done.stderr
-    log = json.loads((tmp_path / "found.sarif").read_text())
-    assert log.keys() == SARIF_KEYS
-    (result,) = log["runs"][0]["results"]
-    assert result["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": "test_memory.py"}
-    assert "does not fit" in result["message"]["text"]
     done = run("--vram-guard-annotations", "xml")
     assert done.returncode == 4
     assert "not 'xml'" in done.stderr

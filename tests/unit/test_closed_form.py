@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from each import each
 
-from vram_guard.closed_form._weights import Weights
 from vram_guard.closed_form.folder import Component
 from vram_guard.closed_form.inputs import USUAL_LENGTH, InputSizes, sample_of
 from vram_guard.closed_form.tuning import TransformerShape, Tuning
+from vram_guard.closed_form.weights import Weights
 
 VIDEO = {
     "_class_name": "CogVideoXTransformer3DModel",

@@ -10,7 +10,6 @@ import torch
 from each import each
 
 from vram_guard import TrainingStep, cli, trace
-from vram_guard.cli._configuration import _with, parsed
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.plan.comparison import Configuration, compare
 from vram_guard.report.comparison import comparison_dict, render
@@ -211,12 +210,6 @@ def test_bad_usage(folder, capsys, arguments, said):
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.out == ""
-
-
-def test_what_is_set_replaces_the_entry_where_it_stands():
-    config = {"train": {"lr": 1, "b": 2}, "val": {"lr": 9}, "x": 0}
-    assert _with(config, {"lr": 5, "new": True}) == {"train": {"lr": 5, "b": 2}, "val": {"lr": 9}, "x": 0, "new": True}
-    assert parsed("a=1,b=x, c = true") == {"a": 1, "b": "x", "c": True}
 
 
 # --- variants ---

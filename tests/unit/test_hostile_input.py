@@ -126,7 +126,6 @@ def cases():
     for number in ("-1", "nan", "inf", "", "soon", ESCAPES):
         yield "monitor", number
         yield "monitor", "1", "--interval", number
-        yield *BASES["optimize"], *CARD, "--target", number
         yield *BASES["optimize"], *CARD, "--processes", number
         yield *BASES["optimize"], *CARD, "--benchmark-seconds", number
         yield "monitor", "1", "--device", number
@@ -187,15 +186,11 @@ OTHERS = (
     "plan ok.yaml --gpu 4090 --plot folder",
     "plan ok.yaml --gpu 4090 --plot x.docx",
     "plan ok.yaml --gpu 4090 --annotations x",
-    "plan ok.yaml --gpu 4090 --cards nope",
     "plan ok.yaml --gpu 4090 --gpus 2 --link x",
     "plan ok.yaml --gpu 4090 --gpus 2 --layouts x",
     "plan ok.yaml ok.yaml --gpu 4090",
     "plan ok.yaml --config ok.yaml --gpu 4090",
     "plan ok.py:main --model ok.py:main --gpu 4090",
-    "optimize ok.yaml --gpu 4090 --keep x",
-    "optimize ok.yaml --gpu 4090 --key x",
-    "optimize ok.yaml --gpu 4090 --key batch_size=a.b",
     "optimize ok.yaml --gpu 4090 --output folder",
     "optimize ok.yaml --gpu 4090 --output ok.yaml",
     "optimize ok.yaml --gpu 4090 --output /proc/a.yaml",

@@ -78,7 +78,6 @@ def test_the_answer_about_a_folder(tmp_path, capsys):
     write_cogvideox(tmp_path / "model")
     words = [
         "--quick",
-        "--recommend",
         "--gpu",
         "T4",
         "--batch",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -15,14 +14,9 @@ import pytest
 import torch
 
 from vram_guard import Budget, Plan, TrainingStep, plan, trace
-from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
-from vram_guard.errors import InvalidInputError
 from vram_guard.language import speaking
-from vram_guard.limits import LARGEST_BATCH_ASKED
 from vram_guard.report import html_report, save_html
-from vram_guard.report._charts import round_values
-from vram_guard.report.batch_curve import batch_curve, close_together
-from vram_guard.timeline import Affine, Block, Note, Phase, Timeline
+from vram_guard.timeline import Note, Timeline
 from vram_guard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -96,11 +90,10 @@ def test_the_page_says_what_the_plan_says(made: Plan) -> None:
         "micro-batch size",
         "two are drawn",
         *made.reasons,
-        "RTX 4090",
         made.estimate.peak_operator,
     ):
         assert word in page.words
-    assert page.tags.count("svg") == 3  # before, after, batch sizes
+    assert page.tags.count("svg") == 2  # before, after
     assert page.words.index("micro-batch size") < page.words.index("Memory use") < page.words.index("Over the step")
 
 
@@ -112,7 +105,7 @@ def test_a_plan_that_lacks_the_timeline_as_written_is_drawn_as_planned(made: Pla
 
 def test_an_estimate_with_and_without_charts_and_budget(timeline: Timeline) -> None:
     full = Page(html_report(timeline.at(16), timeline=timeline, budget=Budget.of("1GiB")))
-    assert full.tags.count("svg") == 2
+    assert full.tags.count("svg") == 1
     assert "Fits" in full.words
     short = Page(html_report(timeline.at(16)))
     assert "svg" not in short.tags
@@ -123,7 +116,7 @@ def test_an_estimate_with_and_without_charts_and_budget(timeline: Timeline) -> N
     assert "Not known to fit" in Page(html_report(lower_bound, budget=Budget.of("4GiB"))).words
 
 
-def test_a_page_traces_nothing_anew_unless_it_is_asked_to(timeline: Timeline) -> None:
+def test_a_page_traces_nothing_anew(timeline: Timeline) -> None:
     traced = []
 
     def retrace(size: int) -> Timeline:
@@ -131,11 +124,8 @@ def test_a_page_traces_nothing_anew_unless_it_is_asked_to(timeline: Timeline) ->
         return timeline
 
     branching = replace(timeline, retrace=retrace)
-    size = timeline.traced[0]
-    assert "RTX 4090" not in html_report(branching.at(size), timeline=branching)
+    html_report(branching.at(timeline.traced[0]), timeline=branching)
     assert traced == []
-    assert "RTX 3070" in html_report(branching.at(size), timeline=branching, gpus=["RTX 3070"])
-    assert traced
 
 
 def test_nothing_in_the_page_points_outside(made: Plan) -> None:
@@ -286,97 +276,3 @@ def test_dark_and_narrow_are_readable(made: Plan, tmp_path: Path) -> None:
     assert contrast(seen["page"], seen["ink"]) > 7
     assert contrast(seen["page"], "rgb(255, 255, 255)") > 10  # it is dark
     assert contrast(seen["page"], seen["area"]) > 3
-
-
-# --- the batch curve ---
-
-
-def test_limits_are_the_largest_batches(timeline: Timeline) -> None:
-    curve = batch_curve(timeline, ["RTX 4090", "1GiB", "64MiB", 2], at=7)
-    assert [limit.largest for limit in curve.limits] == [
-        timeline.max_batch_size(budget, limit=LARGEST_BATCH_ASKED) for budget in (2, "64MiB", "1GiB", "RTX 4090")
-    ]
-    assert [limit.name for limit in curve.limits] == ["1 B", "64MiB", "1GiB", "RTX 4090"]
-    assert curve.limits[0].peak is None
-    assert curve.limits[0].largest == 0
-    peaks = dict(zip(curve.sizes, curve.peaks, strict=True))
-    assert peaks[7] == timeline.at(7).peak_reserved
-    assert all(peaks[limit.largest] == limit.peak for limit in curve.limits if limit.largest)
-    assert curve.sizes == tuple(sorted(set(curve.sizes)))
-
-
-def test_a_lower_bound_promises_no_batch(timeline: Timeline) -> None:
-    curve = batch_curve(replace(timeline, tier="formula"), ["1GiB"])
-    assert curve.limits[0].largest == 0
-
-
-def test_a_step_that_does_not_grow_ends_somewhere() -> None:
-    flat = Timeline((Block(Affine(512, 0), "batch", "", "", ""),), (0, ~0), (Phase("forward", 1, 0),), (2, 3))
-    (limit,) = batch_curve(flat, ["1GiB"]).limits
-    assert limit.open_ended
-    assert "65,536+" in html_report(flat.at(1), timeline=flat, gpus=["1GiB"])
-
-
-def test_no_budgets_are_refused(timeline: Timeline) -> None:
-    with pytest.raises(InvalidInputError, match="at least one GPU"):
-        batch_curve(timeline, [])
-    with pytest.raises(InvalidInputError, match="RTX 4090"):
-        batch_curve(timeline, ["RTX 4099"])
-
-
-def test_close_lines_share_a_label(timeline: Timeline) -> None:
-    limits = batch_curve(timeline, ["RTX 4090", "RTX 3090", "RTX 3070"]).limits
-    groups = close_together(limits, 0.1)
-    assert [sorted(limit.name for limit in group) for group in groups] == [["RTX 3070"], ["RTX 3090", "RTX 4090"]]
-
-
-def test_the_label_of_a_line_does_not_reach_the_next_line(timeline: Timeline) -> None:
-    """Cards of 8 and 12 GB are 12 pixels apart beside one of 80 GB, less than the letters between them take."""
-    limits = batch_curve(timeline, ["RTX 3070", "RTX 3060 12GB", "A100 SXM4 80GB"]).limits
-    assert [len(group) for group in close_together(limits)] == [2, 1]
-
-
-@pytest.mark.parametrize("end", [1, 3, 7.5, 10, 81, 1023.9, 1e9])
-def test_ticks_are_few_and_round(end: float) -> None:
-    values = round_values(end)
-    assert 3 <= len(values) <= 8
-    assert values[0] == 0
-    assert end / 2 < values[-1] <= end * (1 + 1e-9)
-
-
-# --- as commands offer them ---
-
-
-def options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_picture_options(parser)
-    return parser.parse_args(arguments)
-
-
-def test_every_picture_of_a_plan_and_of_an_estimate(
-    made: Plan, timeline: Timeline, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = {
-        "--html": "a.html",
-        "--plot": "a.svg",
-        "--snapshot": "a.pickle",
-    }
-    for answer, more in ((made, {}), (timeline.at(4), {"timeline": timeline, "budget": Budget.of("1GiB")})):
-        folder = tmp_path / type(answer).__name__
-        asked = options(*(part for name, file in names.items() for part in (name, str(folder / file))))
-        check_pictures(asked)
-        write_pictures(asked, answer, **more)
-        assert sorted(path.name for path in folder.iterdir()) == sorted(names.values())
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("wrote") == len(names)
-
-
-def test_what_cannot_be_written_is_said_before_or_instead(timeline: Timeline, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"written as \.svg"):
-        check_pictures(options("--plot", "picture.bmp"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInputError, match="was not written"):
-        write_pictures(options("--html", str(tmp_path / "file" / "a.html")), timeline.at(4))
-    with pytest.raises(InvalidInputError, match="no step to draw"):
-        write_pictures(options("--plot", str(tmp_path / "a.svg")), timeline.at(4))

@@ -16,12 +16,10 @@ from torch.cuda import _memory_viz
 from vram_guard import Budget, TrainingStep
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan import plan
-from vram_guard.report._svg import COLUMNS
-from vram_guard.report._walk import LAYERS, stack, walk
 from vram_guard.report.picture import picture, save_picture
 from vram_guard.report.snapshot import PICKLE_PROTOCOL, save_snapshot, snapshot
 from vram_guard.simulate import trace
-from vram_guard.timeline import CATEGORIES, Affine, Block, Phase, Timeline
+from vram_guard.timeline import Affine, Block, Phase, Timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,36 +43,6 @@ STEP = TrainingStep(
 @pytest.fixture(scope="module")
 def timeline() -> Timeline:
     return trace(STEP)
-
-
-# --- what both are drawn from ---
-
-
-def test_a_walk_is_a_replay(timeline: Timeline) -> None:
-    walked, replayed = walk(timeline, 16), timeline.replay(16, curve=True)
-    assert tuple(walked.allocated) == replayed.allocated_curve
-    assert tuple(walked.reserved) == replayed.reserved_curve
-    assert walked.segments == replayed.segments
-    assert sum(call.size for _, call in walked.calls if call.action == "segment_alloc") == walked.reserved[-1]
-
-
-def test_layers_add_up_to_the_allocated_curve(timeline: Timeline) -> None:
-    drawn, replayed = stack(timeline, 16, most=COLUMNS), timeline.replay(16, curve=True)
-    assert set(LAYERS) == set(CATEGORIES)
-    totals = [sum(column) for column in zip(*drawn.layers.values(), strict=True)]
-    assert tuple(totals) == replayed.allocated_curve
-    assert max(totals) == timeline.at(16).peak_allocated
-
-
-def test_thinning_keeps_the_maxima() -> None:
-    count = 5 * COLUMNS
-    blocks = tuple(Block(Affine(512 * (1 + i * 7919 % 400), 0), "activations", "", "", "") for i in range(count))
-    events = tuple(event for i in range(count) for event in (i, ~i))
-    long = Timeline(blocks, events, (Phase("forward", 1, 0),), (2, 3))
-    drawn = stack(long, 1, most=COLUMNS)
-    assert len(drawn.events) == COLUMNS
-    assert max(drawn.layers["activations"]) == long.at(1).peak_allocated
-    assert drawn.events == sorted(set(drawn.events))
 
 
 # --- the picture ---
@@ -107,7 +75,6 @@ def test_a_plan_is_drawn_before_and_after() -> None:
 
 
 def test_a_plan_without_timelines_is_refused() -> None:
-    from dataclasses import replace
 
     made = replace(plan(STEP, 2, "4GiB"), timeline=None)
     with pytest.raises(InvalidInputError, match="timelines"):
@@ -224,21 +191,3 @@ def test_sources_on_windows_and_without_lines_survive() -> None:
         ("no line here", 0),
         ("a:b.py", 7),
     ]
-
-
-def test_phases_are_named_where_there_is_room_and_shaded_in_turn():
-    from vram_guard.report._charts import LEAST_LABELLED, _phases
-
-    count = 1000
-    narrow = int(LEAST_LABELLED * count) - 1
-    alive = Timeline((Block(Affine(512, 0), "activations", "", "", ""),), (0, ~0) * (count // 2), (), (1,))
-    phases = Phase("forward", 1, 0), Phase("backward", 1, 400), Phase("forward", 2, 1000 - narrow)
-    spans = _phases(replace(alive, phases=phases))
-    assert [(span.start, span.end, span.shaded) for span in spans] == [
-        (0, 400, False),
-        (400, count - narrow, True),
-        (count - narrow, count, False),
-    ]
-    assert [bool(span.name) for span in spans] == [True, True, False]
-    empty = _phases(replace(alive, phases=(Phase("forward", 1, 0), Phase("backward", 1, count))))
-    assert not empty[1].shaded

@@ -18,7 +18,6 @@ ROOMS = {
     "vram_guard/closed_form": [
         "test_calculator*",
         "test_closed_form*",
-        "test_recommend*",
         "test_gpus_model*",
         "test_estimate_folder*",
     ],

@@ -17,7 +17,6 @@ from vram_guard.budget.margins import measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.limits import LEAST_WRITTEN
-from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.units import format_bytes, parse_bytes, written_bytes
 
 #: The part of the available memory that is left free unless the user says otherwise, where every operator's memory
@@ -30,7 +29,7 @@ _WITH_UNIT = re.compile(r"[0-9.]+ ?[GM]i?B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Budget(ShownInNotebooks):
+class Budget:
     """The memory there is to plan with. Made by :meth:`of` and :meth:`resolve`.
 
     Attributes:

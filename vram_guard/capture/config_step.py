@@ -37,7 +37,7 @@ STEP: Final = ConfigKind(marked("a training step of your own (module:function)")
 PLAIN: Final = ConfigKind(marked("a model with --input"), _WEIGHTS | {"input"})
 TEXT: Final = ConfigKind(marked("a model of texts"), _WEIGHTS | {"seq_length"})
 PICTURE: Final = ConfigKind(marked("a model of pictures"), _WEIGHTS | {"height", "width"})
-LATENTS: Final = ConfigKind(marked("a diffusion model"), _WEIGHTS | {"height", "width", "pixels"})
+LATENTS: Final = ConfigKind(marked("a diffusion model"), _WEIGHTS | {"height", "width"})
 VIDEO: Final = ConfigKind(marked("a diffusion model of videos"), LATENTS.reads | {"num_frames"})
 KINDS: Final = (STEP, PLAIN, TEXT, PICTURE, LATENTS, VIDEO)
 
@@ -117,13 +117,11 @@ def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> Tra
         step = _named(model, request, config)
     elif _is_config(model):
         from vram_guard.capture.hugging_face import step_of, weights_of
-        from vram_guard.closed_form.inputs import InputSizes, latents_of
+        from vram_guard.closed_form.inputs import InputSizes
 
         path, numbers = _config_path(model), request.numbers
         described = load_json(path)
         sizes = InputSizes(*(numbers.get(name) for name in ("height", "width", "num_frames", "seq_length")))
-        if request.pixels:
-            sizes = latents_of(sizes, path.resolve().parent.parent)
         step = step_of(described, sizes, weights_of(request, described))
     else:
         from vram_guard.capture.model_names import step_by_name

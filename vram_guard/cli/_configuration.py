@@ -87,7 +87,7 @@ def changed(config: dict[str, Any], options: argparse.Namespace, model: str | No
 
 
 #: Options that say something before the config does, by the names that :func:`parse_request` has for them.
-_SAID: Final = ("model", "input", *(name.replace("-", "_") for name in (*WEIGHTS, "pixels")))
+_SAID: Final = ("model", "input", *(name.replace("-", "_") for name in WEIGHTS))
 
 
 def said(options: argparse.Namespace) -> dict[str, Any]:

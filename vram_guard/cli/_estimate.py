@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     add_options(parser.add_argument_group(_("the calculator")), "batch", *NETWORK)
     folder = parser.add_argument_group(_("a model folder"))
     add_options(folder, *FOLDER)
-    folder.add_argument("--recommend", action="store_true", help=_("list what would make it fit, with numbers"))
+    folder.add_argument("--recommend", action="store_true", help=_("plan what makes it fit, as the command plan does"))
     add_options(parser, *DEVICE, "cudnn", "json")
     add_options(parser, "verbose", default=None)
     add_release_options(parser)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, counts
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
@@ -22,34 +22,27 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.folder import ModelFolder
     from vram_guard.closed_form.inputs import InputSizes
-    from vram_guard.closed_form.recommend import Measure
     from vram_guard.closed_form.tuning import Tuning
     from vram_guard.report.symbolic import SymbolicAnswer
-
-    #: Each by itself, and those that make it fit together.
-    _Savings: TypeAlias = tuple[tuple[Measure, ...], tuple[Measure, ...]]
 
 
 def estimate_folder(options: argparse.Namespace) -> int:
     """Say what the folder holds and what training it takes; the exit code says whether it fits."""
     from vram_guard.closed_form.folder import read_folder
     from vram_guard.closed_form.inputs import InputSizes
-    from vram_guard.closed_form.recommend import combined_savings, individual_savings
 
     check_read(options, FOLDER)
     if options.quick:
-        check_needed(options, ("cudnn", "releases"), needs=_("the symbolic answer (no --quick)"))
+        check_needed(options, ("cudnn", "releases", "recommend"), needs=_("the symbolic answer (no --quick)"))
     batch = count("batch_size", options.batch) or 1
     folder = read_folder(Path(options.model_path).expanduser())
-    sizes = sizes_for(folder, options, InputSizes(**counts(options, "height", "width", "num_frames", "seq_length")))
+    check_sizes(folder, options)
+    sizes = InputSizes(**counts(options, "height", "width", "num_frames", "seq_length"))
     required = None if options.quick else required_releases(options)
     tuning = tuning_of_folder(folder, options, sizes, batch)
     budget = _budget(options)
-    savings = None
-    if options.recommend and budget is not None:
-        savings = individual_savings(tuning), combined_savings(tuning, budget.usable)
     if not options.json:
-        print_now(_closed_form_lines(folder, tuning, budget, savings))
+        print_now(_closed_form_lines(folder, tuning, budget))
     notes = Notes()
     symbolic = None
     if not options.quick and len(tuning.trained) != 1:
@@ -60,7 +53,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     known = tuning.complete and budget is not None and tuning.total <= budget.usable
     fits = None if budget is None else known if symbolic is None else symbolic.fits
     if options.json:
-        print_json(_as_dict(folder, tuning, budget, savings, symbolic, fits, notes))
+        print_json(_as_dict(folder, tuning, budget, symbolic, fits, notes))
     elif symbolic is not None:
         from vram_guard.report.symbolic import symbolic_lines
 
@@ -72,17 +65,17 @@ def estimate_folder(options: argparse.Namespace) -> int:
     return EXIT_DOES_NOT_FIT if fits is False else EXIT_DONE
 
 
-def sizes_for(folder: ModelFolder, options: argparse.Namespace, sizes: InputSizes) -> InputSizes:
-    """The sizes that the options give, as the model that is trained is given them.
+def check_sizes(folder: ModelFolder, options: argparse.Namespace) -> None:
+    """Refuse sizes that the model that is trained does not have.
 
     Raises:
-        InvalidInputError: it has no such size, or ``--pixels`` and nothing says how many of them are one latent.
+        InvalidInputError: it has no such size.
     """
-    from vram_guard.closed_form.inputs import latents_of, sizes_read
+    from vram_guard.closed_form.inputs import sizes_read
 
     one = (*folder.chosen("--train", options.train or folder.usually_trained), *folder.components.values())[0]
     read = sizes_read(one.config)
-    for name in ("height", "width", "num_frames", "seq_length", "pixels"):
+    for name in ("height", "width", "num_frames", "seq_length"):
         if name in options.given and name not in read:
             others = _(", ").join("--" + one.replace("_", "-") for one in sorted(read))
             said = _(
@@ -92,9 +85,6 @@ def sizes_for(folder: ModelFolder, options: argparse.Namespace, sizes: InputSize
                 others=others,
             )
             raise InvalidInputError(said)
-    if options.pixels and not (sizes.height or sizes.width or sizes.num_frames):
-        check_needed(options, ("pixels",), needs="--height, --width, --num-frames")
-    return latents_of(sizes, folder.path) if options.pixels else sizes
 
 
 def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: InputSizes, batch: int) -> Tuning:
@@ -103,7 +93,7 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: In
     Raises:
         InvalidInputError: a component is not there, or has no weights that can be read.
     """
-    from vram_guard.closed_form.inputs import compression_of, latent_size, sample_of, sample_shape
+    from vram_guard.closed_form.inputs import sample_of, sample_shape
     from vram_guard.closed_form.tuning import Tuning, checked_dtype, stored_dtype, transformer_shape
 
     trained = folder.chosen("--train", options.train or folder.usually_trained)
@@ -118,8 +108,6 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: In
         if not one.weights.numbers:
             raise InvalidInputError(_no_weights(one.name, one.weights.pickles))
     main = (trained or frozen)[0] if trained or frozen else None
-    compressed = compression_of(folder.path) if main is not None and "_class_name" in main.config else None
-    source = compressed.source_of(latent_size(main.config, sizes)) if compressed and main else None
     numbers, text, tokens = (0, 0, 0) if main is None else sample_of(main.config, sizes)
     return Tuning(
         trained=trained,
@@ -129,7 +117,6 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: In
         sample_numbers=numbers,
         text_numbers=text,
         sample=() if main is None else sample_shape(main.config, sizes),
-        source=source,
         shape=None if main is None else transformer_shape(main.config, tokens),
     )
 
@@ -182,11 +169,9 @@ def _symbolic(
     return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
 
 
-def _closed_form_lines(
-    folder: ModelFolder, tuning: Tuning, budget: Budget | None, savings: _Savings | None
-) -> Iterator[str]:
+def _closed_form_lines(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> Iterator[str]:
     from vram_guard.report.calculator import LINE
-    from vram_guard.report.folder import folder_lines, recommendation_lines, tuning_lines, verdict_lines
+    from vram_guard.report.folder import folder_lines, tuning_lines, verdict_lines
 
     width = terminal_width(sys.stdout)
     yield from (LINE, _("🧮 GPU memory of a training"), LINE)
@@ -195,20 +180,17 @@ def _closed_form_lines(
         yield _("no GPU here: give --gpu, --budget or --gpu-memory to check whether it fits")
         return
     yield from verdict_lines(tuning, budget)
-    if savings is not None:
-        yield from ("", *recommendation_lines(tuning, *savings, budget.usable, width))
 
 
 def _as_dict(
     folder: ModelFolder,
     tuning: Tuning,
     budget: Budget | None,
-    savings: _Savings | None,
     symbolic: SymbolicAnswer | None,
     fits: bool | None,
     notes: Notes,
 ) -> dict[str, Any]:
-    from vram_guard.report.folder import folder_dict, measure_dict, tuning_dict
+    from vram_guard.report.folder import folder_dict, tuning_dict
 
     answer: dict[str, Any] = {
         "kind": "model folder",
@@ -222,9 +204,6 @@ def _as_dict(
     }
     if budget is not None:
         answer["closed_form"]["largest_batch"] = tuning.largest_batch(budget.usable) if tuning.complete else None
-        if savings is not None:
-            each, combined = ([measure_dict(one, budget.usable) for one in some] for some in savings)
-            answer["recommended"] = {"each": each, "together": combined}
     if symbolic is not None:
         from vram_guard.report.as_json import as_dict
         from vram_guard.report.symbolic import symbolic_dict

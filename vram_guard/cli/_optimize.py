@@ -9,27 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_config, add_options, among, asked_budget, assigns
+from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
 from vram_guard.cli.printing import print_json, say, tell
 from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from vram_guard.budget import Budget
     from vram_guard.optimize.batch import BatchChoice
     from vram_guard.optimize.document import Document, Entry
     from vram_guard.optimize.rules import Advice
     from vram_guard.step import TrainingStep
     from vram_guard.watch.throughput import MeasuredBatch
-
-
-def _setting_names() -> Iterable[str]:
-    from vram_guard.optimize.names import SETTINGS
-
-    return SETTINGS
 
 
 def add(commands: Any) -> None:
@@ -49,22 +41,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--output", metavar="FILE", help=_("where to write it (FILE_gpu_optimized.yaml)"))
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
     parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
-    parser.add_argument("--target", type=float, default=0.8, help=_("share of the memory that a batch may fill (0.8)"))
-    parser.add_argument(
-        "--keep",
-        action="list",
-        accepts=among(_setting_names),
-        metavar="A,B",
-        help=_("settings to keep: batch_size,precision,..."),
-    )
-    parser.add_argument(
-        "--key",
-        action="list",
-        accepts=assigns,
-        metavar="A=PATH",
-        help=_("path of a setting in the config: batch_size=train.bs"),
-    )
-    parser.add_argument("--existing-only", action="store_true", help=_("change existing entries only; add none"))
     parser.add_argument(
         "--benchmark", action="store_true", help=_("run the step at several batch sizes; take the best")
     )
@@ -84,42 +60,29 @@ def _optimize(options: argparse.Namespace) -> int:
 
     if not options.config:
         raise InvalidInputError(_("name the config to rewrite: CONFIG, or --config FILE"))
-    keep = frozenset(name.strip() for name in (options.keep or "").split(",") if name.strip())
-    for name in keep - set(SETTINGS):
-        raise InvalidInputError(
-            _("unknown setting {name}; expected one of {known}", name=name, known=", ".join(SETTINGS))
-        )
     if not options.benchmark:
         check_needed(options, ("benchmark_seconds",), needs="--benchmark")
-    if not 0 < options.target <= 1:
-        raise InvalidInputError(_("--target must be above 0 and at most 1 (0.8 for 80%)"))
     if not 0 < options.benchmark_seconds <= 3600:
         raise InvalidInputError(_("--benchmark-seconds must be above 0 and at most 3600"))
     checked_count("--processes", options.processes)
     document = Document(options.config)
     output = _output(options)
-    entries = document.entries()
-    found = find(entries, _chosen((options.key or "").split(",") if options.key else ()))
+    found = find(document.entries())
     check(found)
     if "batch_size" not in found:
         names = ", ".join(SETTINGS["batch_size"])
-        raise InvalidInputError(
-            _("the config has no batch size ({names}): name it with --key batch_size=PATH", names=names)
-        )
+        raise InvalidInputError(_("the config has no batch size ({names})", names=names))
     budget = asked_budget(options)
-    can_accumulate = "accumulate" in found and "accumulate" not in keep
     step, precision = _step(options, document)
-    if step is None or options.benchmark:
-        check_needed(options, ("target",), needs=_("a step (--step), whose memory is predicted, and no --benchmark"))
     batch, measured = None, list[Any]()
-    if step is not None and ("batch_size" not in keep or options.benchmark):
-        batch, measured = _batch(options, step, precision, found, budget, keep, can_accumulate=can_accumulate)
+    if step is not None:
+        batch, measured = _batch(options, step, precision, found, budget)
     elif options.benchmark:  # without a step
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
     capability = budget.compute_capability
     cores = max(1, usable_cores() // options.processes)
-    existing_only = options.existing_only or holds_arguments(document.values)
-    situation = Situation(cores, capability, precision, batch, options.lr_rule, existing_only, keep)
+    existing_only = holds_arguments(document.values)
+    situation = Situation(cores, capability, precision, batch, options.lr_rule, existing_only)
     advice = advise(found, situation)
     text = document.rewritten(advice.replaced(), advice.added())
     if not options.dry_run:
@@ -140,18 +103,6 @@ def _output(options: argparse.Namespace) -> Path:
     if output.is_dir():
         raise InvalidInputError(_("--output {path} is a folder: give it a file's name", path=output))
     return output
-
-
-def _chosen(keys: Sequence[str]) -> dict[str, str]:
-    chosen = {}
-    for text in keys:
-        setting, equals, path = text.partition("=")
-        if not equals or not path:
-            raise InvalidInputError(
-                _("--key is SETTING=PATH, such as batch_size=train.bs, not {text}", text=repr(text))
-            )
-        chosen[setting] = path
-    return chosen
 
 
 def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep | None, str]:
@@ -175,9 +126,6 @@ def _batch(
     precision: str,
     found: dict[str, list[Entry]],
     budget: Budget,
-    keep: frozenset[str],
-    *,
-    can_accumulate: bool,
 ) -> tuple[BatchChoice, list[MeasuredBatch]]:
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
@@ -188,7 +136,7 @@ def _batch(
     budget = budget_of_rank(budget, step.layout)
     batch_size: int = found["batch_size"][0].value
     accumulate: int = found["accumulate"][0].value if "accumulate" in found else 1
-    target, _why = (None, "") if "precision" in keep else mixed_precision(precision, budget.compute_capability)
+    target, _why = mixed_precision(precision, budget.compute_capability)
     step = step.with_(precision=target or precision, accumulate=1)
     timeline = traced_on_card(step, budget)
     if options.benchmark:
@@ -200,8 +148,7 @@ def _batch(
         batch_size,
         budget,
         accumulate=accumulate,
-        can_accumulate=can_accumulate,
-        target=options.target,
+        can_accumulate="accumulate" in found,
     )
     return replace(choice, optimizer=timeline.optimizer), []
 
@@ -268,7 +215,7 @@ def _answer(
         for setting, why in advice.kept:
             say(f"  {setting}: {why}")
     if any(change.behind is not None for change in advice.changes):
-        say(_("\nAdded entries take effect only where your program reads them; --existing-only adds none."))
+        say(_("\nAdded entries take effect only where your program reads them."))
     if not options.dry_run:
         say(_("wrote {path}", path=output), sys.stderr)
 

@@ -20,7 +20,6 @@ from vram_guard.cli.options import (
     add_options,
     among,
     asked_budget,
-    is_name,
     is_number,
     listed,
 )
@@ -79,16 +78,9 @@ def add(commands: Any) -> None:
         help=_("other numbers of GPUs for the same training, as a table"),
     )
     parser.add_argument(
-        "--cards",
-        action="list",
-        accepts=is_name,
-        metavar="A,B",
-        help=_("GPUs whose largest batches the HTML page shows (default: common ones)"),
-    )
-    parser.add_argument(
         "--annotations",
         metavar="WHERE",
-        help=_('note a training that does not fit for a forge or an editor: "github", or a file NAME.sarif'),
+        help=_('note a training that does not fit for a forge: "github"'),
     )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     add_picture_options(parser)
@@ -143,18 +135,15 @@ def _names_model(text: str) -> bool:
 
 @collector_paused()  # imports make hundreds of thousands of objects that all stay
 def _plan(options: argparse.Namespace) -> int:
-    from vram_guard.budget import Budget
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
-    from vram_guard.report.annotations import annotate, check_annotations, finding
+    from vram_guard.report.annotations import check_annotations, finding, workflow_command
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import page_to_keep, where_to_read_on
     from vram_guard.report.text import show
 
     if options.gpus is None:
         check_needed(options, ("node_gpus", "link", "layouts", "compare_gpus"), needs="--gpus")
-    if not options.html:
-        check_needed(options, ("cards",), needs="--html")
     if options.json and not (options.html or options.annotations):
         check_needed(options, ("title",), needs="--html")
     check_pictures(options)
@@ -163,9 +152,6 @@ def _plan(options: argparse.Namespace) -> int:
     _one_of(options)
     budget = asked_budget(options)
     required = required_releases(options)
-    cards = listed(options.cards or "")
-    for card in cards:
-        Budget.of(card)  # an unknown one is an error before any work
     name = options.title or (Path(options.config).name if options.config else options.model)
     config = load_config(options.config) if options.config else {}
     change = parsed(options.set) if options.set else {}
@@ -190,9 +176,8 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.verbose and not options.html:
             say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
-    write_pictures(options, made, gpus=cards or None, title=name)
-    if options.annotations is not None:
-        found = [] if made.fits else [finding(f"{name}: {made.verdict()}", "", options.config or "")]
-        if lines := annotate(found, options.annotations):
-            say(lines, sys.stderr, wrap=False)  # for a program
+    write_pictures(options, made, title=name)
+    if options.annotations is not None and not made.fits:
+        failed = finding(f"{name}: {made.verdict()}", "", options.config or "")
+        say(workflow_command(failed), sys.stderr, wrap=False)  # for a program
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vram_guard.allocator import AllocatorSettings
-from vram_guard.budget import GPU, Budget
+from vram_guard.budget import Budget
 from vram_guard.cli.printing import say
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -49,7 +48,6 @@ def write_pictures(
     *,
     timeline: Timeline | None = None,
     budget: Budget | None = None,
-    gpus: Iterable[Budget | GPU | str | int] | None = None,
     settings: AllocatorSettings | None = None,
     title: str = "",
 ) -> None:
@@ -60,7 +58,6 @@ def write_pictures(
         answer: a plan, which brings its timelines and its budget, or an estimate.
         timeline: what an estimate was read from.
         budget: what an estimate is compared with.
-        gpus: whose largest batches the page shows; None: common cards.
         settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted.
 
@@ -74,7 +71,7 @@ def write_pictures(
     given: dict[str, Any] = {"timeline": timeline, "budget": budget, "settings": settings}
     with must_be_written():
         if options.html:
-            save_html(answer, options.html, gpus=None if gpus is None else tuple(gpus), title=title, **given)
+            save_html(answer, options.html, title=title, **given)
             _wrote(options.html)
         others = [path for path in (options.plot, options.snapshot) if path]
         if not others:

@@ -104,7 +104,6 @@ _OPTIONS: Final[dict[str, _Option]] = {
     ),
     "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
     "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
-    "pixels": _Option("", marked("--height, --width and --num-frames are of the picture or video, not of its latents")),
     "precision": _Option("P", marked("32-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true")),
     "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes"), bare=True),
     "num-layers": _Option("N", marked("number of layers")),
@@ -128,7 +127,7 @@ _ALIASES: Final = {
 }
 
 #: How large a sample is, and what a model that is built by its name has for weights.
-SIZES: Final = ("height", "width", "num-frames", "seq-length", "input", "pixels")
+SIZES: Final = ("height", "width", "num-frames", "seq-length", "input")
 WEIGHTS: Final = ("precision", "dtype", "lora", "qlora")
 #: What the rule of thumb asks for, and the model of which it is asked.
 NETWORK: Final = (*SIZES, "hidden-dim", "num-layers", "bytes-per-element", "threshold", "model", *WEIGHTS, "quick")

@@ -20,7 +20,7 @@ _TRACE: Final = frozenset({"margin", "cudnn", "releases"})
 DESCRIBING: Final = frozenset(
     {
         *(_CONFIG | _TRACE | NUMBERS),
-        *("input", "precision", "dtype", "lora", "qlora", "pixels", "threshold", "resolutions"),
+        *("input", "precision", "dtype", "lora", "qlora", "threshold", "resolutions"),
         *("model_path", "train", "frozen", "recommend"),
     }
 )
@@ -32,7 +32,7 @@ RULE: Final = ConfigKind(
 FOLDER: Final = ConfigKind(
     marked("a model folder (--model-path)"),
     NUMBERS & {"height", "width", "num_frames", "seq_length"}
-    | {"model_path", "train", "frozen", "recommend", "dtype", "pixels", "batch", "quick"}
+    | {"model_path", "train", "frozen", "recommend", "dtype", "batch", "quick"}
     | _TRACE,
 )
 CARDS: Final = ConfigKind(marked("the list of GPUs"), frozenset({"margin"}))

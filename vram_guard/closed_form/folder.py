@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vram_guard.closed_form._weights import Weights, read_weights
+from vram_guard.closed_form.weights import Weights, read_weights
 from vram_guard.config_file import load_json
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _

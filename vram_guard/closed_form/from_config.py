@@ -95,8 +95,6 @@ class EstimateRequest:
     """Settings of LoRA as ``--lora`` takes them ("" for the usual ones); None: every weight is trained."""
     four_bits: bool = False
     """The weights that LoRA leaves as they are lie in 4 bits."""
-    pixels: bool = False
-    """Height, width and frames are those of the picture or video that latents are made of."""
 
     def missing(self) -> list[str]:
         """Names of the numbers that the rule needs and that are not given."""
@@ -134,7 +132,7 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
     Args:
         config: the file's entries; may be empty.
         options: numbers by the names of :data:`NAMES` and "num_frames", and "precision", "dtype", "lora", "qlora",
-            "pixels", "memory", "gpu", "budget", "model", "input"; None: not given.
+            "memory", "gpu", "budget", "model", "input"; None: not given.
 
     Raises:
         InvalidInputError: a number is none, or stands in two places with different values.
@@ -175,7 +173,6 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
         dtype,
         lora,
         options.get("qlora") is not None,
-        bool(options.get("pixels")),
     )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
-from vram_guard.config_file import load_json
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.step import checked_count
@@ -99,9 +97,9 @@ def sees_pictures(config: Mapping[str, Any]) -> bool:
 
 
 def sizes_read(config: Mapping[str, Any]) -> frozenset[str]:
-    """The names of :class:`InputSizes` that the model of a config.json has; "pixels" where they are of latents."""
+    """The names of :class:`InputSizes` that the model of a config.json has."""
     if isinstance(config.get("_class_name"), str):
-        return frozenset({"height", "width", "pixels", *(("num_frames",) if is_video(config) else ())})
+        return frozenset({"height", "width", *(("num_frames",) if is_video(config) else ())})
     return frozenset({"height", "width"} if sees_pictures(config) else {"seq_length"})
 
 
@@ -119,8 +117,8 @@ def latent_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int,
             if given is not None and given > MOST_LATENTS * own:
                 raise InvalidInputError(
                     _(
-                        "--{name} {given} is in latents, and the model's own {name} is {own}: if pixels and frames of "
-                        "the picture or video are meant, add --pixels",
+                        "--{name} {given} is in latents, and the model's own {name} is {own}: give the sizes of the "
+                        "latents, not of the picture or video",
                         name=name,
                         given=given,
                         own=own,
@@ -130,71 +128,6 @@ def latent_size(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int,
     every = whole(config, "temporal_compression_ratio")
     frames = sizes.num_frames or (whole(config, "sample_frames") - 1) // every + 1
     return frames, sizes.height or height, sizes.width or width
-
-
-class Compression(NamedTuple):
-    """Of a VAE: so many frames, and points in each direction, become one latent."""
-
-    frames: int
-    side: int
-
-    def latents_of(self, sizes: InputSizes) -> InputSizes:
-        """Sizes of the latents of a picture or video of these sizes.
-
-        Raises:
-            InvalidInputError: a side is no multiple of the compression.
-        """
-        for name, side in (("height", sizes.height), ("width", sizes.width)):
-            if side is not None and side % self.side:
-                raise InvalidInputError(
-                    _("--{name} {given} is no multiple of the VAE's {side}", name=name, given=side, side=self.side)
-                )
-        frames = sizes.num_frames
-        return replace(
-            sizes,
-            height=sizes.height and sizes.height // self.side,
-            width=sizes.width and sizes.width // self.side,
-            num_frames=frames and (frames - 1) // self.frames + 1,
-        )
-
-    def source_of(self, latents: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(frames, height, width) of the longest picture or video that has these latents."""
-        frames, height, width = latents
-        return (frames - 1) * self.frames + 1, height * self.side, width * self.side
-
-
-def compression_of(pipeline: Path) -> Compression | None:
-    """The compression of the VAE in a pipeline's folder; None where there is none, or its config does not say.
-
-    AutoencoderKL halves each side after every block but the last; others name their ratio.
-    """
-    path = pipeline / "vae" / "config.json"
-    if not path.is_file():
-        return None
-    config = load_json(path)
-    named = next(
-        (config[name] for name in ("spatial_compression_ratio", "scale_factor_spatial") if name in config), None
-    )
-    blocks = config.get("block_out_channels")
-    side = named or (2 ** (len(blocks) - 1) if isinstance(blocks, list) and blocks else None)
-    every = next(
-        (config[name] for name in ("temporal_compression_ratio", "scale_factor_temporal") if name in config), 1
-    )
-    return None if side is None else Compression(checked_count("vae", every), checked_count("vae", side))
-
-
-def latents_of(sizes: InputSizes, pipeline: Path) -> InputSizes:
-    """Sizes of latents for ``--pixels``, by the VAE in a pipeline's folder.
-
-    Raises:
-        InvalidInputError: it has none, or a side is no multiple of its compression.
-    """
-    found = compression_of(pipeline)
-    if found is None:
-        raise InvalidInputError(
-            _("--pixels needs vae/config.json in {path}, which says how many pixels are one latent", path=pipeline)
-        )
-    return found.latents_of(sizes)
 
 
 def latent_patch(config: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -37,7 +37,7 @@ STORED: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 #: Bytes for each token and hidden number that a transformer layer keeps in 16 bit, see above.
 LAYER_BYTES_16_BIT: Final = 34
-#: Under activation checkpointing a layer keeps its input alone: one number.
+#: Numbers that AdamW keeps of each weight.
 STATES: Final = 2
 
 
@@ -62,11 +62,7 @@ class Tuning:
         sample_numbers: numbers of one sample as the trained model is given it (latents or pixels).
         text_numbers: numbers of one sample's encoded prompt.
         sample: shape of one sample: (tokens,), or (channels, frames, height, width); without frames for pictures.
-        source: (frames, height, width) of the video or picture that the latents are made of, where that is known.
         shape: of the trained transformer; None where it is another kind of network.
-        checkpointed: every layer computes its forward again in the backward pass.
-        state_bytes: bytes of one number of the optimizer's; None: as the weights.
-        states_on_host, frozen_on_host: they stay in host memory; frozen ones come one after the other when used.
     """
 
     trained: tuple[Component, ...]
@@ -76,12 +72,7 @@ class Tuning:
     sample_numbers: int = 0
     text_numbers: int = 0
     sample: tuple[int, ...] = ()
-    source: tuple[int, int, int] | None = None
     shape: TransformerShape | None = None
-    checkpointed: bool = False
-    state_bytes: int | None = None
-    states_on_host: bool = False
-    frozen_on_host: bool = False
 
     def __post_init__(self) -> None:
         checked_count("batch_size", self.batch)
@@ -94,13 +85,11 @@ class Tuning:
     def parts(self) -> dict[str, int | None]:
         """Name -> bytes; None where no rule is known."""
         learning = sum(one.weights.parameters for one in self.trained)
-        resting = [one.weights.parameters * self.number for one in self.frozen]
-        states = STATES * learning * (self.state_bytes or self.number)
         return {
             "trained parameters": learning * self.number,
-            "frozen parameters": max(resting, default=0) if self.frozen_on_host else sum(resting),
+            "frozen parameters": sum(one.weights.parameters for one in self.frozen) * self.number,
             "gradients": learning * self.number,
-            "optimizer states": 0 if self.states_on_host else states,
+            "optimizer states": STATES * learning * self.number,
             "batch": self.batch * self.sample_numbers * self.number,
             "text encoding": self.batch * self.text_numbers * self.number,
             "activations": self.activations(),
@@ -113,10 +102,7 @@ class Tuning:
         if self.shape is None:
             return None
         numbers = self.batch * self.shape.tokens * self.shape.hidden
-        layer = numbers * LAYER_BYTES_16_BIT * self.number // 2
-        if self.checkpointed:
-            return self.shape.layers * numbers * self.number + layer
-        return self.shape.layers * layer
+        return self.shape.layers * (numbers * LAYER_BYTES_16_BIT * self.number // 2)
 
     @property
     def total(self) -> int:

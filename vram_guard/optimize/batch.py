@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: Throughputs this close are the same: models and clocks are no better.
 SAME = 0.05
 
+#: The share of the memory that a larger batch may fill, the guides' 60 to 80%; never beyond the usable part.
+FILLED = 0.8
+
 #: Larger batches than this multiple of the present one are another training, whatever the GPU could do: the linear rule
 #: holds with a warm-up, and not without end (Goyal et al. 2017, sec. 2 and 5.1).
 MOST_GROWTH = 8
@@ -48,7 +51,6 @@ def choose_batch(
     *,
     accumulate: int = 1,
     can_accumulate: bool = False,
-    target: float = 0.8,
 ) -> BatchChoice:
     """The batch size for a budget, from a prediction.
 
@@ -59,7 +61,6 @@ def choose_batch(
         accumulate: micro-batches per optimizer step as written.
         can_accumulate: whether the config can say how many micro-batches make a step: a batch that is too large is then
             split and the training stays what it is; else it gets smaller.
-        target: the share of the memory that a larger batch may fill, in (0, 1]; never beyond the usable part.
     """
     largest = timeline.max_batch_size(budget)
     budget = budget.for_tier(timeline.tier, timeline.network)
@@ -70,7 +71,7 @@ def choose_batch(
     if batch_size > largest:
         choice = _smaller(timeline, batch_size, largest, budget, accumulate, can_accumulate=can_accumulate)
     else:
-        choice = _larger(timeline, batch_size, budget, accumulate, target)
+        choice = _larger(timeline, batch_size, budget, accumulate)
     return replace(choice, budget=budget)
 
 
@@ -87,9 +88,9 @@ def _smaller(
     return BatchChoice(largest, accumulate, said)
 
 
-def _larger(timeline: Timeline, batch_size: int, budget: Budget, accumulate: int, target: float) -> BatchChoice:
+def _larger(timeline: Timeline, batch_size: int, budget: Budget, accumulate: int) -> BatchChoice:
     """The smallest multiple within the target that the model of a step's time finds as fast as any."""
-    filled = min(budget.usable, int(target * budget.total))
+    filled = min(budget.usable, int(FILLED * budget.total))
     peak = timeline.at(batch_size).peak_reserved
     sizes = [batch_size]
     while sizes[-1] < MOST_GROWTH * batch_size:

@@ -45,7 +45,7 @@ LIGHTNING_CLI: Final = frozenset(
 EVERYWHERE: Final = frozenset({"learning_rate", "precision"})
 
 
-def find(entries: Iterable[Entry], chosen: Mapping[str, str]) -> dict[str, list[Entry]]:
+def find(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Setting -> its entries in the config; several only for :data:`EVERYWHERE`.
 
     Sections about validation and tests are left aside; of several entries, those in a section about training count,
@@ -53,26 +53,14 @@ def find(entries: Iterable[Entry], chosen: Mapping[str, str]) -> dict[str, list[
 
     Args:
         entries: of the config.
-        chosen: setting -> its dotted path, where the user named it.
 
     Raises:
-        InvalidInputError: an entry cannot be told from others, or a named one is not there.
+        InvalidInputError: an entry cannot be told from others.
     """
     known = list(entries)
-    for setting, path in chosen.items():
-        if setting not in SETTINGS:
-            raise InvalidInputError(
-                _("unknown setting {name}; expected one of {known}", name=setting, known=", ".join(SETTINGS))
-            )
-        if all(entry.path != path for entry in known):
-            raise InvalidInputError(_("the config has no entry {path}", path=path))
     found: dict[str, list[Entry]] = {}
     for setting, names in SETTINGS.items():
-        if setting in chosen:
-            matching = [entry for entry in known if entry.path == chosen[setting]]
-        else:
-            matching = _matching(setting, names, known)
-        if matching:
+        if matching := _matching(setting, names, known):
             found[setting] = _holders(matching, known)
     return found
 
@@ -107,11 +95,7 @@ def _matching(setting: str, names: tuple[str, ...], entries: list[Entry]) -> lis
         if len(nearest) > 1:
             places = ", ".join(f"{entry.path} (line {entry.line})" for entry in nearest)
             raise InvalidInputError(
-                _(
-                    "{setting} may be any of {places}: say which with --key {setting}=PATH",
-                    setting=setting,
-                    places=places,
-                )
+                _("{setting} may be any of {places}: give the others another name", setting=setting, places=places)
             )
         return nearest
     return []

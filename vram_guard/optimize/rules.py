@@ -47,8 +47,6 @@ class Situation:
     lr_rule: str = "linear"
     existing_only: bool = False
     """Add no entries: change only those that are there."""
-    keep: frozenset[str] = frozenset()
-    """Settings that stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def advise(found: Mapping[str, list[Entry]], situation: Situation) -> Advice:
 
     Args:
         found: setting -> its entries, checked; with a batch size.
-        situation: the GPU, the host, what is known about the batch, what the user wants kept.
+        situation: the GPU, the host, what is known about the batch.
     """
     return _Adviser(found, situation).advice()
 
@@ -112,9 +110,6 @@ class _Adviser:
 
     def _batch(self) -> None:
         batch, entry = self._at.batch, self._one("batch_size")
-        if "batch_size" in self._at.keep:
-            self._keep("batch_size", _("you asked to keep it"))
-            return
         if batch is None:
             self._keep("batch_size", _("the config names no model that can be built: give --step module:function"))
             return
@@ -250,10 +245,7 @@ class _Adviser:
     def _set(
         self, setting: str, new: Any, why: str, entry: Entry | None = None, *, behind: str = "", name: str = ""
     ) -> bool:
-        """Note a change, unless the user wants it kept, the text forbids it or there is nowhere to write it."""
-        if setting in self._at.keep:
-            self._keep(setting, _("you asked to keep it"))
-            return False
+        """Note a change, unless the text forbids it or there is nowhere to write it."""
         if entry is None and setting in self._found:
             entry = self._one(setting)
         if entry is not None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from vram_guard.language import _
-from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.plan._option import Option, OptionText
 from vram_guard.plan.descriptions import (
     Reason,
@@ -95,7 +94,7 @@ class CompiledStep:
 
 
 @dataclass(frozen=True)
-class Plan(ShownInNotebooks):
+class Plan:
     """A way to run the training step within a budget. Where nothing fits, it is the step as written.
 
     Bytes are ints. A loaded batch of ``batch_size`` samples runs as ``batch_size // micro_batch_size``

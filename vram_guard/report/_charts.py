@@ -18,7 +18,6 @@ from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
 from vram_guard.report._content import unchanged_name
 from vram_guard.report._walk import stack
-from vram_guard.report.batch_curve import BatchCurve, Limit, close_together
 from vram_guard.timeline import STEP_PHASES, Category, Estimate, Timeline, phase_words
 from vram_guard.units import format_bytes
 
@@ -39,33 +38,31 @@ class Span(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """The peak or the user's own batch; or where a curve meets a budget."""
+    """The peak."""
 
     x: int
     y: int
-    is_limit: bool = False
 
 
 class ChartLabel(NamedTuple):
-    """Text that begins (or ends) beside a point, above it or below."""
+    """Text that begins (or ends) beside a point, above it."""
 
     lines: Sequence[str]
     x: int
     y: int
     ends_there: bool
-    above: bool = True
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart in its own units: events or batch sizes to the right, bytes upwards.
+    """A chart of a step in its own units: events to the right, bytes upwards.
 
     Attributes:
         caption, remark: what it shows, and its figures at a glance.
         description: one sentence for those who cannot see it.
         last, top: the ends of the scales, which begin at 0.
         curve: reserved bytes at ``xs``.
-        layers: allocated bytes at ``xs`` by category, the first at the bottom; none for a curve over batch sizes.
+        layers: allocated bytes at ``xs`` by category, the first at the bottom.
         limits: budgets that are not beyond the scale.
     """
 
@@ -84,11 +81,6 @@ class Chart:
     phases: Sequence[Span] = ()
     steps: Sequence[Span] = ()
     peak_event: int = 0
-
-    @property
-    def is_timeline(self) -> bool:
-        """True for a chart of a step, whose values hold until the next event; False for one of batch sizes."""
-        return bool(self.phases)
 
     @property
     def byte_unit(self) -> tuple[int, str]:
@@ -230,47 +222,6 @@ def _steps(timeline: Timeline) -> list[Span]:
             start = spans[phase.step].start if phase.step in spans else phase.start
             spans[phase.step] = Span(_("step {count}", count=phase.step), start, end)
     return list(spans.values())
-
-
-def batch_chart(curve: BatchCurve, precision: str, *, at: int) -> Chart:
-    """The reserved peak over the batch size, a line for each budget, its largest batch and the user's own marked."""
-    top = int(max(*curve.peaks, *(limit.usable for limit in curve.limits)) * HEADROOM) + 1
-    last = math.ceil(curve.sizes[-1] * 1.02)  # room for the outermost dot
-    dots = [Dot(limit.largest, limit.peak, is_limit=True) for limit in curve.limits if limit.peak is not None]
-    labels = [_limits_label(group, last) for group in close_together(curve.limits)]
-    if at > 1:
-        peak = curve.peaks[curve.sizes.index(at)]
-        words = _("batch {count}: {peak}", count=at, peak=format_bytes(peak))
-        dots.append(Dot(at, peak))
-        # Right of an ascending curve there is room below it, unless the scale ends there.
-        labels.append(ChartLabel([words], at, peak, ends_there=False, above=peak < 0.08 * top))
-    return Chart(
-        caption=_("peak reserved, {precision}", precision=precision),
-        remark="",
-        description=_("The reserved peak over the batch size, and the largest batch of each GPU."),
-        x_label=_("batch size"),
-        last=last,
-        top=top,
-        xs=curve.sizes,
-        curve=curve.peaks,
-        layers={},
-        limits=[limit.usable for limit in curve.limits],
-        dots=dots,
-        labels=labels,
-    )
-
-
-def _limits_label(group: Sequence[Limit], last: int) -> ChartLabel:
-    """A label where the curve is not: small budgets meet it at the left, large ones at the right."""
-    to_the_right = group[-1].largest < 0.6 * last
-    words = " | ".join(_("{name}: {words}", name=limit.name, words=_largest(limit)) for limit in group)
-    return ChartLabel([words], last if to_the_right else 0, group[-1].usable, ends_there=to_the_right)
-
-
-def _largest(limit: Limit) -> str:
-    if not limit.largest:
-        return _("not one sample")
-    return _("batch {count}", count=f"{limit.largest}{'+' if limit.open_ended else ''}")
 
 
 def round_values(end: float, most: int = 7) -> list[float]:

@@ -27,7 +27,7 @@ LINE_HEIGHT = 13
 
 
 class _Scale(NamedTuple):
-    """From events (or batch sizes) and bytes to pixels."""
+    """From events and bytes to pixels."""
 
     last: int
     top: int
@@ -42,9 +42,9 @@ class _Scale(NamedTuple):
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an SVG element; one of a step can have the focus, and has a cursor for the page's script."""
-    focus = ' tabindex="0"' if chart.is_timeline else ""
-    head = f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{escape(chart.description)}"{focus}>'
+    """The chart as an SVG element; it can have the focus, and has a cursor for the page's script."""
+    size = f"0 0 {WIDTH:.0f} {HEIGHT:.0f}"
+    head = f'<svg viewBox="{size}" role="img" aria-label="{escape(chart.description)}" tabindex="0">'
     return head + "".join(elements(chart)) + "</svg>"
 
 
@@ -84,20 +84,14 @@ def elements(chart: Chart) -> Iterator[str]:
     for value in chart.x_ticks():
         yield text(f"{value:g}", scale.x(value), bottom + 13, "middle")
     yield from _areas(chart, scale)
-    if chart.is_timeline:
-        yield f'<path class="reserved" d="{_stairs(chart.xs, chart.curve, scale)}"/>'
-    else:
-        points = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in zip(chart.xs, chart.curve, strict=True))
-        yield f'<polyline class="curve" points="{points}"/>'
+    yield f'<path class="reserved" d="{_stairs(chart.xs, chart.curve, scale)}"/>'
     for limit in chart.limits:
         yield _across("limit", scale.y(limit))
     for dot in chart.dots:
-        kind = "limit" if dot.is_limit else "peak"
-        yield f'<circle class="{kind}" cx="{scale.x(dot.x):.1f}" cy="{scale.y(dot.y):.1f}" r="4.5"/>'
+        yield f'<circle class="peak" cx="{scale.x(dot.x):.1f}" cy="{scale.y(dot.y):.1f}" r="4.5"/>'
     for label in chart.labels:
         yield from _label(label, scale)
-    if chart.is_timeline:
-        yield f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/>'
+    yield f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/>'
     yield text(chart.x_label, (LEFT + right) / 2, HEIGHT - 6, "middle")
 
 
@@ -126,7 +120,7 @@ def _across(kind: str, y: float) -> str:
 
 def _label(label: ChartLabel, scale: _Scale) -> Iterator[str]:
     x, anchor = (scale.x(label.x) - 9, "end") if label.ends_there else (scale.x(label.x) + 9, "start")
-    first = -6 - LINE_HEIGHT * (len(label.lines) - 1) if label.above else LINE_HEIGHT
+    first = -6 - LINE_HEIGHT * (len(label.lines) - 1)
     for number, line in enumerate(label.lines):
         yield text(line, x, scale.y(label.y) + first + LINE_HEIGHT * number, anchor, "ink")
 

@@ -1,24 +1,19 @@
-"""Checks that fail, as annotations that a forge or an editor shows beside the line: GitHub's workflow commands, SARIF.
+"""Checks that fail, as annotations that GitHub shows beside the line: workflow commands.
 
-Sources of the formats: GitHub's toolkit for actions, ``packages/core/src/command.ts`` (escapes of commands and their
-properties); the OASIS standard Static Analysis Results Interchange Format (SARIF) 2.1.0.
+Source of the format: GitHub's toolkit for actions, ``packages/core/src/command.ts`` (escapes of commands and their
+properties).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.printable import printable
-from vram_guard.report.files import write_atomically
 
-#: The format that goes to a log; every other one is a file.
 GITHUB = "github"
-RULE = "does-not-fit"
 
 
 class Finding(NamedTuple):
@@ -34,10 +29,10 @@ def check_annotations(value: str) -> None:
     """Refuse a format that is not known.
 
     Raises:
-        InvalidInputError: it is neither "github" nor a file that ends in .sarif.
+        InvalidInputError: it is not "github".
     """
-    if value != GITHUB and Path(value).suffix != ".sarif":
-        raise InvalidInputError(_('annotations are "github" or a file NAME.sarif, not {value}', value=repr(value)))
+    if value != GITHUB:
+        raise InvalidInputError(_('annotations are "github", not {value}', value=repr(value)))
 
 
 def finding(message: str, source: str, otherwise: str = "", line: int = 1) -> Finding:
@@ -56,41 +51,11 @@ def finding(message: str, source: str, otherwise: str = "", line: int = 1) -> Fi
     return Finding(message, _inside(otherwise), line)
 
 
-def annotate(findings: Sequence[Finding], where: str) -> str:
-    """Write the findings into the file that ``where`` names; returns the lines for the log, "" for a file.
-
-    A file is written where nothing failed too: its reader then knows that earlier findings are mended.
-    """
-    if where == GITHUB:
-        return "\n".join(map(workflow_command, findings))
-    write_atomically(where, json.dumps(sarif(findings), indent=2) + "\n")
-    return ""
-
-
 def workflow_command(one: Finding) -> str:
     """The finding as a line that GitHub's runners turn into an annotation."""
     title = "title=vram_guard"
     place = f"file={_property(one.file)},line={one.line},{title}" if one.file else title
     return f"::error {place}::{_data(printable(one.message))}"
-
-
-def sarif(findings: Iterable[Finding]) -> dict[str, object]:
-    """The findings as a log of SARIF 2.1.0."""
-    rule = {"id": RULE, "shortDescription": {"text": _("A training step needs more GPU memory than there is.")}}
-    driver = {"name": "vram_guard", "rules": [rule]}
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": [_result(one) for one in findings]}],
-    }
-
-
-def _result(one: Finding) -> dict[str, object]:
-    from urllib.parse import quote
-
-    place = {"artifactLocation": {"uri": quote(one.file)}, "region": {"startLine": one.line}}
-    where = {"locations": [{"physicalLocation": place}]} if one.file else {}
-    return {"ruleId": RULE, "level": "error", "message": {"text": printable(one.message)}, **where}
 
 
 def _inside(file: str) -> str:

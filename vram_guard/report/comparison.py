@@ -6,9 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Group
 
 from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
@@ -18,28 +16,24 @@ from vram_guard.report import _console
 from vram_guard.report._console import words
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.columns import columns
-from vram_guard.terminal import display_width, terminal_width
+from vram_guard.terminal import terminal_width
 from vram_guard.units import format_bytes
 
 DEFAULT_WIDTH = 120
-#: A column of words is not folded into lines shorter than this.
-LEAST_WORDS = 16
 
 #: A column: its title, its cell for a row, and whether it holds numbers.
 _Column = tuple[str, Callable[[Compared], str], bool]
 
 
-def render(answer: Comparison, *, width: int | None = None, unicode: bool | None = None) -> str:
+def render(answer: Comparison, *, width: int | None = None) -> str:
     """The table as plain text, with the choice among variants above it and the budget below.
 
     Args:
         answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` returned.
         width: columns; None: 120.
-        unicode: whether to draw with more than ASCII; None: where standard output is UTF.
     """
-    drawn = _console.is_unicode() if unicode is None else unicode
     width = width or DEFAULT_WIDTH
-    return _console.as_text(_report(answer, width, unicode=drawn), width)
+    return _console.as_text(_report(answer, width), width)
 
 
 def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
@@ -49,7 +43,7 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
         False where the stream is no longer read.
     """
     width = terminal_width(file or sys.stdout) or DEFAULT_WIDTH
-    return _console.show(lambda unicode: _report(answer, width, unicode=unicode), DEFAULT_WIDTH, file)
+    return _console.show(lambda _unicode: _report(answer, width), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:
@@ -94,30 +88,13 @@ def _plan_dict(row: Compared) -> dict[str, Any]:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def _report(answer: Comparison, width: int, *, unicode: bool) -> Group:
+def _report(answer: Comparison, width: int) -> Group:
     chosen = answer.chosen if isinstance(answer, Variants) else None
     drawn = list(_variant_columns(answer) if isinstance(answer, Variants) else _configuration_columns(answer))
     titles = [title for title, _cell, _number in drawn]
     rows = [[printable(cell(row), lines=False) for _title, cell, _number in drawn] for row in answer.rows]
-    # A name is what a row is found by: narrow terminals fold other columns first.
-    shortest = min(24, max(len(row.name) + 2 for row in answer.rows))
-    sizes = [max(map(display_width, column)) for column in zip(titles, *rows, strict=True)]
-    needed = [
-        size if number else min(size, LEAST_WORDS) for size, (_title, _cell, number) in zip(sizes, drawn, strict=True)
-    ]
-    needed[0] = shortest
-    table: RenderableType
-    if sum(needed) + 3 * len(needed) - 1 > width:
-        # Rich would leave the last columns out.
-        lines = columns([titles, *rows], to_the_right=lambda index, _cell: drawn[index][2], indent=1, width=width)
-        table = words("\n".join(["", *lines, ""]))
-    else:
-        table = Table(box=box.SIMPLE_HEAD if unicode else box.ASCII2, pad_edge=False)
-        for title, _cell, number in drawn:
-            table.add_column(title, justify="right" if number else "left", no_wrap=number, overflow="fold")
-        table.columns[0].min_width = shortest
-        for row, cells in zip(answer.rows, rows, strict=True):
-            table.add_row(*map(words, cells), style="bold" if row is chosen else "" if row.fits else "dim")
+    lines = columns([titles, *rows], to_the_right=lambda index, _cell: drawn[index][2], indent=1, width=width)
+    table = words("\n".join([*lines, ""]))
     above = []
     if isinstance(answer, Variants):
         above = [words(answer.choice(), "bold red" if chosen is None else "bold green")]

@@ -13,7 +13,6 @@ from vram_guard.terminal import display_width
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.folder import Component, ModelFolder
-    from vram_guard.closed_form.recommend import Measure
     from vram_guard.closed_form.tuning import Tuning
 
 _PARTS = {
@@ -74,26 +73,9 @@ def tuning_lines(tuning: Tuning, width: int | None = None) -> Iterator[str]:
 
 def _sample(tuning: Tuning) -> str:
     """The sizes of one sample that were taken."""
-    shape, source = "×".join(map(str, tuning.sample)), tuning.source
+    shape = "×".join(map(str, tuning.sample))
     if len(tuning.sample) == 1:
         return _("one sample: {count} tokens", count=shape)
-    if source is not None and source[0] > 1:
-        frames, height, width = source
-        return _(
-            "one sample: {shape} latents (channels, frames, height, width), "
-            "a video of {frames} frames of {height}×{width}",
-            shape=shape,
-            frames=frames,
-            height=height,
-            width=width,
-        )
-    if source is not None:
-        return _(
-            "one sample: {shape} latents (channels, height, width), a picture of {height}×{width}",
-            shape=shape,
-            height=source[1],
-            width=source[2],
-        )
     if len(tuning.sample) == 4:
         return _("one sample: {shape} latents (channels, frames, height, width)", shape=shape)
     return _("one sample: {shape} (channels, height, width)", shape=shape) if tuning.sample else ""
@@ -115,24 +97,6 @@ def verdict_lines(tuning: Tuning, budget: Budget) -> Iterator[str]:
         yield _("   - largest batch: {count}", count=tuning.largest_batch(usable))
     else:
         yield _("❓ not known to fit: no rule is known for this network's activations")
-
-
-def recommendation_lines(
-    tuning: Tuning, single: Sequence[Measure], taken: Sequence[Measure], usable: int, width: int | None = None
-) -> Iterator[str]:
-    """Every measure with its number, and those that make it fit together; ``width``: of the terminal, in columns."""
-    if tuning.complete and tuning.total <= usable:
-        yield _("💡 it fits as it is; the largest batch is {count}", count=tuning.largest_batch(usable))
-        return
-    yield _("💡 what would help, each by itself:")
-    rows = [(_(one.name), amount(one.tuning.total), _("fits") if one.fits(usable) else "") for one in single]
-    yield from _aligned(rows, width)
-    if taken:
-        yield _("💡 together they make it fit:")
-        yield from _aligned([("+ " + _(one.name), amount(one.tuning.total)) for one in taken], width)
-        yield _("   the largest micro-batch is then {count}", count=taken[-1].tuning.largest_batch(usable))
-    else:
-        yield _("💡 even together they do not make it fit: use a larger GPU, or several (FSDP)")
 
 
 def folder_dict(folder: ModelFolder) -> dict[str, Any]:
@@ -163,16 +127,10 @@ def tuning_dict(tuning: Tuning) -> dict[str, Any]:
         "batch": tuning.batch,
         "dtype": tuning.dtype,
         "sample": list(tuning.sample),
-        "source": None if tuning.source is None else list(tuning.source),
         "parts": tuning.parts(),
         "total_bytes": tuning.total,
         "lower_bound": not tuning.complete,
     }
-
-
-def measure_dict(measure: Measure, usable: int) -> dict[str, Any]:
-    """One measure for programs."""
-    return {"measure": measure.key, "total_bytes": measure.tuning.total, "fits": measure.fits(usable)}
 
 
 def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:

@@ -15,19 +15,18 @@ from datetime import datetime
 from importlib.resources import files
 
 from vram_guard.allocator import AllocatorSettings
-from vram_guard.budget import GPU, Budget
+from vram_guard.budget import Budget
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, language
 from vram_guard.limits import FILES_KEPT, LISTED_ON_PAGE
 from vram_guard.plan.model import Plan
 from vram_guard.plan.spread import Spread
-from vram_guard.report._charts import Chart, batch_chart, lines_drawn, timeline_charts
+from vram_guard.report._charts import Chart, lines_drawn, timeline_charts
 from vram_guard.report._content import Content, alternatives, plan_facts
 from vram_guard.report._markup import escape
 from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.report._svg import COLUMNS, script_data, svg
-from vram_guard.report.batch_curve import COMMON_CARDS, BatchCurve, batch_curve
 from vram_guard.report.categories import category_name
 from vram_guard.report.files import NotWrittenWarning, write_atomically
 from vram_guard.timeline import Estimate, Timeline
@@ -44,7 +43,6 @@ def html_report(
     *,
     timeline: Timeline | None = None,
     budget: Budget | None = None,
-    gpus: Iterable[Budget | GPU | str | int] | None = None,
     settings: AllocatorSettings | None = None,
     title: str = "",
 ) -> str:
@@ -54,8 +52,6 @@ def html_report(
         answer: a plan, or an estimate.
         timeline: what an estimate was read from, for its charts; a plan brings its own.
         budget: what an estimate is compared with; a plan brings its own.
-        gpus: whose largest batches are shown, beside the budget; None: common cards, and none at all where each batch
-            size would have to be traced anew.
         settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted ("GPT-2 on our data").
     """
@@ -69,7 +65,6 @@ def html_report(
         "" if plan is None else _plan(plan, content.reasons()),
         _numbers(content),
         _charts(content, timeline, settings),
-        _batch_sizes(content, timeline, gpus, settings),
         _notes(content),
         _foot(),
     ]
@@ -92,7 +87,6 @@ def save_html(
     *,
     timeline: Timeline | None = None,
     budget: Budget | None = None,
-    gpus: Iterable[Budget | GPU | str | int] | None = None,
     settings: AllocatorSettings | None = None,
     title: str = "",
 ) -> bool:
@@ -101,15 +95,13 @@ def save_html(
     Returns:
         Whether it was written; where it could not be, a warning says why.
     """
-    page = html_report(answer, timeline=timeline, budget=budget, gpus=gpus, settings=settings, title=title)
+    page = html_report(answer, timeline=timeline, budget=budget, settings=settings, title=title)
     return write_atomically(path, page)
 
 
 def page_to_keep(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> str:
-    """The page for :func:`where_to_read_on`: without the batch sizes of other cards, which take time."""
-    timelines = (answer.timeline, answer.timeline_before) if isinstance(answer, Plan) else ()
-    cards = None if any(one is not None and one.retrace is not None for one in timelines) else ()
-    return html_report(answer, budget=budget, gpus=cards, title=title)
+    """The page for :func:`where_to_read_on`."""
+    return html_report(answer, budget=budget, title=title)
 
 
 def where_to_read_on(page: str, how: str) -> str:
@@ -208,48 +200,6 @@ def _figure(chart: Chart) -> str:
         f'<div class="scroll">{svg(chart)}</div><div class="legend">{legend}</div>'
         f'<p class="readout" aria-live="polite"></p><script type="application/json">{data}</script></figure>'
     )
-
-
-def _batch_sizes(
-    content: Content,
-    timeline: Timeline | None,
-    gpus: Iterable[Budget | GPU | str | int] | None,
-    settings: AllocatorSettings | None,
-) -> str:
-    estimate, plan, budget = content.estimate, content.plan, content.budget
-    if plan is not None and plan.timeline_before is not None:
-        timeline, estimate = plan.timeline_before, plan.before
-    if timeline is None or (gpus is None and timeline.retrace is not None):
-        return ""
-    cards = [*(COMMON_CARDS if gpus is None else gpus)]
-    if budget is not None:
-        # The budget itself unless it is one of the cards.
-        names = {card if isinstance(card, str) else getattr(card, "name", "") for card in cards}
-        if budget.gpu is None or not budget.context or budget.gpu.name not in names:
-            cards.append(budget)
-    if not cards:
-        return ""
-    curve = batch_curve(timeline, cards, at=estimate.batch_size, settings=settings)
-    how = (
-        _("As written, {precision}: the largest batch of each GPU, its margin kept free.", precision=timeline.precision)
-        if plan is None or plan.spread is None
-        else _("Spread so, {precision}: the largest batch of each GPU.", precision=timeline.precision)
-    )
-    parts = [f"<h2>{escape(_('Batch size'))}</h2>", f"<p>{escape(how)}</p>"]
-    chart = svg(batch_chart(curve, timeline.precision, at=estimate.batch_size))
-    parts.append(f'<figure><div class="scroll">{chart}</div></figure>')
-    parts.append(_limits(curve))
-    return _tag("section", parts)
-
-
-def _limits(curve: BatchCurve) -> str:
-    heads = [_("GPU or budget"), _("usable"), _("largest batch"), _("peak reserved there")]
-    rows = []
-    for limit in curve.limits:
-        largest = f"{limit.largest:,}{'+' if limit.open_ended else ''}" if limit.largest else _("none")
-        peak = "" if limit.peak is None else format_bytes(limit.peak)
-        rows.append(_row(escape(limit.name), [format_bytes(limit.usable), largest, peak]))
-    return _table(heads, rows)
 
 
 def _plan(plan: Plan, reasons: list[str]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from vram_guard.budget import Budget
 from vram_guard.budget.margins import Network
 from vram_guard.limits import FIRST_STEPS
-from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.releases.installed import Releases
 from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
 from vram_guard.units import format_bytes
@@ -32,7 +31,7 @@ class OutOfMemoryPoint:
 
 
 @dataclass(frozen=True)
-class Estimate(ShownInNotebooks):
+class Estimate:
     """The memory that one training step takes at one batch size.
 
     Example:

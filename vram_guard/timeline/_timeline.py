@@ -14,7 +14,6 @@ from vram_guard.budget.margins import Network, measured_margin
 from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
-from vram_guard.notebooks import ShownInNotebooks
 from vram_guard.parallel.spec import Parallel
 from vram_guard.releases.installed import Releases
 from vram_guard.scratch import Card
@@ -55,7 +54,7 @@ def _untraceable(batch_size: int) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Timeline(ShownInNotebooks):
+class Timeline:
     """Two consecutive training steps as a sequence of allocations and frees, affine in the batch size.
 
     Example:
