@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.capture.config_step import NUMBERS
-from vram_guard.cli._arguments import count
+from vram_guard.cli._arguments import count, unknown_model
 from vram_guard.cli.options import WEIGHTS, assigns
 from vram_guard.cli.printing import tell
 from vram_guard.cli.ways import check_read, of_model
@@ -17,6 +17,7 @@ from vram_guard.language import _, marked
 if TYPE_CHECKING:
     import argparse
 
+    from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.comparison import Configuration
     from vram_guard.step import TrainingStep
 
@@ -119,6 +120,28 @@ def check_said_once(change: Mapping[str, Any], options: argparse.Namespace) -> N
                         option=options.given[option],
                     )
                 )
+
+
+def is_traced(request: EstimateRequest, config: Mapping[str, Any], *, quick: bool) -> tuple[bool, str]:
+    """Whether the model of a request is built and traced, or the rule of thumb answers alone; and a remark on that.
+
+    Raises:
+        InvalidInputError: neither can be had.
+    """
+    from vram_guard.capture.config_step import is_buildable, other_network
+
+    known = is_buildable(request.model)
+    if quick and known and request.missing():
+        lacking = ", ".join("--" + name.replace("_", "-") for name in request.missing())
+        raise InvalidInputError(_("--quick is the rule of thumb alone, which needs {options}", options=lacking))
+    if quick or request.model is None:
+        return False, ""
+    other = other_network(request, config) if known else None
+    if known and other is None:
+        return True, ""
+    if request.missing():
+        raise InvalidInputError(other or unknown_model(request.model))
+    return False, other or unknown_model(request.model, suggest=False)
 
 
 def configuration(

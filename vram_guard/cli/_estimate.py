@@ -6,8 +6,8 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import gpu_memory, number, unknown_model
-from vram_guard.cli._configuration import add_set, changed, no_batch, said, tell_assumed
+from vram_guard.cli._arguments import gpu_memory, number
+from vram_guard.cli._configuration import add_set, changed, is_traced, no_batch, said, tell_assumed
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
@@ -59,7 +59,7 @@ def _estimate(options: argparse.Namespace) -> int:
     check_cudnn(options.cudnn)
     if options.model_path is not None:
         return estimate_folder(options)
-    from vram_guard.capture.config_step import is_buildable, kind_of, other_network
+    from vram_guard.capture.config_step import kind_of
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.config_file import load_config
     from vram_guard.report.calculator import LINE, calculator_dict, calculator_lines
@@ -68,14 +68,7 @@ def _estimate(options: argparse.Namespace) -> int:
     config = {} if options.config is None else load_config(options.config)
     config = changed(config, options, options.model)
     request, amounts = _request(options, config)
-    known = is_buildable(request.model)
-    other = None if options.quick or not known else other_network(request, config)
-    if request.missing() and (other or (request.model is not None and not known)):
-        raise InvalidInputError(other or unknown_model(request.model or ""))
-    is_built = known and other is None and not options.quick
-    if options.quick and known and request.missing():
-        lacking = ", ".join("--" + name.replace("_", "-") for name in request.missing())
-        raise InvalidInputError(_("--quick is the rule of thumb alone, which needs {options}", options=lacking))
+    is_built, remark = is_traced(request, config, quick=options.quick)
     kind = of_model(kind_of(request)) if is_built else RULE
     # Beside a step of the user's own stands the rule of thumb for the same numbers; other models have their own sizes.
     by_rule = not is_built or (":" in (request.model or "") and not request.missing())
@@ -88,8 +81,8 @@ def _estimate(options: argparse.Namespace) -> int:
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
     notes = Notes(verbose=bool(options.verbose))
-    if request.model is not None and not is_built and not options.quick:
-        notes.add(other or unknown_model(request.model, suggest=False))
+    if remark:
+        notes.add(remark)
     step = _step(request, config, notes) if is_built else None
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import checked_margin, number, unknown_model, whole_number
-from vram_guard.cli._configuration import changed, parsed, said, tell_assumed
+from vram_guard.cli._arguments import checked_margin, number, whole_number
+from vram_guard.cli._configuration import changed, is_traced, parsed, said, tell_assumed
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
 from vram_guard.cli.releases import required_releases, tell_differences
@@ -56,7 +56,7 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
-    from vram_guard.capture.config_step import is_buildable, kind_of, other_network, step_from_config
+    from vram_guard.capture.config_step import kind_of, step_from_config
     from vram_guard.closed_form.from_config import NAMES, parse_request
     from vram_guard.config_file import load_config
 
@@ -72,16 +72,10 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
     found = parse_request(config, {**given, "batch": 1})
-    if options.quick and found.model is not None and found.missing() and is_buildable(found.model):
-        lacking = ", ".join("--" + name.replace("_", "-") for name in found.missing())
-        raise InvalidInputError(_("--quick is the rule of thumb alone, which needs {options}", options=lacking))
-    known = found.model is not None and not options.quick and is_buildable(found.model)
-    other = other_network(found, config) if known else None
-    if found.model is not None and not options.quick and (other or not known):
-        if found.missing():
-            raise InvalidInputError(other or unknown_model(found.model))
-        tell(other or unknown_model(found.model, suggest=False))
-    if not known or other:
+    is_built, remark = is_traced(found, config, quick=options.quick)
+    if remark:
+        tell(remark)
+    if not is_built:
         check_read(options, RULE)
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
         return _RULE, rows

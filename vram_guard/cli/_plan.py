@@ -6,11 +6,10 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, unknown_model, whole_number
 from vram_guard.cli._configuration import add_set, check_said_once, configuration, parsed, said, tell_assumed
-from vram_guard.cli._plots import add_picture_options, check_pictures, write_pictures
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import (
     DEVICE,
@@ -31,6 +30,9 @@ from vram_guard.language import _
 from vram_guard.plan.layouts import LAYOUTS
 from vram_guard.plan.options import PlanOptions
 from vram_guard.state.collector import collector_paused
+
+if TYPE_CHECKING:
+    from vram_guard.plan import Plan
 
 #: How large a sample is, and what the weights are.
 _SHAPES = (*SIZES, *WEIGHTS)
@@ -83,8 +85,38 @@ def add(commands: Any) -> None:
         help=_('note a training that does not fit for a forge: "github"'),
     )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
-    add_picture_options(parser)
+    plots = parser.add_argument_group(_("plots"))
+    plots.add_argument("--html", metavar="FILE", help=_("write the report as a self-contained HTML page"))
+    plots.add_argument("--plot", metavar="FILE", help=_("write the memory over the step as .svg"))
+    plots.add_argument("--snapshot", metavar="FILE", help=_("write a snapshot for pytorch.org/memory_viz"))
     parser.set_defaults(run=_plan)
+
+
+def _check_pictures(options: argparse.Namespace) -> None:
+    for path in (options.html, options.plot, options.snapshot):
+        if path and Path(path).is_dir():
+            raise InvalidInputError(_("{path} is a folder: give the name of a file", path=path))
+    if options.plot:
+        from vram_guard.report.picture import check_picture_name
+
+        check_picture_name(options.plot)
+
+
+def _write_pictures(options: argparse.Namespace, made: Plan, title: str) -> None:
+    """Write what was asked for, and say on standard error where it is."""
+    from vram_guard.report import save_html, save_picture, save_snapshot
+    from vram_guard.report.files import must_be_written
+
+    with must_be_written():
+        if options.html:
+            save_html(made, options.html, title=title)
+        if options.plot:
+            save_picture(made, options.plot)
+        if options.snapshot:
+            assert made.timeline is not None  # as plan() makes them
+            save_snapshot(made.timeline, made.estimate.batch_size, options.snapshot)
+    for path in filter(None, (options.html, options.plot, options.snapshot)):
+        say(_("wrote {path}", path=path), sys.stderr)
 
 
 def _several(options: argparse.Namespace) -> PlanOptions:
@@ -146,7 +178,7 @@ def _plan(options: argparse.Namespace) -> int:
         check_needed(options, ("node_gpus", "link", "layouts", "compare_gpus"), needs="--gpus")
     if options.json and not (options.html or options.annotations):
         check_needed(options, ("title",), needs="--html")
-    check_pictures(options)
+    _check_pictures(options)
     if options.annotations is not None:
         check_annotations(options.annotations)
     _one_of(options)
@@ -176,7 +208,7 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.verbose and not options.html:
             say(where_to_read_on(page_to_keep(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
-    write_pictures(options, made, title=name)
+    _write_pictures(options, made, name)
     if options.annotations is not None and not made.fits:
         failed = finding(f"{name}: {made.verdict()}", "", options.config or "")
         say(workflow_command(failed), sys.stderr, wrap=False)  # for a program

@@ -279,7 +279,7 @@ def _resolution(path: str, value: Any) -> tuple[Any, Any]:
     if isinstance(value, int) and not isinstance(value, bool):
         return value, value
     raise InvalidInputError(
-        _("{path} must be one number or [height, width], not {value}", path=path, value=repr(value)[:60])
+        _("{name} must be one number or [height, width], not {value}", name=path, value=repr(value)[:60])
     )
 
 

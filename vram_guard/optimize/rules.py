@@ -208,14 +208,14 @@ class _Adviser:
             self._keep("compile", _("torch.compile needs compute capability 7.0; this is {found}", found=named))
             return
         if "compile" in self._found and not isinstance(self._one("compile").value, bool | None):
-            self._keep("compile", _("it is not true or false here"))
+            self._keep("compile", _("it must be true or false"))
             return
         why = _("fused kernels; the first steps take minutes, and inputs should keep their shape")
         self._switch("compile", "batch_size", why, name="compile_model")
 
     def _clip(self) -> None:
         if "clip" in self._found and self._one("clip").value is not None:
-            self._keep("clip", _("it is set already"))
+            self._keep("clip", _("it is {value} already", value=self._one("clip").value))
             return
         risky = [change.setting for change in self._changes if change.setting in ("learning_rate", "precision")]
         if not risky:
@@ -231,7 +231,7 @@ class _Adviser:
 
     def _switch(self, setting: str, behind: str, why: str, name: str = "") -> None:
         if setting in self._found and self._one(setting).value is True:
-            self._keep(setting, _("it is on already"))
+            self._keep(setting, _("it is {value} already", value="true"))
         else:
             self._set(setting, True, why, behind=behind, name=name or setting)
 

@@ -126,27 +126,24 @@ def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:
     """Names with their steps, in order.
 
     Raises:
-        InvalidInputError: not a mapping or pairs, a name that is not a text or empty, or something else than a step.
+        InvalidInputError: not a mapping or pairs, none, a name that is not a text or empty, or something else than a
+            step.
     """
-    advice = _("give {example}", example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}")
     try:
         pairs = [tuple(pair) for pair in (steps.items() if isinstance(steps, Mapping) else steps)]  # type: ignore[attr-defined]
     except TypeError:
-        kind = type(steps).__name__
+        pairs = []
+    wrong = [pair for pair in pairs if len(pair) != 2 or not _is_named(*pair)]
+    if wrong or not pairs:
         raise InvalidInputError(
-            _("variants are a mapping of names to steps, not {kind}: {advice}", kind=kind, advice=advice)
-        ) from None
-    for pair in pairs:
-        if len(pair) != 2:
-            raise InvalidInputError(_("variants are pairs of a name and a step: {advice}", advice=advice))
-        name, step = repr(pair[0]), pair[1]
-        if not isinstance(pair[0], str) or not pair[0].strip():
-            raise InvalidInputError(_("a variant's name must be text, not {name}: {advice}", name=name, advice=advice))
-        if not isinstance(step, TrainingStep):
-            kind = type(step).__name__
-            raise InvalidInputError(
-                _("variant {name} must be a TrainingStep, not {kind}: {advice}", name=name, kind=kind, advice=advice)
+            _(
+                "variants are names and training steps, such as {example}, not {value}",
+                example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}",
+                value=repr(wrong[0] if wrong else steps)[:60],
             )
-    if not pairs:
-        raise InvalidInputError(_("there are no variants to compare: {advice}", advice=advice))
+        )
     return pairs
+
+
+def _is_named(name: object, step: object) -> bool:
+    return isinstance(name, str) and bool(name.strip()) and isinstance(step, TrainingStep)

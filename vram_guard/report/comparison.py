@@ -98,7 +98,7 @@ def _report(answer: Comparison, width: int) -> Group:
     above = []
     if isinstance(answer, Variants):
         above = [words(answer.choice(), "bold red" if chosen is None else "bold green")]
-    notes = [_("Budget: {words}", words=answer.compared_budget.explain()), *_notes(answer)]
+    notes = [_("Budget: {budget}", budget=answer.compared_budget.explain()), *_notes(answer)]
     if answer.releases is not None:
         notes.append(_("Releases: {releases}", releases=answer.releases))
     return Group(*above, table, *(words(line, "dim") for line in notes))
