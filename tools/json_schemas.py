@@ -188,7 +188,6 @@ def definitions() -> dict[str, Any]:
         "fixes": {
             "largest_batch": "int",
             "largest_resolution": (["int"], "null"),
-            "largest_resolution_multiple_of_8": (["int"], "null"),
             "accumulation": ({"micro_batch": "int", "accumulate": "int"}, "null"),
             "amp": ({"total_bytes": "int", "fits": "bool", "largest_batch": "int"}, "null"),
         },

@@ -30,7 +30,6 @@ def test_the_guides_two_examples_by_the_guides_own_formula():
     assert large.remaining_fraction == pytest.approx(-0.27826, abs=1e-5)
     assert large.largest_batch == 12
     assert large.largest_resolution == (226, 226)
-    assert large.largest_round_resolution == (224, 224)
     assert large.accumulation == (8, 2)
     assert large.with_amp.network.total_bytes == 10_737_418_240
     assert large.with_amp.fits
@@ -73,14 +72,6 @@ def test_the_largest_resolution_is_exact(question):
     assert longer > long or not question.with_network(height=longer, width=other).fits
     if network.height == network.width:
         assert size[0] == size[1]
-
-
-@given(questions)
-def test_round_resolutions_are_multiples_of_8_and_fit(question):
-    size = question.largest_round_resolution
-    if size is not None:
-        assert size[0] % 8 == size[1] % 8 == 0
-        assert question.with_network(height=size[0], width=size[1]).fits
 
 
 @given(questions)

@@ -86,7 +86,6 @@ def test_the_guides_safe_and_its_unsafe_example(capsys):
     assert rule["fixes"] == {
         "largest_batch": 12,
         "largest_resolution": [226, 226],
-        "largest_resolution_multiple_of_8": [224, 224],
         "accumulation": {"micro_batch": 8, "accumulate": 2},
         "amp": {"total_bytes": 10_737_418_240, "fits": True, "largest_batch": 25},
     }

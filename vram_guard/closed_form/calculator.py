@@ -23,8 +23,6 @@ FLOAT32 = 4
 HALF = 2
 #: The share of the GPU that activations may take.
 USUAL_SHARE = 0.7
-#: Sizes that convolutions and tensor cores like.
-ROUND_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -135,24 +133,14 @@ class Calculation:
         The longer side is as long as fits, the shorter one what belongs to it, rounded down. None where not even one
         point fits.
         """
-        return self._largest_side(1)
-
-    @property
-    def largest_round_resolution(self) -> tuple[int, int] | None:
-        """As :attr:`largest_resolution`, with both sides multiples of 8; None where there is none."""
-        return self._largest_side(ROUND_SIZE)
-
-    def _largest_side(self, multiple: int) -> tuple[int, int] | None:
         points = self.allowed // replace(self.network, height=1, width=1).total_bytes
         long, short = max(self.network.height, self.network.width), min(self.network.height, self.network.width)
 
-        def sides(units: int) -> tuple[int, int]:
-            side = units * multiple
-            other = max(short * side // long // multiple, 1) * multiple
-            return side, other
+        def sides(side: int) -> tuple[int, int]:
+            return side, max(short * side // long, 1)
 
         # The product grows with the longer side: bisect.
-        low, high = 0, long // multiple + 1
+        low, high = 0, long + 1
         while high - low > 1:
             middle = (low + high) // 2
             if math.prod(sides(middle)) <= points:

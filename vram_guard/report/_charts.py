@@ -1,4 +1,4 @@
-"""Charts as values: every curve, scale, tick, mark and caption, computed once and drawn by ``svg`` or ``plot``."""
+"""Charts as values: every curve, scale, tick, mark and caption, computed once and drawn by ``_svg``."""
 
 from __future__ import annotations
 
@@ -37,22 +37,6 @@ class Span(NamedTuple):
     shaded: bool = False
 
 
-class Dot(NamedTuple):
-    """The peak."""
-
-    x: int
-    y: int
-
-
-class ChartLabel(NamedTuple):
-    """Text that begins (or ends) beside a point, above it."""
-
-    lines: Sequence[str]
-    x: int
-    y: int
-    ends_there: bool
-
-
 @dataclass(frozen=True)
 class Chart:
     """A chart of a step in its own units: events to the right, bytes upwards.
@@ -63,7 +47,9 @@ class Chart:
         last, top: the ends of the scales, which begin at 0.
         curve: reserved bytes at ``xs``.
         layers: allocated bytes at ``xs`` by category, the first at the bottom.
-        limits: budgets that are not beyond the scale.
+        limit: the budget, where it is not beyond the scale.
+        peak, peak_event: allocated bytes at their highest, and where.
+        label, label_height: lines beside the peak, and the bytes above which they stand.
     """
 
     caption: str
@@ -75,12 +61,13 @@ class Chart:
     xs: Sequence[int]
     curve: Sequence[int]
     layers: Mapping[Category, Sequence[int]]
-    limits: Sequence[int]
-    dots: Sequence[Dot]
-    labels: Sequence[ChartLabel]
-    phases: Sequence[Span] = ()
-    steps: Sequence[Span] = ()
-    peak_event: int = 0
+    limit: int | None
+    peak: int
+    peak_event: int
+    label: Sequence[str]
+    label_height: int
+    phases: Sequence[Span]
+    steps: Sequence[Span]
 
     @property
     def byte_unit(self) -> tuple[int, str]:
@@ -142,7 +129,7 @@ def timeline_charts(
 
 def lines_drawn(charts: Sequence[Chart]) -> list[str]:
     """The legend's words for lines of charts of a step."""
-    return [_("line: reserved"), *([_("dashed: budget")] if any(chart.limits for chart in charts) else [])]
+    return [_("line: reserved"), *([_("dashed: budget")] if any(chart.limit is not None for chart in charts) else [])]
 
 
 def _planned_size(plan: Plan) -> str:
@@ -197,12 +184,13 @@ def _timeline_chart(
         xs=drawn.events,
         curve=drawn.reserved,
         layers={category: sizes for category, sizes in drawn.layers.items() if any(sizes)},
-        limits=() if usable is None or usable > top else (usable,),
-        dots=[Dot(event, estimate.peak_allocated)],
-        labels=[ChartLabel([*filter(None, lines)], event, max(around, default=0), ends_there=event > count / 2)],
+        limit=None if usable is None or usable > top else usable,
+        peak=estimate.peak_allocated,
+        peak_event=event,
+        label=[*filter(None, lines)],
+        label_height=max(around, default=0),
         phases=_phases(timeline),
         steps=_steps(timeline),
-        peak_event=event,
     )
 
 

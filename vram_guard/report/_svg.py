@@ -14,7 +14,7 @@ from vram_guard.report.categories import category_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vram_guard.report._charts import Chart, ChartLabel
+    from vram_guard.report._charts import Chart
 
 WIDTH, HEIGHT = 960.0, 340.0
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 14.0, 46.0, 36.0
@@ -85,12 +85,15 @@ def elements(chart: Chart) -> Iterator[str]:
         yield text(f"{value:g}", scale.x(value), bottom + 13, "middle")
     yield from _areas(chart, scale)
     yield f'<path class="reserved" d="{_stairs(chart.xs, chart.curve, scale)}"/>'
-    for limit in chart.limits:
-        yield _across("limit", scale.y(limit))
-    for dot in chart.dots:
-        yield f'<circle class="peak" cx="{scale.x(dot.x):.1f}" cy="{scale.y(dot.y):.1f}" r="4.5"/>'
-    for label in chart.labels:
-        yield from _label(label, scale)
+    if chart.limit is not None:
+        yield _across("limit", scale.y(chart.limit))
+    x, y = scale.x(chart.peak_event), scale.y(chart.label_height) - 6 - LINE_HEIGHT * (len(chart.label) - 1)
+    yield f'<circle class="peak" cx="{x:.1f}" cy="{scale.y(chart.peak):.1f}" r="4.5"/>'
+    ends_there = chart.peak_event > chart.last / 2
+    for number, line in enumerate(chart.label):
+        yield text(
+            line, x - 9 if ends_there else x + 9, y + LINE_HEIGHT * number, "end" if ends_there else "start", "ink"
+        )
     yield f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{bottom}"/>'
     yield text(chart.x_label, (LEFT + right) / 2, HEIGHT - 6, "middle")
 
@@ -116,13 +119,6 @@ def _stairs(xs: Sequence[int], ys: Sequence[int], scale: _Scale) -> str:
 
 def _across(kind: str, y: float) -> str:
     return f'<line class="{kind}" x1="{LEFT:.0f}" x2="{WIDTH - RIGHT:.0f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-
-
-def _label(label: ChartLabel, scale: _Scale) -> Iterator[str]:
-    x, anchor = (scale.x(label.x) - 9, "end") if label.ends_there else (scale.x(label.x) + 9, "start")
-    first = -6 - LINE_HEIGHT * (len(label.lines) - 1)
-    for number, line in enumerate(label.lines):
-        yield text(line, x, scale.y(label.y) + first + LINE_HEIGHT * number, anchor, "ink")
 
 
 def text(words: str, x: float, y: float, anchor: str, kind: str = "") -> str:

@@ -64,18 +64,10 @@ def _fixes(answer: Calculation) -> Iterator[str]:
         yield _("a smaller batch: {before} → {after}", before=network.batch, after=answer.largest_batch)
     else:
         yield _("no batch size: not even one sample fits")
-    size, rounded = answer.largest_resolution, answer.largest_round_resolution
+    size = answer.largest_resolution
     if size is not None:
         before, after = [network.height, network.width], list(size)
-        if rounded is not None and rounded != size:
-            yield _(
-                "a lower resolution: {before} → {after} (in multiples of 8: {rounded})",
-                before=before,
-                after=after,
-                rounded=list(rounded),
-            )
-        else:
-            yield _("a lower resolution: {before} → {after}", before=before, after=after)
+        yield _("a lower resolution: {before} → {after}", before=before, after=after)
     split = answer.accumulation
     if split is not None:
         yield _(
@@ -112,8 +104,7 @@ def calculator_dict(answer: Calculation) -> dict[str, Any]:
         "remaining_percent": round(100 * answer.remaining_fraction, 2),
         "fixes": {
             "largest_batch": answer.largest_batch,
-            "largest_resolution": _listed(answer.largest_resolution),
-            "largest_resolution_multiple_of_8": _listed(answer.largest_round_resolution),
+            "largest_resolution": None if answer.largest_resolution is None else list(answer.largest_resolution),
             "accumulation": None if split is None else {"micro_batch": split[0], "accumulate": split[1]},
             "amp": amp,
         },
@@ -125,7 +116,3 @@ def amount(count: int) -> str:
     if abs(count) >= 10**7:
         return f"{count / 10**9:.3f} GB ({count / 2**30:.3f} GiB)"
     return f"{count / 10**6:.3f} MB ({count / 2**20:.3f} MiB)"
-
-
-def _listed(size: tuple[int, int] | None) -> list[int] | None:
-    return None if size is None else list(size)
