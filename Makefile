@@ -18,7 +18,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-peers bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages reference schemas clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages reference schemas clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -67,7 +67,7 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time our trace beside PyTorch's MemTracker and bare FakeTensorMode, a plan, a proof, and what the guard adds to an iteration
+bench: $(STAMP) ## time a trace and a plan of three models
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks speed
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
@@ -76,19 +76,14 @@ gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and r
 gpu-compare: $(STAMP) ## predict without a GPU what was recorded on one; replay the allocator histories
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks gpu-compare
 
-bench-peers: $(STAMP) ## ask other estimators about the same steps; writes docs/lab/peers.md and the chart
-	$(BIN)/python -m pip install --quiet -c constraints.txt 'accelerate>=1.0' torch-kitsune==0.7.0 torch-preflight==0.5.0
-	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks peers
-
 # The published runs had other releases: transformers 4.51.3 lies beside the installed one; torchvision and timm come with
 # a CUDA build of torch (some GB), so they get an environment of their own.
 PUBLISHED := .venv-published
 
-bench-published: $(STAMP) ## predict what others measured and published, beside their tools: for docs/lab/accuracy.md
+bench-published: $(STAMP) ## predict what others measured and published, beside their tools; writes docs/lab/accuracy.md
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group bench
 	test -d $(PUBLISHED)/transformers-4.51.3 || $(BIN)/python -m pip install --quiet --no-deps \
 		--target $(PUBLISHED)/transformers-4.51.3 -r benchmarks/published/transformers-4.51.3.txt
-	test -d $(PUBLISHED)/litgpt || $(BIN)/python -m pip install --quiet --no-deps --target $(PUBLISHED)/litgpt litgpt==0.5.13
 	test -d $(PUBLISHED)/torchvision || { $(PYTHON) -m venv $(PUBLISHED)/torchvision && \
 		$(PUBLISHED)/torchvision/bin/python -m pip install --quiet torch torchvision timm rich nvidia-ml-py; }
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks published --libraries $(PUBLISHED) --json bench-published.json

@@ -7,15 +7,13 @@ from importlib import import_module
 
 #: Name -> its module, and what it does.
 COMMANDS = {
-    "speed": ("speed", "seconds of a trace, a plan, a proof and of the guard around an iteration"),
+    "speed": ("speed", "seconds of a trace and a plan"),
     "gpu-measure": ("gpu.measure", "train the suite on this machine's GPU and record what it took"),
     "gpu-compare": ("gpu.compare", "predict what was recorded, and replay allocator histories"),
-    "gpu-operators": ("gpu.operators.command", "the requests of single operators: measure, or predict"),
+    "gpu-operators": ("gpu.operators.command", "the requests of single operators: predict what was measured"),
     "gpu-guarded": ("gpu.guarded", "train under guards on this machine's GPU"),
     "margin": ("gpu.margin", "the safety margin that follows from predictions and measurements"),
     "published": ("published.command", "predict what others measured and published"),
-    "pages": ("published.pages", "fill in docs/lab/accuracy.md from rows that were predicted"),
-    "peers": ("peers.bench", "ask other estimators about the same training steps"),
     "recorded": ("recorded.command", "replay and predict allocator histories that others recorded"),
     "sharded": ("sharded.command", "predict what others measured on several GPUs"),
 }

@@ -43,7 +43,7 @@ class Case:
         layout: a key of ``techniques.LAYOUTS``: the process is one rank of several, the others are pretended.
         allocator: PYTORCH_CUDA_ALLOC_CONF of the process; "" for PyTorch's defaults.
         history: keep the allocator's recorded history.
-        profiled: keep the device's seconds of one update, kernel by kernel.
+        profiled: the device's seconds of one update were kept, kernel by kernel, by the suite at commit b02c8b3c.
         seconds: expected on an H100 with the process start: a guess until measured; it only orders and budgets.
     """
 
@@ -93,9 +93,9 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Whether it needs the whole GPU: its time is measured, or memory that it shares with other processes.
+        """Whether it needs the whole GPU, of which NVML's figures are.
 
-        The compiler runs on the CPU for most of a compiled case; pretended ranks have no time worth measuring.
+        The compiler runs on the CPU for most of a compiled case.
         """
         return not self.compiled and not (self.layout and not self.history)
 

@@ -1,6 +1,6 @@
 """Predict, without a GPU, what ``measure`` measured on one; replay the allocator histories that it recorded.
 
-    python -m benchmarks gpu-compare [FOLDER ...] [--json FILE] [--only WORD ...] [--no-predictions] [--write]
+    python -m benchmarks gpu-compare [FOLDER ...] [--json FILE] [--only WORD ...] [--write]
 
 A FOLDER holds ``results.json`` and perhaps ``histories.json.gz``; without any, all of ``benchmarks/gpu/results``.
 Rows are predicted for the compute capability and the free memory of the results' GPU, through vram_guard's public
@@ -119,7 +119,6 @@ def compare_results(
     *,
     where: str = "histories",
     only: Sequence[str] = (),
-    predict: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Results:
     """Predict every measured case, and follow every history.
@@ -129,12 +128,10 @@ def compare_results(
         histories: case name -> columns.
         where: the histories' file, for messages.
         only: words; a case is taken whose name contains one of them. None: all.
-        predict: False: only the histories.
         tell: is given a line about each case as it is done.
 
     Returns:
-        A row for each case; one without prediction where only its history was followed. A row's ``details`` have the
-        history's facts under "history".
+        A row for each case; its ``details`` have the history's facts under "history".
     """
     machine = results.machine
     source = f"{machine.gpu}, torch {machine.torch}"
@@ -149,24 +146,18 @@ def compare_results(
         if reason:
             compared.not_reproduced[name] = reason
             continue
-        row = Row(source, name, measured.peak_reserved or None, None, "", None, reason="not asked for")
-        if predict:
-            try:
-                with _reported(name, compared), _tf32(measured.case.tf32):
-                    row = predictor.row(measured)
-                    tell(told(row))
-            except NotCompiledError as error:
-                tell(f"{name}: not compiled: {error}")
-                compared.not_reproduced[name] = f"not compiled: {error}"
-                continue
+        row = None
+        with _reported(name, compared), _tf32(measured.case.tf32):
+            row = predictor.row(measured)
+            tell(told(row))
+        if row is None:
+            continue
+        compared.rows.append(row)
         if histories and name in histories:
             with _reported(f"history of {name}", compared), _tf32(measured.case.tf32):
                 snapshot = expanded(histories[name], f"{where}: {name}")
-                timeline = predictor.timeline(measured) if predict else None
-                row.details["history"] = history_facts(measured, snapshot, timeline)
+                row.details["history"] = history_facts(measured, snapshot, predictor.timeline(measured))
                 tell(told_history(row.details["history"]))
-        if row.predicted or row.details:
-            compared.rows.append(row)
     return compared
 
 
@@ -205,11 +196,11 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def _reported(name: str, compared: Results) -> Iterator[None]:
-    """A failure inside becomes an entry of ``failed``; Ctrl-C passes, and so does what the compiler could not do."""
+    """A failure inside becomes an entry of ``failed``, or of ``not_reproduced`` where code could not be compiled."""
     try:
         yield
-    except NotCompiledError:
-        raise
+    except NotCompiledError as error:
+        compared.not_reproduced[name] = f"not compiled: {error}"
     except Exception:  # noqa: BLE001 - one row must not stop the others
         compared.failed[name] = traceback.format_exc()
 
@@ -218,7 +209,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Compare and print."""
     parser = arguments_of("gpu-compare", __doc__, only="cases", json="everything")
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
-    parser.add_argument("--no-predictions", action="store_true", help="only replay the histories: quick")
     parser.add_argument("--write", action="store_true", help="fill in docs/lab/measured.md")
     options = parser.parse_args(arguments)
     folders = options.folders or sorted(path.parent for path in OWN_RESULTS.glob(f"*/{RESULTS}"))
@@ -243,7 +233,6 @@ def main(arguments: list[str] | None = None) -> int:
                 histories,
                 where=str(path),
                 only=options.only,
-                predict=not options.no_predictions,
                 tell=lambda line: print(line, flush=True),
             )
         )

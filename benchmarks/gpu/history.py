@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,33 +114,3 @@ def _as_segment(segment: _Segment, where: str) -> dict[str, Any]:
         "segment_pool_id": tuple(segment.pool),
         "blocks": [dict(zip(_BLOCK, block, strict=True)) for block in segment.blocks],
     }
-
-
-def library_workspaces(snapshot: Mapping[str, Any], first_after: int, device: int = 0) -> list[dict[str, Any]]:
-    """The blocks that were cuBLAS's workspaces: those that were freed when the workspaces were given up.
-
-    Args:
-        snapshot: taken after ``torch._C._cuda_clearCublasWorkspaces()``.
-        first_after: how many entries the trace had before that call.
-        device: whose trace.
-
-    Returns:
-        For each: size (bytes), stream, thread that asked for it, and how many allocations came before it.
-    """
-    trace: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device]
-    freed = {entry["addr"] for entry in trace[first_after:] if entry["action"] == "free_completed"}
-    latest: dict[int, dict[str, Any]] = {}
-    count = 0
-    for entry in trace[:first_after]:
-        if entry["action"] != "alloc":
-            continue
-        if entry["addr"] in freed:
-            thread = "main" if _thread(entry) == MAIN_THREAD else "autograd"
-            latest[entry["addr"]] = {
-                "size": entry["size"],
-                "stream": entry.get("stream", 0),
-                "thread": thread,
-                "allocations_before": count,
-            }
-        count += 1
-    return list(latest.values())

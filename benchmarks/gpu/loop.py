@@ -27,7 +27,6 @@ class RealLoop:
     Attributes:
         updates: optimizer steps that were really made.
         skipped: optimizer steps that the GradScaler refused.
-        keeps_batch: iterations take the batch that is on the device, instead of making one: for timing the step alone.
     """
 
     def __init__(self, step: TrainingStep, batch_size: int, device: str) -> None:
@@ -45,7 +44,6 @@ class RealLoop:
         self.scaler = torch.amp.GradScaler(device) if step.precision == "16-mixed" else None
         self.batch: Any = None
         self.loss: Any = None
-        self.keeps_batch = False
         self.updates = 0
         self.skipped = 0
 
@@ -70,30 +68,21 @@ class RealLoop:
             if self.updates == updates:
                 return
 
-    def place_batch(self) -> None:
+    def _place_batch(self) -> None:
         """Make a batch on the CPU and copy it to the device; the old one dies first, as in ``for batch in loader``."""
         self.batch = None
         self.batch = pytree.tree_map(self._to_device, self.step.batch(self.batch_size))
 
-    def repeat(self) -> None:
-        """One more iteration on the batch that is there, without asking whether the scaler refused the update.
-
-        The question waits for the device, which a training loop does not do.
-        """
-        self.keeps_batch = True
-        self._iterate(counted=False)
-
-    def _iterate(self, *, counted: bool = True) -> None:
+    def _iterate(self) -> None:
         if self.step.zero_grad == "before_forward":
             self.optimizer.zero_grad()
         for micro in range(self.step.accumulate):
-            if not self.keeps_batch:
-                self.place_batch()
+            self._place_batch()
             self._forward()
             if micro == 0 and self.step.zero_grad == "before_backward":
                 self.optimizer.zero_grad()
             self._backward()
-        self._update(counted)
+        self._update()
         if self.step.zero_grad == "after_step":
             self.optimizer.zero_grad()
 
@@ -113,7 +102,7 @@ class RealLoop:
             loss = self.scaler.scale(loss)
         loss.backward()
 
-    def _update(self, counted: bool) -> None:
+    def _update(self) -> None:
         if self.step.clip_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -122,11 +111,9 @@ class RealLoop:
             self.optimizer.step()
             self.updates += 1
             return
-        before = self.scaler.get_scale() if counted else 0.0
+        before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if not counted:
-            return
         refused = self.scaler.get_scale() < before
         self.skipped += refused
         self.updates += not refused

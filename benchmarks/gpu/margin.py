@@ -3,31 +3,21 @@
     python -m benchmarks margin [--write] FILE [FILE ...]
 
 Each FILE is a ``results.json`` of this suite (predicted anew, which takes a while), or rows as ``gpu-compare --json``
-and ``published --json`` write them. Of the published rows those count that measured what a budget is about: the
-reserved bytes of whole training steps, or what the device used. Where that was NVML's figure, the margin also covers
-what CUDA's libraries take beside the allocator.
+and ``published --json`` write them; those of peft's and rasbt's runs lie in ``benchmarks/published/results``. Of the
+published rows those count that measured what a budget is about: the reserved bytes of whole training steps, or what
+the device used. Where that was NVML's figure, the margin also covers what CUDA's libraries take beside the allocator.
 
---write makes ``vram_guard/budget/margins.json``, which the default margin is read from.
+--write makes ``vram_guard/budget/margins.json``, which the default margin is read from, and fills in its table on
+docs/lab/accuracy.md.
 
 A margin m keeps the fraction m of the available memory A free: a step is said to fit where its prediction P is at most
 (1 - m) A, and really fits where its measured peak M is at most A. So no step that is said to fit runs out of memory as
-long as m >= 1 - P / M: that number, and 0 where the prediction was not too low, is a row's shortfall. The margin that
-holds for 99 rows in 100 is the shortfalls' 99th percentile, by the tier that answered: a bound that is less sure needs
-more room.
+long as m >= 1 - P / M: that number, and 0 where the prediction was not too low, is a row's shortfall. The margin is the
+shortfalls' 90th percentile, by the tier that answered and the kind of network; docs/lab/accuracy.md says why.
 
-With few rows the percentile is the largest shortfall seen, and says little about the next row: "confidence" is the
-probability that n rows drawn alike would show at least one beyond the true percentile (1 - 0.99 ** n).
-
-The default margin is the 90th percentile (:data:`DEFAULT_QUANTILE`), not the 99th: the published shortfalls are a crowd
-below 4% and a tail of a few rows from 8% to 22% that have causes of their own (workspaces of cuDNN and cuFFT, inputs
-that a source does not give), so that the percentiles above jump from 3% to 12% and would take an eighth of every card
-for them. All of them are written beside it.
-
-Rows that repeat another one count once (:func:`distinct`). Each kind of network has the margin of its own rows
-(:data:`vram_guard.budget.margins.Network`; the trace tells which it is), so that a transformer in half precision does
-not pay for what cuDNN takes in float32. Fewer than 22 rows are too few: among that many, drawn alike, the chance is
-nine in ten that at least one lies beyond the true 90th percentile. Where a tier has fewer of a kind, that kind's rows
-of all tiers count; where those are too few, the tier's rows of all kinds; and last all rows.
+Rows that repeat another one count once (:func:`distinct`). Fewer than 22 rows are too few: among that many, drawn
+alike, the chance is nine in ten that at least one lies beyond the true 90th percentile. Where a tier has fewer of a
+kind, that kind's rows of all tiers count; where those are too few, the tier's rows of all kinds; and last all rows.
 """
 
 from __future__ import annotations
@@ -36,7 +26,7 @@ import datetime as dt
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +35,7 @@ from benchmarks.gpu.records import FORMAT, read_results
 from benchmarks.harness import records
 from benchmarks.harness.checked import content, parsed, without_head, write_json
 from benchmarks.harness.command import arguments_of
+from benchmarks.harness.pages import DOCS, fill
 from benchmarks.harness.records import Row
 from benchmarks.harness.statistics import quantile, shortfall
 from vram_guard.budget.margins import ALL_NETWORKS, ALL_ROWS, NETWORKS
@@ -134,6 +125,23 @@ def _entry(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def write_page(made: dict[str, Any], docs: Path = DOCS) -> None:
+    """Fill in the table of the contents of ``margins.json``."""
+    sources = "; ".join(f"{name}: {count}" for name, count in made["sources"].items())
+    note = f"Made on {made['made']} from these rows: {sources}."
+    fill("accuracy.md", {"margin": _cells(made["margins"])}, docs, note)
+
+
+def _cells(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for entry in entries:
+        network, own, rows = entry["network"] or "all networks", entry["own_rows"], entry["rows"]
+        taken = (entry["group"], own) == (network, rows)
+        told = [f"{entry['shortfalls'][share]:.1%}" for share in ("0.5", "0.75", "0.95", "0.99")]
+        told.insert(2, f"**{entry['margin']:.1%}**")
+        count = str(own) if taken else f"{own}; {rows} are taken: {entry['group']}"
+        yield (f"{entry['tier']}: {network}", count, *told, f"{entry['largest']:.1%}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
     parser = arguments_of("margin", __doc__)
@@ -142,21 +150,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         rows = [row for path in options.files for row in read_rows(path)]
-        if options.write and rows:
-            write_json(WRITTEN, as_json(rows, dt.datetime.now(tz=dt.timezone.utc).date().isoformat()))
+        made = as_json(rows, dt.datetime.now(tz=dt.timezone.utc).date().isoformat())
     except InvalidInputError as error:
         print(error, file=sys.stderr)
         return 2
-    if not rows:
-        print("the files hold no rows with both a prediction and a measurement", file=sys.stderr)
-        return 2
-    for tier in dict.fromkeys(row.tier for row in rows):
-        for network in (None, *NETWORKS):
-            own = distinct([row for row in rows if row.tier == tier and network in (None, row.network)])
-            if own:
-                values = [shortfall(row) for row in own]
-                shares = "  ".join(f"p{100 * each:g} {quantile(values, each):.2%}" for each in (0.5, 0.9, 0.95, 0.99))
-                low, sure = sum(each > 0 for each in values), 1 - 0.99 ** len(values)
-                told = f"{tier}, {network or 'all networks'}: {len(own)} rows, {low} too low, {shares}"
-                print(f"{told}, largest {max(values):.2%}; confidence of the last {sure:.0%}")
+    for cells in _cells(made["margins"]):
+        print(" | ".join(cells))
+    if options.write:
+        write_json(WRITTEN, made)
+        write_page(made)
     return 0

@@ -37,17 +37,12 @@ DEFAULT_OUT = Path(__file__).parent / "results"
 
 #: Seconds after which a case is given up.
 LONGEST_CASE = 90.0
-LONGEST_PROBES = 60.0
 #: Of a case whose code is compiled first.
 LONGEST_COMPILED = 240.0
 #: A run that is cut short lacks so many at most.
 HISTORIES_BETWEEN_WRITES = 6
 #: What a case that shares the GPU cannot say.
-OF_THE_WHOLE_GPU: dict[str, Any] = {
-    **dict.fromkeys(("used_before", "used_context", "used_after", "outside")),
-    **{name: [] for name in ("update_seconds", "batch_seconds", "start_seconds")},
-    "kernels": {},
-}
+OF_THE_WHOLE_GPU: dict[str, Any] = dict.fromkeys(("used_before", "used_context", "used_after", "outside"))
 #: Of a trace that chooses a batch size; these run in parallel with the measurements, on the CPU.
 LONGEST_FILL = 120.0
 
@@ -78,8 +73,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="compiled and divided cases that run at a time"
     )
-    parser.add_argument("--shared", action="store_true", help="let all cases share the GPU, and measure memory alone")
-    parser.add_argument("--no-probes", action="store_true", help="leave out the probes of single operators")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args(arguments)
 
@@ -96,10 +89,8 @@ class Suite:
         self.histories: dict[str, Any] = {}
         self.history_bytes = 0
         self.device: str = options.device
-        self.probes = not options.no_probes and options.device == "cuda"
         self.seconds = 60 * options.minutes
         self.jobs: int = options.jobs
-        self.shares: bool = options.shared
         self.started = started
         self.folder = options.out / folder_name(machine)
         #: Measured seconds over expected ones: the table's were guessed for one kind of GPU.
@@ -109,10 +100,8 @@ class Suite:
         """Every case in turn; batch sizes that the card decides are worked out meanwhile."""
         print(f"{self.results.machine.gpu}, torch {self.results.machine.torch}: {len(cases)} cases", flush=True)
         with ThreadPoolExecutor(max_workers=max(1, min(4, (os.cpu_count() or 2) - 1))) as pool:
-            waiting = deque((case, self._batch_size(case, pool)) for case in cases if self._alone(case))
-            self._side_by_side([case for case in cases if not self._alone(case)])
-            if self.probes:
-                self._run_probes()
+            waiting = deque((case, self._batch_size(case, pool)) for case in cases if case.alone)
+            self._side_by_side([case for case in cases if not case.alone])
             while waiting:
                 case, size = waiting.popleft()
                 self._add(self._measure(case, size))
@@ -120,9 +109,6 @@ class Suite:
         if self.histories:
             write_histories(self.folder, self.histories)
         print(f"{self._elapsed():.0f} s; results in {self.folder}")
-
-    def _alone(self, case: Case) -> bool:
-        return bool(case.fill) if self.shares else case.alone
 
     def _side_by_side(self, cases: list[Case]) -> None:
         """Cases that may share the GPU: what NVML says of the whole device then means nothing, and is left out."""
@@ -188,12 +174,6 @@ class Suite:
         if len(self.histories) % HISTORIES_BETWEEN_WRITES == 0:  # all of them are packed anew, which takes seconds
             write_histories(self.folder, self.histories)
         return measured
-
-    def _run_probes(self) -> None:
-        answer = ask(worker.probes_of_operators, limit=LONGEST_PROBES, fresh=True)
-        found = answer.result if answer.result is not None else [{"probe": "all", "error": answer.error}]
-        self.results.probes.extend(found)
-        print(f"{len(found)} probes of single operators, {answer.seconds:.0f} s", flush=True)
 
     def _add(self, measured: Measured) -> None:
         self.results.measured.append(measured)

@@ -17,13 +17,13 @@ LEAST_REQUEST = 4096
 MOST_LISTED = 8
 
 
-def history_facts(measured: Measured, snapshot: dict[str, Any], timeline: Timeline | None) -> dict[str, Any]:
+def history_facts(measured: Measured, snapshot: dict[str, Any], timeline: Timeline) -> dict[str, Any]:
     """One recorded history compared with its replay. Sizes in bytes.
 
     Returns:
         ``followed_reserved``: the peak where every release of the recorded run is followed; ``replayed_reserved``:
         where the allocations alone are given to a fresh allocator; ``requests``: how the predicted requests differ
-        from the recorded ones, "" without a timeline.
+        from the recorded ones.
     """
     recording = read_recording(snapshot)
     settings = AllocatorSettings.from_conf(measured.case.allocator)
@@ -38,7 +38,7 @@ def history_facts(measured: Measured, snapshot: dict[str, Any], timeline: Timeli
         "recorded_reserved": followed.recorded_peak_reserved,
         "followed_reserved": followed.simulated_peak_reserved,
         "replayed_reserved": replayed.peak_reserved,
-        "requests": requests(measured, recording, timeline) if timeline is not None else "",
+        "requests": requests(measured, recording, timeline),
     }
 
 
@@ -47,7 +47,7 @@ def told_history(facts: dict[str, Any]) -> str:
     verdict = "segments the same" if facts["same_segments"] else f"segments DIFFER {facts['first_difference']}"
     followed, replayed = facts["followed_reserved"], facts["replayed_reserved"]
     peaks = f"peak {facts['recorded_reserved']}, followed {followed}, replayed {replayed}"
-    return f"  history: {facts['segments']} {verdict}; {peaks}; requests: {facts['requests'] or 'not compared'}"
+    return f"  history: {facts['segments']} {verdict}; {peaks}; requests: {facts['requests']}"
 
 
 def _difference(followed: RecordingComparison) -> str:

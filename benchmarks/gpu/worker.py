@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import loop as loops
 from benchmarks.gpu.cases import Case, allow_tf32
-from benchmarks.gpu.history import compacted, library_workspaces
+from benchmarks.gpu.history import compacted
 from benchmarks.harness import environment
 from benchmarks.harness.workers import LONGEST_MESSAGE
 
 #: Optimizer steps of every case: the second is the first with optimizer state, the third shows whether the peak of
 #: reserved memory still moves.
 UPDATES = 3
-
-#: Updates that are timed at most, and seconds after which no other one is begun.
-MOST_TIMED = 12
-LONGEST_TIMED = 1.0
-
-#: Batches that are made for their time, and updates whose start on the host is timed. The first updates warm up.
-TIMED_BATCHES = 3
-TIMED_STARTS = 3
-
-#: Kernels that are kept of a profiled update, and characters of their names, which can be templates of a whole page.
-MOST_KERNELS = 60
-LONGEST_KERNEL_NAME = 160
 
 #: Entries that the allocator's recorder keeps. A step of these cases has 2,000 to 30,000.
 MOST_ENTRIES = 200_000
@@ -48,13 +31,6 @@ def case_of(case: Case, batch_size: int, device: str, used_before: int | None) -
 def machine_of(device: str, used_before: int | None) -> Any:
     """The job of a worker: the machine."""
     return asdict(environment.machine(used_before, device))
-
-
-def probes_of_operators() -> Any:
-    """The job of a worker: workspaces of single operators."""
-    from benchmarks.gpu.probes import all_probes
-
-    return all_probes()
 
 
 def size_that_fills(case: Case, free: int, capability: tuple[int, int], multiprocessors: int | None = None) -> int:
@@ -102,78 +78,7 @@ def run_case(
     if loop is not None:
         found.update(updates=loop.updates, skipped_updates=loop.skipped)
     after, history = run.after()
-    if loop is not None and found["status"] == "ok" and case.alone and device == "cuda":
-        try:
-            found.update(timed(loop, torch.cuda))
-            if case.profiled:
-                found["kernels"] = kernels_of(loop)
-        except RuntimeError as error:  # the memory was measured all the same
-            found["message"] = f"not timed: {error}"[:LONGEST_MESSAGE]
     return {**found, **after}, history
-
-
-def timed(loop: loops.RealLoop, cuda: Any) -> dict[str, list[float]]:
-    """Seconds of making batches and of single updates, once the memory was measured.
-
-    Making a batch on the CPU can take longer than the step: it is timed by itself, and the updates run on a batch that
-    is there. They follow each other without waiting for the device, as in training, so that events on the device mark
-    their ends; the last updates are waited for, and say how long the host takes to start one.
-
-    Args:
-        loop: after its last measured update.
-        cuda: ``torch.cuda``.
-
-    Returns:
-        The fields of :class:`Measured`.
-    """
-    batches = [_seconds(loop.place_batch, cuda)[1] for _ in range(TIMED_BATCHES)]
-    started = [_seconds(loop.repeat, cuda)[0] for _ in range(TIMED_STARTS)]
-    ends = [_marked(cuda)]
-    before = time.perf_counter()
-    while len(ends) <= MOST_TIMED and time.perf_counter() - before < LONGEST_TIMED:
-        loop.repeat()
-        ends.append(_marked(cuda))
-    cuda.synchronize()
-    milliseconds = [one.elapsed_time(next_one) for one, next_one in pairwise(ends)]
-    return {
-        "batch_seconds": batches,
-        "start_seconds": started,
-        "update_seconds": [round(each / 1000, 6) for each in milliseconds],
-    }
-
-
-def kernels_of(loop: loops.RealLoop) -> dict[str, list[float]]:
-    """What runs on the device during one update, copies included: name -> [count, seconds], the longest first.
-
-    Empty where the profiler is not allowed to see the device.
-    """
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        loop.repeat()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in profiled.events() or ():
-        if event.device_type == DeviceType.CUDA:
-            kernel = found.setdefault(event.name[:LONGEST_KERNEL_NAME], [0, 0.0])
-            kernel[0] += 1
-            kernel[1] += event.time_range.elapsed_us() / 1e6
-    longest = sorted(found.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]
-    return {name: [count, round(seconds, 7)] for name, (count, seconds) in longest}
-
-
-def _seconds(work: Callable[[], None], cuda: Any) -> tuple[float, float]:
-    """Seconds until the host had started some work on an idle device, and until it was done."""
-    cuda.synchronize()
-    before = time.perf_counter()
-    work()
-    started = time.perf_counter()
-    cuda.synchronize()
-    return round(started - before, 6), round(time.perf_counter() - before, 6)
-
-
-def _marked(cuda: Any) -> Any:
-    event = cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -224,7 +129,7 @@ class _OnCuda:
         return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), allocations]
 
     def after(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The state of the device at the end; the history, and which blocks were cuBLAS's workspaces."""
+        """The state of the device at the end, and the history."""
         torch.cuda.synchronize()
         still_free, _ = torch.cuda.mem_get_info()
         found: dict[str, Any] = {
@@ -234,13 +139,4 @@ class _OnCuda:
         }
         if not self.case.history:
             return found, None
-        snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001
-        history = compacted(snapshot)
-        entries = len(snapshot["device_traces"][0])
-        del snapshot
-        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
-        later = torch.cuda.memory._snapshot()  # noqa: SLF001
-        torch.cuda.memory._record_memory_history(None)  # noqa: SLF001 - a stack for every block takes the host's time
-        if entries < MOST_ENTRIES:  # a full recorder has dropped its beginning
-            found["workspaces"] = library_workspaces(later, entries)
-        return {**found, "has_history": True}, history
+        return {**found, "has_history": True}, compacted(torch.cuda.memory._snapshot())  # noqa: SLF001

@@ -62,8 +62,3 @@ def machine(results: Results) -> str:
     """The machine that the results were made on."""
     found = results.environment
     return f"torch {found['torch']}, Python {found['python']}, CPU x {found['cores']}"
-
-
-def listed(lines: Iterable[str]) -> str:
-    """A list in Markdown."""
-    return "\n".join(f"- {line}" for line in lines)

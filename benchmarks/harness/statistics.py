@@ -1,4 +1,4 @@
-"""Statistics of predictions: errors, wrong verdicts, how far predictions fall short; and the table of them."""
+"""Statistics of predictions: errors, wrong verdicts, and how far predictions fall short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.harness.records import Results, Row
+from benchmarks.harness.records import Row
 from vram_guard.errors import InvalidInputError
 
 OURS = "vram_guard"
@@ -42,9 +42,6 @@ class Errors(NamedTuple):
             return None
         absolute = [abs(error) for error in errors]
         return cls(statistics.median(absolute), quantile(absolute, 0.9), statistics.median(errors))
-
-    def __str__(self) -> str:
-        return f"{self.median:9.3%}{self.p90:9.3%}{self.bias:+9.3%}"
 
 
 class Line(NamedTuple):
@@ -81,26 +78,3 @@ def _line(tool: str, errors: list[float], right: list[bool], seconds: float | No
 def shortfall(row: Row) -> float:
     """The least margin under which this row's verdict could not have been a wrong "fits"."""
     return max(0.0, -row.error)
-
-
-def print_table(results: Results) -> None:
-    """The table, what could not be reproduced and why, and what failed with its traceback."""
-    head = f"{'tool':24}{'rows':>5}{'median':>9}{'p90':>9}{'bias':>9}{'wrong verdicts':>18}{'s/estimate':>12}"
-    for source, rows in results.by_source():
-        made = results.made_with.get(source, {})
-        print(f"\n{source}  [{', '.join(f'{name} {version}' for name, version in made.items())}]\n{head}")
-        for line in lines(rows):
-            print(_text(line))
-    for name, reason in results.not_reproduced.items():
-        print(f"not reproduced: {name}: {reason}")
-    for name, traceback in results.failed.items():
-        print(f"FAILED: {name}\n{traceback}")
-
-
-def _text(line: Line) -> str:
-    numbers = "-" if line.errors is None else str(line.errors)
-    wrong = f"{line.wrong}/{line.verdicts} {line.wrong / line.verdicts:.1%}" if line.verdicts else "-"
-    took = f"{line.seconds:.2f}" if line.seconds is not None else "-"
-    ours = line.ours_there
-    there = f"   (ours there: {ours.median:.2%}, {ours.p90:.2%})" if ours else ""
-    return f"{line.tool[:24]:24}{line.rows:5}{numbers:>27}{wrong:>18}{took:>12}{there}"

@@ -1,16 +1,17 @@
 """All published measurements: one table, and every row that could not be reproduced, with its reason.
 
-    python -m benchmarks published [--source WORD ...] [--only WORD ...] [--json FILE] [--with FILE ...]
+    python -m benchmarks published [--source WORD ...] [--only WORD ...] [--json FILE] [--with FILE ...] [--out DIR]
 
 Sources run in processes of their own: some need another environment than the rest. ``make bench-published`` makes these
 and runs this. What is not installed is said, row by row:
 
 - xmem's transformers: the release that the runs had, 4.51.3 (a folder that pip's --target filled, see --libraries);
-- xmem's CNNs, images: torchvision and timm, which come with a CUDA build of torch;
-- peft_methods: peft and diffusers; lora_t4: peft, and bitsandbytes for QLoRA;
-- litgpt's configurations: litgpt (a folder, as transformers 4.51.3). The rest needs nothing but torch.
+- xmem's CNNs, timm's models: torchvision and timm, which come with a CUDA build of torch. The rest needs nothing but
+  torch.
 
---with takes rows that an earlier run wrote with --json: their sources do not run again.
+--with takes rows that an earlier run wrote with --json: their sources do not run again. The tables of
+docs/lab/accuracy.md whose rows are all there are filled in, but not with --only; the others keep their figures and
+their date.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.harness.command import arguments_of, is_chosen
+from benchmarks.harness.pages import DOCS
 from benchmarks.harness.records import Results, read, write
-from benchmarks.harness.statistics import print_table
+from benchmarks.published.pages import show
 from benchmarks.published.source import Source, run
 from vram_guard.errors import InvalidInputError
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("xmem", "liger", "images", "peft_methods", "segformer", "readmes", "lora_t4")
+MODULES = ("xmem", "liger", "images")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", nargs="+", default=[], metavar="WORD", help="only sources whose titles contain it")
     parser.add_argument("--with", nargs="+", type=Path, default=[], metavar="FILE", dest="files")
     parser.add_argument("--libraries", type=Path, default=ROOT / ".venv-published", metavar="FOLDER")
-    parser.add_argument("--here", action="store_true", help="run the sources in this process")
+    parser.add_argument("--here", action="store_true", help="run the sources in this process, and fill in no page")
+    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR")
     options = parser.parse_args(arguments)
     results = Results()
     try:
@@ -63,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         groups = groupby(chosen, lambda pair: (pair[0], pair[1].libraries, pair[1].environment))
         for _where, group in groups:
             results.add(_in_its_place([one for _module, one in group], options))
-    if not options.here:
-        print_table(results)
+        show(results, None if options.only else options.out)
     if options.json:
         write(results, options.json)
     return int(bool(results.failed))

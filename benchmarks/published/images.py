@@ -1,6 +1,6 @@
-"""Networks of torchvision and timm: batches that ran on a card and larger ones that did not, and GPUMemNet's table.
+"""Would it fit? Networks of timm: batches that ran on a card, and larger ones that did not.
 
-Would it fit? Training batches of timm models that ran on an RTX 3090, and the next larger ones that did not. The
+Training batches of timm models that ran on an RTX 3090, and the next larger ones that did not. The
 recipe, from the harness (``benchmark.py`` of that time in timm's repository): random weights, train mode, float16
 autocast around forward, loss and backward without a scaler, SGD with Nesterov momentum, cross-entropy, contiguous
 (nchw) or channels-last (nhwc) images that are made once, new labels in each step. torch 1.12 had no fused attention,
@@ -9,24 +9,17 @@ updated one parameter after the other, and its ``zero_grad()`` kept the gradient
 What the card had free is not recorded: the allocator's room is taken as the card's memory less what the driver keeps
 and less the context of that time. Before CUDA 11.7 all kernels were loaded at once; on an RTX 3090 a tensor of one
 element then took 1,687 MiB with torch 1.8.2 and CUDA 11.1 (github.com/pytorch/pytorch/issues/55277), the nearest
-release that was measured on that card as far as we found. The same with today's context stands beside.
-
-GPUMemNet's paper has what nvidia-smi showed for the whole card while a network trained. The recipe, as far as it states
-it: ImageNet, 224 x 224, float32, Adam. The card is an A100 of 40 GB, the networks are taken to be torchvision's and
-timm's; release of torch, search for the fastest cuDNN algorithm and data loading on the GPU are not stated. Ours is the
-reserved peak and the catalogue's CUDA context.
+release that was measured on that card as far as we found.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.harness.networks.batches import shapes_of_images
-from benchmarks.harness.pages import MIB
 from benchmarks.harness.records import NotReproducible, Row
 from benchmarks.published.source import Record, Source, predicted, records_of
 from vram_guard import Budget, Timeline, TrainingStep
@@ -35,9 +28,6 @@ CARD = "RTX 3090"
 
 #: As nvidia-smi showed it, less the segment of the tensor itself.
 CONTEXT_THEN = (1687 - 2) * 2**20
-
-#: In the table, the verdicts with the context of today: kernels are loaded as they are needed.
-TODAY = "with today's context"
 
 
 class Harness:
@@ -72,10 +62,10 @@ def name(row: Record) -> str:
     return f"{row['model']} {row['layout']}"
 
 
-def room() -> tuple[int, int]:
-    """Bytes that the allocator could reserve then, and could today."""
+def room() -> int:
+    """Bytes that the allocator could reserve then."""
     budget = Budget.of(CARD, margin=0)
-    return budget.available + budget.context - CONTEXT_THEN, budget.available
+    return budget.available + budget.context - CONTEXT_THEN
 
 
 def predict(row: Record, title: str) -> list[Row]:
@@ -135,8 +125,8 @@ def _model(row: Record) -> Any:
 
 
 def _verdicts(timeline: Timeline, size: int) -> dict[str, Any]:
-    fits, fits_today = (timeline.at(size, capacity=amount).out_of_memory is None for amount in room())
-    return {"predicted": timeline.at(size).peak_reserved, "fits": fits, "verdicts": {TODAY: fits_today}}
+    fits = timeline.at(size, capacity=room()).out_of_memory is None
+    return {"predicted": timeline.at(size).peak_reserved, "fits": fits}
 
 
 def _source(title: str, file: str) -> Source:
@@ -149,69 +139,4 @@ BRACKETS = _source("timm on a 24 GB card", "timm_brackets.csv")
 ASIDE = _source("timm on a 24 GB card, kept aside", "timm_brackets_aside.csv")
 
 
-# --- GPUMemNet's table ------------------------------------------------------------------------------------------------
-
-A100 = "A100 40GB"
-TOOLS = ("gpumemnet", "faketensor", "horus")
-
-#: The paper's names -> library and constructor.
-NETWORKS = {
-    "vgg16": ("torchvision", "vgg16"),
-    "resnet50": ("torchvision", "resnet50"),
-    "Xception": ("timm", "legacy_xception"),
-    "mobilenetV2": ("torchvision", "mobilenet_v2"),
-    "efficientnet": ("torchvision", "efficientnet_b0"),
-}
-
-#: The others, and why they are left out.
-LEFT_OUT = {"inception": "at 224 x 224 its auxiliary classifier cannot run; another size or form is not stated"}
-UNSTATED = "neither sequence length nor task of the transformers is stated"
-
-
-def _constructor(model: str) -> Callable[[], Any]:
-    if model not in NETWORKS:
-        raise NotReproducible(LEFT_OUT.get(model, UNSTATED))
-    library, constructor = NETWORKS[model]
-    try:
-        import timm
-        from torchvision import models
-    except ImportError:
-        raise NotReproducible("torchvision or timm is not installed") from None
-    if library == "timm":
-        return lambda: timm.create_model(constructor, pretrained=False, num_classes=1000)
-    return lambda: getattr(models, constructor)(num_classes=1000)
-
-
-def predict_whole_card(row: Record) -> list[Row]:
-    """The reserved peak and the context."""
-    size = int(row["batch_size"])
-    step = TrainingStep(
-        model=_constructor(row["model"]),
-        batch=shapes_of_images(224),
-        loss=lambda model, inputs: torch.nn.functional.cross_entropy(model(inputs[0]), inputs[1]),
-        optimizer=torch.optim.Adam,
-        zero_grad="before_forward",
-    )
-    context = Budget.of(A100, margin=0).context
-    found = predicted(
-        step,
-        size,
-        A100,
-        lambda timeline: {"predicted": timeline.at(size).peak_reserved + context},
-        source=GPUMEMNET.title,
-        name=GPUMEMNET.name(row),
-        measured=int(row["measured_mib"]) * MIB,
-        tools={tool: int(float(row[f"{tool}_mib"]) * MIB) for tool in TOOLS if row[f"{tool}_mib"]},
-    )
-    return [found]
-
-
-GPUMEMNET = Source(
-    "GPUMemNet's table",
-    lambda: records_of("gpumemnet.csv"),
-    lambda row: f"{row['model']} {row['batch_size']}",
-    predict_whole_card,
-    environment="torchvision",
-)
-
-SOURCES = (BRACKETS, ASIDE, GPUMEMNET)
+SOURCES = (BRACKETS, ASIDE)

@@ -1,74 +1,42 @@
-"""Fill in the tables of docs/lab/accuracy.md from rows that were predicted.
-
-    python -m benchmarks pages FILE [FILE ...] [--out DIR]
-
-Each FILE is what ``published --json`` writes. A table whose rows are in no file stays as it is, with its date. That of
-the margins comes from ``vram_guard/budget/margins.json``, which ``margin --write`` makes.
-"""
+"""The tables of docs/lab/accuracy.md, from rows that were predicted."""
 
 from __future__ import annotations
 
 import datetime as dt
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.gpu.margin import WRITTEN
-from benchmarks.harness.command import arguments_of
-from benchmarks.harness.pages import DOCS, fill
-from benchmarks.harness.records import Results, Row, read
+from benchmarks.harness.pages import fill
+from benchmarks.harness.records import Results, Row
 from benchmarks.harness.statistics import OURS, Errors, lines
-from vram_guard.errors import InvalidInputError
 
-NAMES = {
-    "xmem": "xMem",
-    "dnnmem": "DNNMem",
-    "schedtune": "SchedTune",
-    "llmem": "LLMem",
-    "gpumemnet": "GPUMemNet",
-    "faketensor": "FakeTensor",
-    "horus": "Horus",
-}
+NAMES = {"xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 Groups = Sequence[Sequence[Row]]
 Cells = Iterator[tuple[str, ...]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill in the pages; the exit status is 2 for a file that cannot be read."""
-    parser = arguments_of("pages", __doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR")
-    options = parser.parse_args(arguments)
-    results = Results()
-    try:
-        for path in options.files:
-            results.add(read(path))
-        made = write_tables(results, options.out, dt.datetime.now(tz=dt.timezone.utc).date().isoformat())
-    except InvalidInputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"made: {', '.join(made)}; left as they are: {', '.join(TABLES.keys() - set(made)) or 'none'}")
-    return 0
-
-
-def write_tables(results: Results, docs: Path, made: str) -> list[str]:
-    """Fill in the pages; the answer is the names of the tables that were made.
+def show(results: Results, docs: Path | None) -> None:
+    """Print each table whose rows are all there, what could not be reproduced and why, and what failed.
 
     Args:
         results: the rows.
-        docs: the folder of the documentation.
-        made: date of the predictions.
+        docs: the folder of the documentation, whose tables are filled in; None: only print.
     """
     rows = dict(results.by_source())
-    found = {name: [rows[each] for each in table[0]] for name, table in TABLES.items() if rows.keys() >= set(table[0])}
-
-    fill("accuracy.md", {name: TABLES[name][1](rows) for name, rows in found.items()}, docs, f"Made on {made}.")
-    margins = json.loads(WRITTEN.read_text(encoding="utf-8"))
-    sources = "; ".join(f"{name}: {count}" for name, count in margins["sources"].items())
-    note = f"Made on {margins['made']} from these rows: {sources}."
-    fill("accuracy.md", {"margin": _margin(margins["margins"])}, docs, note)
-    return list(found)
+    tables = {
+        name: list(make([rows[each] for each in sources]))
+        for name, (sources, make) in TABLES.items()
+        if rows.keys() >= set(sources)
+    }
+    for name, cells in tables.items():
+        print(f"\n{name}", *(" | ".join(each) for each in cells), sep="\n")
+    for name, reason in results.not_reproduced.items():
+        print(f"not reproduced: {name}: {reason}")
+    for name, traceback in results.failed.items():
+        print(f"FAILED: {name}\n{traceback}")
+    if docs is not None and tables:
+        today = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
+        fill("accuracy.md", tables, docs, f"Made on {today}.")
 
 
 def _judged(rows: Sequence[Row]) -> list[float]:
@@ -83,10 +51,6 @@ def _errors(errors: Errors | None) -> tuple[str, str, str]:
     if errors is None:
         return "-", "-", "-"
     return _percent(errors.median), _percent(errors.p90), f"{errors.bias:+.2%}"
-
-
-def _of(rows: Sequence[Row]) -> tuple[str, str, str]:
-    return _errors(Errors.of(_judged(rows)))
 
 
 def _tools(groups: Groups) -> Cells:
@@ -107,26 +71,7 @@ def _parts(groups: Groups) -> Cells:
         other = "-" if there is None else f"{_percent(there.median)}, {_percent(there.p90)}"
         inside = [(row.measured or 0) <= row.upper for row in rows if row.has_peak and row.upper is not None]
         covered = f"{sum(inside)}/{len(inside)}" if inside else "-"
-        yield (name, str(len(_judged(rows))), *_of(rows), other, covered)
-
-
-def _named(*names: str) -> Callable[[Groups], Cells]:
-    def made(groups: Groups) -> Cells:
-        for name, rows in zip(names, groups, strict=True):
-            worst = max((row for row in rows if row.has_peak), key=lambda row: abs(row.error))
-            largest = f"{worst.error:+.1%} ({worst.name.split('--')[0]})"
-            yield (name, str(len(_judged(rows))), *_of(rows), largest)
-
-    return made
-
-
-def _plain(groups: Groups) -> Cells:
-    yield (str(len(_judged(groups[0]))), *_of(groups[0]))
-
-
-def _others(groups: Groups) -> Cells:
-    for line in lines(groups[0]):
-        yield (f"{NAMES.get(line.tool, line.tool)} ({line.rows})", *_errors(line.errors))
+        yield (name, str(len(_judged(rows))), *_errors(Errors.of(_judged(rows))), other, covered)
 
 
 def _operators(groups: Groups) -> Cells:
@@ -146,39 +91,12 @@ def _verdicts(groups: Groups) -> Cells:
         yield (name, str(whole), f"{(sum(ran) + sum(failed)) / whole:.1%}", *counts)
 
 
-def _margin(entries: Sequence[dict[str, object]]) -> Cells:
-    for entry in entries:
-        network, group = str(entry["network"] or "all networks"), str(entry["group"])
-        own, rows, shares = entry["own_rows"], entry["rows"], entry["shortfalls"]
-        assert isinstance(shares, dict)
-        count = str(own)
-        if (group, own) != (network, rows):
-            count = f"{own}; {rows} are taken: {group}"
-        told = [f"{shares[name]:.1%}" for name in ("0.5", "0.75", "0.95", "0.99")]
-        told.insert(2, f"**{entry['margin']:.1%}**")
-        yield (f"{entry['tier']}: {network}", count, *told, f"{entry['largest']:.1%}")
-
-
 _XMEM = ("xMem's runs, transformers", "xMem's runs, CNNs")
 
 #: Table -> the sources whose rows it shows, and what makes it; it is made only where all of them are there.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Groups], Cells]]] = {
     "tools": (_XMEM, _tools),
     "parts": (_XMEM, _parts),
-    "peft": (
-        ("peft's methods, Llama-3.2-3B", "peft's methods, FLUX.2-klein-4B"),
-        _named("Llama-3.2-3B, adapter methods", "FLUX.2-klein-4B, adapter methods"),
-    ),
-    "readmes": (
-        ("rasbt's ViT-L/16", "litgpt's configurations"),
-        _named("ViT-L/16, A100, reserved", "litgpt, A10G, allocated"),
-    ),
-    "t4": (
-        ("LoRA on a T4, reserved", "LoRA on a T4, allocated"),
-        _named("LoRA, T4, reserved", "LoRA, T4, allocated"),
-    ),
-    "segformer": (("MMSegmentation's SegFormer",), _plain),
-    "gpumemnet": (("GPUMemNet's table",), _others),
     "liger": (("Liger-Kernel's operators",), _operators),
     "timm": (("timm on a 24 GB card", "timm on a 24 GB card, kept aside"), _verdicts),
 }

@@ -53,16 +53,6 @@ CNNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def all_rows() -> list[Record]:
-    """Every row: transformers first, then CNNs, in the files' order."""
-    return records_of("xmem_transformers.csv") + records_of("xmem_cnn.csv")
-
-
-def rows() -> list[Record]:
-    """Rows of transformers with a measured peak, in the file's order."""
-    return [row for row in records_of("xmem_transformers.csv") if row["real_oom"] != "True"]
-
-
 def name(row: Record) -> str:
     """The row's name in the table."""
     gpu = row["gpu_name"].removeprefix("NVIDIA ").removeprefix("GeForce ")

@@ -1,7 +1,7 @@
-"""Llama 2 and 3, written so that a training step takes and gives back memory as torchtitan's does.
+"""Llama 3, written so that a training step takes and gives back memory as torchtitan's does.
 
 What counts for memory was read in torchtitan's ``models/llama/model.py`` and ``models/norms.py`` (9dec370, December
-2024; 02923f0, March 2024): which operators run in which order and dtype, and which names are alive while they do.
+2024): which operators run in which order and dtype, and which names are alive while they do.
 Weights are never initialised: nothing here has values.
 """
 
@@ -19,29 +19,23 @@ Norm = Literal["composed", "late", "native"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model of the family (torchtitan's ``llama3_configs``; Llama 2: its ``llama_configs`` of March 2024)."""
+    """A model of the family (torchtitan's ``llama3_configs``)."""
 
     width: int = 4096
     layers: int = 32
     heads: int = 32
     key_heads: int = 8
     multiple_of: int = 1024
-    factor: float = 1.3
     vocabulary: int = 128_256
 
     @property
     def hidden(self) -> int:
-        """Width within the feed-forward: two thirds of four times the width, enlarged, rounded up."""
-        wanted = int(self.factor * int(2 * 4 * self.width / 3))
+        """Width within the feed-forward: two thirds of four times the width, enlarged by 1.3, rounded up."""
+        wanted = int(1.3 * int(2 * 4 * self.width / 3))
         return self.multiple_of * -(-wanted // self.multiple_of)
 
 
-SIZES = {
-    "8B": Sizes(),
-    "70B": Sizes(width=8192, layers=80, heads=64, multiple_of=4096),
-    "405B": Sizes(width=16384, layers=126, heads=128, multiple_of=4096, factor=1.2),
-    "Llama-2-7B": Sizes(key_heads=32, multiple_of=256, factor=1.0, vocabulary=32_000),
-}
+LLAMA_8B = Sizes()
 
 
 class RMSNorm(nn.Module):
@@ -85,14 +79,12 @@ def _rotated(queries: Tensor, keys: Tensor, angles: Tensor) -> tuple[Tensor, Ten
 
 def _repeated(x: Tensor, times: int) -> Tensor:
     """Each head of keys or values for several heads of queries."""
-    if times == 1:
-        return x
     batch, length, heads, width = x.shape
     return x[:, :, :, None].expand(batch, length, heads, times, width).reshape(batch, length, heads * times, width)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries; of its heads a rank of tensor parallelism has a part."""
+    """Causal self-attention with grouped queries."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -158,12 +150,10 @@ class Llama(nn.Module):
         length: positions for which the rotation is tabled.
         norm: "composed": of single operators in float32; "late": the same, cast back after the weight (torch's own
             until 2.8); "native": ``nn.RMSNorm``.
-        wide: the logits leave the model in float32 (torchtitan until October 2024).
     """
 
-    def __init__(self, sizes: Sizes, length: int, norm: Norm = "composed", *, wide: bool = False) -> None:
+    def __init__(self, sizes: Sizes, length: int, norm: Norm = "composed") -> None:
         super().__init__()
-        self.wide = wide
         self.tok_embeddings = nn.Embedding(sizes.vocabulary, sizes.width)
         self.register_buffer("angles", torch.empty(length, sizes.width // sizes.heads // 2, dtype=torch.complex64))
         self.layers = nn.ModuleDict({str(number): Block(sizes, norm) for number in range(sizes.layers)})
@@ -175,4 +165,4 @@ class Llama(nn.Module):
         for block in self.layers.values():
             x = block(x, self.angles)
         x = self.norm(x)
-        return self.output(x).float() if self.wide else self.output(x)  # type: ignore[no-any-return]
+        return self.output(x)  # type: ignore[no-any-return]

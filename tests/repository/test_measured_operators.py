@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.operators.command import FOLDER, FORMAT, VERSION, Found, difference_of, main
+from benchmarks.gpu.operators import command
 from benchmarks.gpu.operators.table import OPERATORS
-from benchmarks.harness.checked import read
-from vram_guard.errors import InvalidInputError
 
-MEASURED = FOLDER / "operators.json"
-FOUND = read(Found, MEASURED, VERSION, FORMAT)
+FOUND = command.measured_operators()
 BY_NAME = {operator.name: operator for operator in OPERATORS}
 
 #: One of each rule that these measurements led to, and of the rules that they confirmed.
@@ -36,7 +33,7 @@ EXACT = (
 @pytest.mark.parametrize("name", EXACT)
 def test_the_requests_of_an_operator_are_those_that_were_measured(name: str) -> None:
     (measured,) = (one for one in FOUND.operators if one.name == name)
-    assert difference_of(measured, BY_NAME[name], FOUND.machine) == ""
+    assert command.difference_of(measured, BY_NAME[name], FOUND.machine) == ""
 
 
 def test_every_measured_operator_is_in_the_table_and_most_were_measured() -> None:
@@ -46,22 +43,13 @@ def test_every_measured_operator_is_in_the_table_and_most_were_measured() -> Non
 
 
 @pytest.mark.torch_since(2, 11)
-def test_a_difference_is_printed_with_both_sequences(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
-    changed = MEASURED.read_text(encoding="utf-8").replace("16777216", "16777728")
-    other = tmp_path / "other.json"
-    other.write_text(changed, encoding="utf-8")
-    assert main(["--against", str(other), "--only", "=pointwise gelu float32"]) == 1
+def test_a_difference_is_printed_with_both_sequences(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path) -> None:
+    changed = tmp_path / "other.json"
+    changed.write_text(command.MEASURED.read_text(encoding="utf-8").replace("16777216", "16777728"), encoding="utf-8")
+    monkeypatch.setattr(command, "MEASURED", changed)
+    assert command.main(["--only", "=pointwise gelu float32"]) == 1
     told = capsys.readouterr().out
     assert told.startswith("pointwise gelu float32: peak ")
     assert "measured [16777728" in told
     assert "predicted [16777216" in told
     assert "pointwise       0 of    1 with the requests that were predicted" in told
-
-
-def test_a_file_that_is_none_is_refused(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "nothing.json"
-    path.write_text('{"format": "something else", "version": 1}', encoding="utf-8")
-    assert main(["--against", str(path)]) == 2
-    assert str(path) in capsys.readouterr().err
-    with pytest.raises(InvalidInputError):
-        read(Found, path, VERSION, FORMAT)

@@ -81,8 +81,8 @@ class GPU:
 
         An H100 (torch 2.6 and 2.11) and an H200 (torch 2.11): read out of addresses in recorded histories, see
         benchmarks/gpu/results/NOTES.md. A T4: no addresses are known. Of the two ways this one was chosen by 20 LoRA
-        trainings that were measured on it (``benchmarks/published/lora_t4.py``): it comes to their reserved peaks
-        within 0.8%, the other one is up to 8.9% off.
+        trainings that were measured on it (benchmarks/published/results/lora_t4.json): it comes to their reserved
+        peaks within 0.8%, the other one is up to 8.9% off.
         """
         return "below" if self.name.startswith(_PLACED_BELOW) else None
 

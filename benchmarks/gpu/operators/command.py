@@ -1,44 +1,48 @@
-"""Measure the requests of single operators on the GPU of this machine, or predict those that were measured.
+"""Predict what single operators ask CUDA's allocator for, beside what was measured on an H100.
 
-    python -m benchmarks gpu-operators [--jobs N] [--only WORD ...] [--out FILE]
-    python -m benchmarks gpu-operators --against FILE [--only WORD ...]
+    python -m benchmarks gpu-operators [--only WORD ...]
 
-Each operator is a training step of its own, of two updates. What is kept of it are its requests and frees in their
-order, and its peaks. ``--against`` needs no GPU: it prints every operator whose requests are predicted otherwise, and
-the exit status is 1 where there is one.
+Each operator is a training step of its own, of two updates. ``operators.json`` has its requests and frees in their
+order, and its peaks. Every operator whose requests are predicted otherwise is printed, and the exit status is 1 where
+there is one.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import traceback
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.operators.measured import Requests, large, requests_of, until_the_end
 from benchmarks.gpu.operators.table import OPERATORS, Operator
-from benchmarks.gpu.replays import common_length
-from benchmarks.gpu.worker import machine_of
-from benchmarks.harness.checked import read, write_json
+from benchmarks.gpu.replays import LEAST_REQUEST, common_length
+from benchmarks.harness.checked import read
 from benchmarks.harness.command import arguments_of, is_chosen
-from benchmarks.harness.environment import Machine, device_used
-from benchmarks.harness.workers import ask
+from benchmarks.harness.environment import Machine
 from vram_guard import trace
-from vram_guard.errors import InvalidInputError
 
 FORMAT = "vram_guard operators on a GPU"
 VERSION = 1
-FOLDER = Path(__file__).parent
+MEASURED = Path(__file__).parent / "operators.json"
 
 #: Bytes that cuDNN's states of dropout take on a GPU of 132 multiprocessors.
 DROPOUT_STATES = 6_488_064
-#: Operators that are measured in one process, and seconds after which it is given up.
-IN_ONE_PROCESS = 24
-LONGEST = 120.0
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one operator's step asked the allocator for. Sizes in bytes."""
+
+    name: str
+    events: str = ""
+    """Requests (positive) and frees (negative), in order; frees that follow each other are sorted by their sizes."""
+    allocated: int = 0
+    reserved: int = 0
+    error: str = ""
+    """The last line of the traceback, where the operator failed."""
 
 
 @dataclass(frozen=True)
@@ -49,51 +53,16 @@ class Found:
     operators: list[Requests]
 
 
+def measured_operators() -> Found:
+    """What was measured."""
+    return read(Found, MEASURED, VERSION, FORMAT)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Measure or compare."""
-    options = _options(arguments)
-    chosen = [one for one in OPERATORS if is_chosen(one.name, options.only)]
-    if options.against is not None:
-        try:
-            return _compared(read(Found, options.against, VERSION, FORMAT), {one.name: one for one in chosen})
-        except InvalidInputError as error:
-            print(error, file=sys.stderr)
-            return 2
-    found = _measured(chosen, options.jobs)
-    write_json(options.out, {"format": FORMAT, "version": VERSION, **asdict(found)})
-    for failed in (one for one in found.operators if one.error):
-        print(f"{failed.name}: {failed.error}")
-    print(f"{len(found.operators)} operators, results in {options.out}")
-    return 0
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = arguments_of("gpu-operators", __doc__, only="operators")
-    parser.add_argument("--out", type=Path, default=FOLDER / "operators.json", metavar="FILE", help="what was measured")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="predict what FILE holds, instead of measuring")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that measure at a time")
-    return parser.parse_args(arguments)
-
-
-def _measured(operators: list[Operator], jobs: int) -> Found:
-    machine = ask(machine_of, "cuda", device_used(), limit=LONGEST, fresh=True).checked()
-    families = [list(family) for _name, family in groupby(operators, lambda one: one.family)]
-    groups = [
-        [one.name for one in family[start : start + IN_ONE_PROCESS]]
-        for family in families
-        for start in range(0, len(family), IN_ONE_PROCESS)
-    ]
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        answers = list(pool.map(lambda names: ask(requests_of, names, limit=LONGEST, fresh=True), groups))
-    found: list[Requests] = []
-    for names, answer in zip(groups, answers, strict=True):
-        parts = answer.result or [{"name": name, "error": answer.error.splitlines()[-1]} for name in names]
-        found += [Requests(**part) for part in parts]
-    return Found(Machine(**machine), found)
-
-
-def _compared(found: Found, operators: dict[str, Operator]) -> int:
-    """Print what differs; 1 where something does."""
+    """Compare; 1 where something differs."""
+    options = arguments_of("gpu-operators", __doc__, only="operators").parse_args(arguments)
+    operators = {one.name: one for one in OPERATORS if is_chosen(one.name, options.only)}
+    found = measured_operators()
     same: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     for measured in found.operators:
@@ -133,3 +102,22 @@ def difference_of(measured: Requests, operator: Operator, machine: Machine) -> s
     peak = timeline.at(1).peak_allocated
     told = [f"{each[place : place + 6]}" for each in (events, predicted)]
     return f"peak {measured.allocated:,} predicted {peak:,}; from {place} on measured {told[0]} predicted {told[1]}"
+
+
+def large(events: Iterable[int], sizes: Any) -> list[int]:
+    """Requests (positive) and frees (negative) of at least LEAST_REQUEST bytes, in order.
+
+    Of frees that follow each other the order is left open: autocast's cache frees its copies by their addresses.
+
+    Args:
+        events: block for a request, ~block for a free.
+        sizes: of the blocks, in bytes.
+    """
+    told = [sizes[event] if event >= 0 else -sizes[~event] for event in events]
+    runs = groupby((size for size in told if abs(size) >= LEAST_REQUEST), lambda size: size < 0)
+    return [int(size) for freed, run in runs for size in (sorted(run) if freed else run)]
+
+
+def until_the_end(events: list[int]) -> list[int]:
+    """The events without the last frees, with which model and optimizer die."""
+    return events[: 1 + max((at for at, size in enumerate(events) if size > 0), default=-1)]

@@ -104,17 +104,3 @@ def own_loss(model: Any, batch: Batch) -> Tensor:
     """The loss of transformers' models, which compute it themselves."""
     loss: Tensor = model(**batch).loss
     return loss
-
-
-class KeptOutputs:
-    """The loss of transformers' models, whose outputs stay referenced until the next iteration's replace them.
-
-    For tools that call the loss themselves; a ``TrainingStep`` has the word ``keeps="outputs"`` for it.
-    """
-
-    def __init__(self) -> None:
-        self.outputs: Any = None
-
-    def __call__(self, model: Any, batch: Any) -> Any:
-        self.outputs = model(**batch)
-        return self.outputs.loss

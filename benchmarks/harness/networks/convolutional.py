@@ -152,17 +152,3 @@ def resnet50() -> nn.Module:
             layers.append(Bottleneck(channels, width, stride if index == 0 else 1))
             channels = 4 * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
-
-
-def vgg16() -> nn.Module:
-    """Configuration D of Simonyan and Zisserman 2015, 138,357,544 parameters, as torchvision has it."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    head: list[nn.Module] = [nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True)]
-    head += [nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 1000)]
-    return nn.Sequential(*layers, *head)

@@ -69,12 +69,6 @@ def llama_7b() -> nn.Module:
     return from_config("LlamaConfig", "LlamaForCausalLM", use_cache=False)
 
 
-def vit(checkpointing: bool = False, **sizes: int) -> nn.Module:
-    """ViT-B/16 for 2 classes unless other sizes are given."""
-    return from_config("ViTConfig", "ViTForImageClassification", checkpointing, **sizes)
-
-
-def vit_large() -> nn.Module:
-    """ViT-L/16 for 1000 classes, 304,326,632 parameters (Dosovitskiy et al. 2021, table 1)."""
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    return vit(**sizes, num_labels=1000)
+def vit(checkpointing: bool = False) -> nn.Module:
+    """ViT-B/16 for 2 classes."""
+    return from_config("ViTConfig", "ViTForImageClassification", checkpointing)

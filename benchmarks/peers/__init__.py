@@ -1,1 +1,0 @@
-"""Comparison with other tools: every estimator on the same training steps."""
