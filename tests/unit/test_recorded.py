@@ -20,7 +20,6 @@ NAMES = recordings.names()
 
 def test_every_recording_has_a_source():
     notes = (recordings.DATA / "NOTES.md").read_text(encoding="utf-8")
-    assert len(NAMES) == 21
     assert {recordings.source_of(name) for name in NAMES} == set(recordings.SOURCES.values())
     assert all(source in notes for source in recordings.SOURCES.values())
     assert set(predictions.RUNS) <= set(NAMES)
@@ -59,9 +58,6 @@ def test_a_language_model_takes_what_was_recorded(name, in_order):
     assert row.details["in_order"] >= in_order
 
 
-# The share in order
-
-
 # Files that are no recordings
 
 
@@ -75,9 +71,7 @@ def snapshot():
     ("change", "said"),
     [
         (lambda s: s.update(device_traces=[[], []]), "no history of any device.*_record_memory_history"),
-        (lambda s: s.update(device_traces=[]), "no history of any device.*_record_memory_history"),
         (lambda s: s["device_traces"][0][3].update(action="migrate"), "'migrate'.*another release of torch.*record it"),
-        (lambda s: s["device_traces"][0][3].pop("stream"), "'stream'.*another release of torch.*record it"),
         (lambda s: s["segments"][0]["blocks"][0].pop("size"), "'size'.*another release of torch.*record it"),
         (lambda s: s.pop("device_traces"), "expected a dict with device_traces.*record it"),
         (lambda s: s["device_traces"][0].__delitem__(slice(-40, None)), "contradicts itself.*save the snapshot again"),
@@ -94,20 +88,21 @@ def test_a_snapshot_that_cannot_be_used_says_what_to_do(snapshot, change, said, 
     assert f"{path}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("length", [0, 1, 10, 500, -9, -1])
-def test_a_truncated_file_is_refused(length, tmp_path, capsys):
+def test_a_device_that_did_nothing_while_others_did_is_no_error(snapshot):
+    with pytest.raises(InvalidInputError, match=r"_record_memory_history\(\)"):
+        read_recording(pickle.dumps(snapshot["segments"]))
+    snapshot["device_traces"].append([])
+    assert read_recording(snapshot, device=1).events == ()
+    assert len(read_recordings(snapshot)) == 1
+
+
+def test_a_truncated_file_is_refused_and_one_that_is_too_large(tmp_path, capsys, monkeypatch):
     packed = recordings.path_of("nca-3").read_bytes()
     for path, content in ((tmp_path / "a.pickle.gz", packed), (tmp_path / "a.pickle", gzip.decompress(packed))):
-        path.write_bytes(content[:length])
-        assert command.main([str(path)]) == 2
-        assert "again" in capsys.readouterr().err
-
-
-def test_what_is_no_gzip_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "run.pickle.gz"
-    path.write_bytes(b"no gzip")
-    with pytest.raises(InvalidInputError, match="cut off or damaged"):
-        recordings.recordings(path)
+        for length in (0, 10, 500, -1):
+            path.write_bytes(content[:length])
+            assert command.main([str(path)]) == 2
+            assert "again" in capsys.readouterr().err
     with pytest.raises(InvalidInputError, match="cannot read"):
         recordings.recordings(tmp_path / "none.gz")
     monkeypatch.setattr(recordings, "LARGEST", 1000)
