@@ -147,6 +147,8 @@ SAME = {
     ("--lr-rule", "compare step"),
     # Of the page that is kept.
     *(("--title", f"plan {way}") for way in ASKED["plan"]),
+    # The step fits: there is nothing to annotate.
+    *(("--annotations", f"plan {way}") for way in ASKED["plan"]),
 }
 #: One number of the rule of thumb alone: those that are missing are named.
 LACKING = {("--hidden-dim", "gpus cards"), ("--config", "gpus rule")}

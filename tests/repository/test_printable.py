@@ -88,7 +88,7 @@ def test_reports_in_a_file_and_on_a_terminal(made: Any) -> None:
 
 
 def test_the_page_and_the_picture(made: Any) -> None:
-    page = html_report(made, title=f"</title><script>{FORGED}", gpus=())
+    page = html_report(made, title=f"</title><script>{FORGED}")
     assert_plain(page)
     assert "</title><script>" not in page
     page.encode()

@@ -23,26 +23,11 @@ if TYPE_CHECKING:
 
 _RATES = ("lr", "learning_rate")
 
-#: Of models of transformers and diffusers, by whether they make their loss themselves.
-_ASSUMED_OF_LIBRARIES = {
-    True: marked(
-        "assumed for {model}: {weights}; AdamW; as loss the model's own. A TrainingStep says what your training really "
-        "does"
-    ),
-    False: marked(
-        "assumed for {model}: {weights}; AdamW; as loss the mean square of its first output. A TrainingStep says what "
-        "your training really does"
-    ),
-}
-
-#: What a precision means for the weights.
-_WEIGHTS_OF = {
-    "32-true": marked("weights in float32 (--dtype, --precision)"),
-    "bf16-mixed": marked("weights as they are, and autocast to bfloat16 (bf16-mixed)"),
-    "16-mixed": marked("weights as they are, and autocast to float16 (16-mixed)"),
-    "bf16-true": marked("weights, gradients and optimizer states in bfloat16 (bf16-true)"),
-    "16-true": marked("weights, gradients and optimizer states in float16 (16-true)"),
-}
+#: Of models of transformers and diffusers.
+_ASSUMED_OF_LIBRARIES = marked(
+    "assumed for {model}: precision {precision} (--precision, --dtype); AdamW; {loss} as loss. A TrainingStep says "
+    "what your training really does"
+)
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -206,8 +191,8 @@ def tell_assumed(step: TrainingStep, name: str, given: str | None) -> None:
         else:
             shape = "x".join(map(str, assumed.sample))
             name = _("{model} with inputs of {shapes}", model=name, shapes=shape)
-        weights = _(_WEIGHTS_OF[step.precision])
-        tell(_(_ASSUMED_OF_LIBRARIES[assumed.has_own_loss], model=name, weights=weights))
+        loss = _("the model's own") if assumed.has_own_loss else _("the mean square of its first output")
+        tell(_(_ASSUMED_OF_LIBRARIES, model=name, precision=step.precision, loss=loss))
     if is_assumed(step):
         if given is None:
             name = _("{model} with inputs of {shapes}", model=name, shapes=shapes_of(step.batch(1)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from vram_guard.allocator import AllocatorSettings, CachingAllocator, Segment, SegmentEvent, SimulatedOutOfMemory
+from vram_guard.allocator import AllocatorSettings, CachingAllocator, Segment, SegmentEvent
 from vram_guard.allocator.blocks import PoolBlock
 from vram_guard.timeline import Category, Timeline
 
@@ -19,10 +19,7 @@ LAYERS: tuple[Category, ...] = (
 
 @dataclass(frozen=True)
 class Walk:
-    """The allocator's actions at each event of a timeline; sizes in bytes.
-
-    Where a capacity is too small, it ends before the event that failed.
-    """
+    """The allocator's actions at each event of a timeline; sizes in bytes."""
 
     timeline: Timeline
     """The timeline that holds at ``batch_size`` (a fresh trace, where the affine law breaks)."""
@@ -48,13 +45,12 @@ def walk(
     batch_size: int,
     *,
     settings: AllocatorSettings | None = None,
-    capacity: int | None = None,
 ) -> Walk:
     """Run a timeline through a fresh allocator and note where everything lies."""
     exact = timeline.exact(batch_size)
     count = len(exact.blocks)
     notes = Walk(exact, batch_size, list(exact.sizes(batch_size)), [0] * count, [0] * count)
-    allocator = CachingAllocator(settings, capacity)
+    allocator = CachingAllocator(settings)
     held: dict[int, PoolBlock] = {}
     for index, event in enumerate(exact.events):
         block = event if event >= 0 else ~event
@@ -62,10 +58,7 @@ def walk(
             if event < 0:
                 allocator.release(held.pop(block))
             else:
-                try:
-                    given = allocator.allocate(notes.sizes[block], exact.blocks[block].stream)
-                except SimulatedOutOfMemory:
-                    break
+                given = allocator.allocate(notes.sizes[block], exact.blocks[block].stream)
                 held[block] = given
                 notes.addresses[block], notes.granted[block] = given.address, given.size
         notes.calls.extend((index, call) for call in allocator.segment_events[len(notes.calls) :])

@@ -28,7 +28,6 @@ def snapshot(
     batch_size: int,
     *,
     settings: AllocatorSettings | None = None,
-    capacity: int | None = None,
 ) -> dict[str, Any]:
     """The timeline at one batch size, in the format of ``torch.cuda.memory._snapshot()``.
 
@@ -36,13 +35,12 @@ def snapshot(
         timeline: what to replay.
         batch_size: samples per micro-batch.
         settings: the allocator's settings; None: PyTorch's defaults.
-        capacity: bytes that may be reserved; where they do not suffice, the snapshot ends with an "oom".
     """
-    walked = walk(timeline, batch_size, settings=settings, capacity=capacity)
+    walked = walk(timeline, batch_size, settings=settings)
     owners = _owners(walked)
     return {
         "segments": [_segment(segment, walked, owners) for segment in walked.segments],
-        "device_traces": [_trace(walked, capacity)],
+        "device_traces": [_trace(walked)],
         "allocator_settings": {},
     }
 
@@ -53,18 +51,17 @@ def save_snapshot(
     path: str | os.PathLike[str],
     *,
     settings: AllocatorSettings | None = None,
-    capacity: int | None = None,
 ) -> bool:
     """Write :func:`snapshot` to a file, to be opened at https://pytorch.org/memory_viz.
 
     Returns:
         Whether it was written; where it could not be, a warning says why.
     """
-    content = snapshot(timeline, batch_size, settings=settings, capacity=capacity)
+    content = snapshot(timeline, batch_size, settings=settings)
     return write_atomically(path, pickle.dumps(content, protocol=PICKLE_PROTOCOL))
 
 
-def _trace(walked: Walk, capacity: int | None) -> list[dict[str, Any]]:
+def _trace(walked: Walk) -> list[dict[str, Any]]:
     """Every event, each preceded by the calls to the device that it led to; "time_us" counts events."""
     entries: list[dict[str, Any]] = []
     calls = iter([*walked.calls, (len(walked.timeline.events), None)])
@@ -78,10 +75,6 @@ def _trace(walked: Walk, capacity: int | None) -> list[dict[str, Any]]:
             place = {"addr": call.address, "size": call.size}
             entries.append({**common, "action": call.action, **place, "stream": call.stream})
             at, call = next(calls)
-        if index >= len(walked.allocated):
-            free = (capacity or 0) - (walked.reserved[-1] if walked.reserved else 0)
-            entries.append({**common, "action": "oom", "size": size, "device_free": free})
-            break
         if size:
             # As torch: an allocation is traced with its requested bytes, and freed with the same.
             actions = ("alloc",) if event >= 0 else ("free_requested", "free_completed")
@@ -122,7 +115,7 @@ def _segment(segment: Segment, walked: Walk, owners: dict[int, int]) -> dict[str
 def _owners(walked: Walk) -> dict[int, int]:
     """Address -> the block that lies there at the end."""
     owners: dict[int, int] = {}
-    for event in walked.timeline.events[: len(walked.allocated)]:
+    for event in walked.timeline.events:
         if event >= 0:
             owners[walked.addresses[event]] = event
         else:
