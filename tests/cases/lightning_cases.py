@@ -6,6 +6,7 @@ import importlib
 import random
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ noted.of = weakref.WeakKeyDictionary()  # type: ignore[attr-defined]
 
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+#: Those that are installed, and the first of them.
+INSTALLED = [name for name in NAMESPACES if find_spec(name.partition(".")[0])]
+NAMESPACE = INSTALLED[0] if INSTALLED else ""
 
 
 class Vectors(Dataset):  # type: ignore[type-arg]

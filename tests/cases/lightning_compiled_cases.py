@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 from compiled_cases import Block
+from lightning_cases import NAMESPACE
 from torch import nn
 
-from vram_guard_lightning import _namespaces
-
-NAMESPACE = _namespaces.installed()[0].__name__
 pl = importlib.import_module(NAMESPACE)
 
 

@@ -15,7 +15,7 @@ from docs_blocks import pinned
 from torch import nn
 
 from vram_guard import TrainingStep
-from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.plan import Plan, plan
 from vram_guard.report import text
 from vram_guard.report.as_json import as_dict
@@ -336,15 +336,6 @@ def test_wrong_gradients_of_the_code_as_it_is_compiled_are_said(kind: type[Block
     assert [says in note for note in said] == [True] * bool(says)
 
 
-def test_a_torch_without_the_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram_guard.techniques.activation_budget._NAME", "no_such_setting")
-    made = budgeted(step_of(as_a_whole(Block())), 2**20)
-    assert not made.fits
-    assert any("has no torch._functorch.config.no_such_setting" in one.why for one in made.rejected)
-    with pytest.raises(UnsupportedTechniqueError, match="no_such_setting"):
-        install(blocks(1), Recipe(activation_memory_budget=0.5))
-
-
 def compiled_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     squares: torch.Tensor = torch.compile(lambda values: values.sin().tanh().exp().square().mean())(model(batch))
     return squares
@@ -397,7 +388,6 @@ def test_the_compiler_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "0")
     made = plan(step_of(compiled_blocks()), SAMPLES, "1GiB")
     assert made.compiled is not None
-    assert made.compiled.why == "compile_seconds is 0"
     monkeypatch.setenv("VRAM_GUARD_COMPILE_SECONDS", "-1")
     with pytest.raises(InvalidInputError, match="compile_seconds"):
         allowed_seconds()

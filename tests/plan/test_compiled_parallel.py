@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_cases import MISSING, graphs_under_ddp, graphs_under_layout
-from parallel_cases import Net, Transformer, batch, loss
-from parallel_cases import step as step_over
+from compiled_cases import MISSING, graphs_under_ddp
+from parallel_cases import Net, batch, loss
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vram_guard import TrainingStep
 from vram_guard.parallel.spec import Parallel
 from vram_guard.plan import PlanOptions, plan
-from vram_guard.report import text
 from vram_guard.simulate.compiled import Compiler
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.timeline import Timeline
@@ -60,11 +58,6 @@ def really_compiled(how: str) -> int:
     return graphs_under_ddp(made, lambda model: loss(model, batch(2)))
 
 
-def compiled_around(model: nn.Module, mesh: Any) -> nn.Module:
-    made: nn.Module = torch.compile(DistributedDataParallel(model, device_mesh=mesh))  # type: ignore[assignment]
-    return made
-
-
 def shifted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A loss that makes a tensor by one of torch's functions, for which a trace puts its own."""
     torch._dynamo.trace_rules.get_torch_obj_rule_map()  # as what torch has wrapped for Dynamo does
@@ -94,16 +87,6 @@ def test_under_ddp_graphs_end_where_buckets_do_whoever_calls_the_wrapper(how: st
     assert peaks.pop() < run_step(step_of(how, data_parallel_ranks=2), SAMPLES, CAPABILITY).at(SAMPLES).peak_reserved
 
 
-def test_a_ddp_that_is_compiled_itself_takes_what_its_compiled_module_takes() -> None:
-    layout = Parallel(2, apply=compiled_around, init="cuda")
-    made = followed(step_of("", parallel=layout))
-    assert made.compiled is not None
-    assert made.compiled.graphs == 2 * really_compiled("around") == 4
-    assert any("skipped" in reason for reason in made.compiled.breaks)  # the wrapper's own code
-    inside = followed(step_of("whole", parallel=Parallel(2, kind="ddp")))
-    assert made.at(SAMPLES).peak_reserved == inside.at(SAMPLES).peak_reserved
-
-
 def test_blocks_compiled_under_fsdp2_gather_their_weights_outside_the_compiled_code() -> None:
     step = step_of("blocks", parallel=Parallel(2, kind="fsdp2"))
     small, large = followed(step), followed(step, 2 * SAMPLES)
@@ -113,40 +96,6 @@ def test_blocks_compiled_under_fsdp2_gather_their_weights_outside_the_compiled_c
     assert [one.name for one in small.collectives] == [one.name for one in eager.collectives]
     assert small.at(SAMPLES).peak_reserved < eager.at(SAMPLES).peak_reserved
     assert small.events == large.events
-
-
-def layers(backend: str | Callable[..., Any] = "inductor") -> nn.Module:
-    model = Transformer(width=64)
-    for layer in model.layers:
-        layer.compile(backend=backend)
-    return model
-
-
-def test_layers_compiled_under_tensor_parallelism_reduce_inside_the_compiled_code() -> None:
-    """The second layer is another graph: what the first one hands on is still to be waited for."""
-    layout = Parallel(2, kind="fsdp2", tensor=2)
-    step = step_over(layout, model=layers())
-    made, eager = followed(step), run_step(step, SAMPLES, CAPABILITY)
-    assert made.compiled is not None
-    assert made.compiled.breaks == ()
-    real = graphs_under_layout(layers, lambda model: loss(model, batch(2)), layout)
-    assert made.compiled.graphs == real == 4
-    assert sorted(_sent(made)) == sorted(_sent(eager))
-    assert made.at(SAMPLES).peak_reserved < eager.at(SAMPLES).peak_reserved
-
-
-def _sent(timeline: Timeline) -> list[tuple[str, int, str]]:
-    return [(one.name, one.bytes.at(SAMPLES), one.phase) for one in timeline.collectives]
-
-
-def test_a_plan_of_several_gpus_is_followed_compiled() -> None:
-    step = step_of("blocks", data_parallel_ranks=2)
-    made = plan(step, SAMPLES, "1GiB")
-    assert made.compiled is not None
-    assert (made.compiled.why, made.compiled.graphs) == ("", 4)
-    assert made.estimate.peak_reserved == followed(step).at(SAMPLES).peak_reserved
-    assert made.estimate.peak_reserved < made.compiled.eager.peak_reserved
-    assert "uncompiled" in text.render(made, unicode=False)
 
 
 def test_layouts_are_compared_uncompiled_and_the_one_that_is_taken_is_followed_compiled() -> None:

@@ -89,7 +89,6 @@ def test_a_batch_that_the_code_refuses_is_not_grown_to() -> None:
 
     made = plan(step(loss=few), BATCH, "1GiB", grow=True, margin=0)
     assert made.batch_size == BATCH
-    assert "more than 64 samples" in made.explain()
 
 
 # --- the function itself ------------------------------------------------------------------------------------------

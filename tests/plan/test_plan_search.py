@@ -207,8 +207,6 @@ def test_one_more_kind_of_change_has_to_save_what_the_cost_model_can_tell() -> N
     assert Why.CHANGES_LEAST in [reason.kind for reason in simple.reason_values]
     cheaper, *_ = simple.rejected
     assert cheaper.fits
-    assert str(cheaper).startswith("32-true, 2 micro-batches of 32, module 'h.0' checkpointed: should fit too")
-    assert "take 1.05 times the step time as written, but changes more" in cheaper.why
     assert simple.nearest_miss is not None
     assert simple.nearest_miss.missing > 0
 
@@ -216,51 +214,6 @@ def test_one_more_kind_of_change_has_to_save_what_the_cost_model_can_tell() -> N
     assert (dear.splits, dear.checkpointed_modules) == (2, BLOCKS[:1])
     assert Why.CHEAPEST in [reason.kind for reason in dear.reason_values]
     assert not any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in dear.rejected)
-
-
-def test_a_way_that_costs_hardly_more_is_named_if_no_trace_is_needed_for_it() -> None:
-    prefixes = (BlockPrefix("checkpoint", BLOCKS), BlockPrefix("checkpoint", BLOCKS[::-1]))
-    asked = request(124 * MIB, mixed=False, accumulates=False, prefixes=prefixes)
-    source = Source(p32_true=line(10 * MIB, 2 * MIB))
-    near = [option for option in search(asked, source, Even(0.01)).rejected if option.fits]
-    assert [option.option for option in near] == ["32-true, batch 64, module 'h.7' checkpointed"]
-    assert near[0].reason.kind is Why.HARDLY_DEARER
-
-    class Unknown(Source):
-        def known(self, option: Option, size: int) -> bool:
-            return False
-
-    unknown = search(asked, Unknown(p32_true=line(10 * MIB, 2 * MIB)), Even(0.01))
-    assert not any(option.fits for option in unknown.rejected)
-
-
-@pytest.mark.parametrize(("each", "named"), [(0.052, True), (0.054, False)])
-def test_a_neighbour_costs_no_more_than_the_model_can_tell_and_is_the_first_that_fits(each: float, named: bool) -> None:
-    """Three checkpointed blocks are taken at 1.003; as many offloaded ones fit too, at 1.052 and 1.054."""
-
-    class Priced(Prices):
-        def relative(self, option: Option) -> float:
-            return 1 + 0.001 * len(option.recipe.checkpoint) + each / 3 * len(option.recipe.offload_activations)
-
-    prefixes = BlockPrefix("checkpoint", BLOCKS), BlockPrefix("offload_activations", BLOCKS)
-    asked = request(95 * MIB, mixed=False, accumulates=False, prefixes=prefixes)
-    found = search(asked, Source(p32_true=line(10 * MIB, 2 * MIB)), Priced())
-    assert found.checkpointed_modules == BLOCKS[:3]
-    near = [option for option in found.rejected if option.fits]
-    assert [option.reason.kind for option in near] == [Why.HARDLY_DEARER] * named
-    # 10 MiB of weights, and five of eight parts of 128 MiB: one block fewer does not fit, one more costs too much.
-    assert [option.peak_reserved for option in near] == [90 * MIB] * named
-
-
-def test_offload_is_taken_where_it_costs_less_or_nothing_else_is_allowed() -> None:
-    prefixes = (BlockPrefix("checkpoint", BLOCKS), BlockPrefix("offload_activations", BLOCKS))
-    source = Source(p32_true=line(10 * MIB, 2 * MIB))
-    both = find(request(60 * MIB, mixed=False, accumulates=False, prefixes=prefixes), source)
-    assert both.checkpointed_modules
-    assert not both.offload
-    alone = find(request(60 * MIB, mixed=False, accumulates=False, prefixes=prefixes[1:]), source)
-    assert len(alone.recipe.offload_activations) == 5
-    assert alone.slowdown == pytest.approx(1.5)
 
 
 def test_host_memory_bounds_what_is_offloaded() -> None:
@@ -286,7 +239,6 @@ def test_what_needs_too_much_whatever_its_activations_is_not_traced() -> None:
     plan = search(request(100 * MIB), source, Heavy())
     assert taken(plan) == ("32-true", 2)
     assert all(precision == "32-true" for precision, _ in source.asked)
-    assert any("at least 101.00 MiB for weights" in option.why for option in plan.rejected)
 
 
 def test_a_correction_raises_what_is_held_against_the_budget() -> None:
@@ -297,12 +249,6 @@ def test_a_correction_raises_what_is_held_against_the_budget() -> None:
     assert corrected.changed
     assert corrected.peak == int(corrected.estimate.peak_reserved * 1.05) <= exact
     assert find(request(int(exact * 1.05) + 1, correction=1.05), source).changed is False
-
-
-def test_a_pinned_space_is_searched_even_where_the_step_fits_as_written() -> None:
-    asked = request(1000 * MIB)
-    plan = find(replace(asked, space=replace(asked.space, splits=(4,))), Source(**HALF))
-    assert plan.splits == 4
 
 
 @pytest.mark.parametrize(("mixed", "accumulate", "expected"), [(False, True, ("32-true", 4)), (True, False, None)])
@@ -340,7 +286,6 @@ def test_nothing_fits_changes_nothing_and_names_the_nearest_miss() -> None:
     assert nearest.option == "bf16-mixed, 64 micro-batches of 1"
     assert nearest.missing == min(option.missing for option in plan.rejected)
     assert f"{nearest.missing} bytes" in plan.explain()
-    assert plan.explain().startswith("Does not fit")
 
 
 def test_a_lower_bound_is_never_a_promise() -> None:
@@ -349,7 +294,6 @@ def test_a_lower_bound_is_never_a_promise() -> None:
     assert not plan.fits
     assert not plan.changed
     assert all(option.missing == 0 and "lower bound" in option.why for option in plan.rejected)
-    assert plan.explain().startswith("Not known to fit")
     assert not find(request(10_000 * MIB, grow=True), source).fits
 
 
@@ -410,7 +354,6 @@ def test_growth_to_the_target_with_its_learning_rate() -> None:
     assert plan.effective_batch_size == 768
     assert plan.learning_rate_factor == 24.0
     assert plan.estimate.peak_reserved <= 800 * MIB
-    assert any("Warm the learning rate up" in reason for reason in plan.reasons)
     assert find(replace(asked, lr_rule="none"), Source(p32_true=line(10 * MIB, 2 * MIB))).learning_rate_factor == 1.0
 
 
@@ -427,13 +370,6 @@ def test_growth_stops_at_the_data_set() -> None:
         Source(p32_true=small),
     )
     assert fewer.effective_batch_size == 192  # one optimizer step an epoch, over all processes
-
-
-def test_what_is_over_the_target_but_fits_stays() -> None:
-    plan = find(request(100 * MIB, batch_size=64, grow=True), Source(p32_true=line(0, int(1.4 * MIB))))
-    assert plan.fits
-    assert not plan.changed
-    assert any("80%" in reason for reason in plan.reasons)
 
 
 def test_what_does_not_fit_shrinks_even_when_growth_is_wanted() -> None:

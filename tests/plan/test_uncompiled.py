@@ -1,7 +1,6 @@
 """A trace imports torch's compiler where the step uses it, and not otherwise."""
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -97,43 +96,3 @@ compiled = peak(error, lambda: torch.compile(nn.Sequential(nn.Linear(64, 64), nn
 print(json.dumps([compiled, peak(error)]))
 """)
     assert found[0] == found[1]
-
-
-def test_a_checkpointed_step_imports_no_compiler() -> None:
-    """torch's checkpointing asks the compiler for a setting, and to leave a hook alone; accelerate, for its class."""
-    found = in_a_process("""
-from torch.utils.checkpoint import checkpoint
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return checkpoint(self.net, x, use_reentrant=False)
-
-def asking(model, batch):
-    assert not isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
-    return error(model, batch)
-
-first = peak(asking, Checkpointed())
-without = compiler()
-import torch._dynamo
-compiled = torch.compile(Checkpointed(), backend="eager")(torch.ones(2, 64)).shape
-print(json.dumps({"without": without, "peaks": [first, peak(asking, Checkpointed())], "compiled": list(compiled)}))
-""")
-    assert set(found["without"]) <= {"torch._dynamo.config"}
-    assert found["peaks"][0] == found["peaks"][1]
-    assert found["compiled"] == [2, 8]
-
-
-def test_the_trace_that_imports_the_compiler_is_that_of_those_after_it() -> None:
-    """Errors that torch's compiler catches as it is imported kept the tensors of a recomputation."""
-    code = (
-        "from test_compose import *\n"
-        "source = source_of(step(*MODELS['layers']), AMPERE)\n"
-        "asked = source.request('16-mixed', 1, Recipe(checkpoint=('1', '2', '3', '4', '5')), 2)\n"
-        "assert source.trace(asked).events == source.trace(asked).events\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment, timeout=300)

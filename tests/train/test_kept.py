@@ -132,7 +132,7 @@ class WatchedSGD(torch.optim.SGD):
 
 def lightning_module(form: str) -> Any:
     cases = pytest.importorskip("lightning_cases")
-    pl = importlib.import_module(next(name for name in cases.NAMESPACES if importlib.util.find_spec(name)))
+    pl = importlib.import_module(cases.NAMESPACE)
 
     class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:

@@ -16,10 +16,10 @@ import lightning_cases as cases
 
 from vram_guard.errors import DeviceMismatchError, UnsupportedStepError
 from vram_guard.simulate import trace
-from vram_guard_lightning import _capture, _namespaces
+from vram_guard_lightning import _capture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMESPACE = _namespaces.installed()[0].__name__
+NAMESPACE = cases.NAMESPACE
 pl = importlib.import_module(NAMESPACE)
 Base: Any = type(cases.make_module())
 

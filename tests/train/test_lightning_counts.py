@@ -15,10 +15,10 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.longest.planned_batch import LARGEST
-from vram_guard_lightning import _capture, _job, _namespaces, _sample, _validation
+from vram_guard_lightning import _capture, _job, _sample, _validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMESPACE = _namespaces.installed()[0].__name__
+NAMESPACE = cases.NAMESPACE
 pl = importlib.import_module(NAMESPACE)
 Base: Any = type(cases.make_module())
 

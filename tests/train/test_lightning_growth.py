@@ -17,10 +17,10 @@ from guard_arguments import in_advanced
 
 from vram_guard.apply.learning_rate import SCHEDULER_ATTRIBUTES
 from vram_guard.apply.saved_rates import divided_optimizer
-from vram_guard_lightning import VramGuard, _namespaces
+from vram_guard_lightning import VramGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = [module.__name__ for module in _namespaces.installed()]
+INSTALLED = cases.INSTALLED
 SAMPLES = 64
 
 

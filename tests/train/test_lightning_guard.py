@@ -19,10 +19,10 @@ from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, NoDeviceError, UnsupportedStepError
 from vram_guard.plan.descriptions import Why
-from vram_guard_lightning import VramGuard, _namespaces
+from vram_guard_lightning import VramGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = [module.__name__ for module in _namespaces.installed()]
+INSTALLED = cases.INSTALLED
 #: Holds the step of the wide module below with micro-batches and not as written (see the ``tight`` fixture).
 #: (SGD: where a gradient is all but zero, Adam's step is the sign of its rounding error.)
 WIDE: dict[str, Any] = {"width": 512, "hidden": 2048, "optimizer": "sgd"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 pytest.importorskip("lightning")
 
 import lightning_cases as cases
-import oom_cases
 from guard_arguments import in_advanced
 
-from vram_guard_lightning import VramGuard, _namespaces
+from vram_guard_lightning import VramGuard
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-PL = _namespaces.installed()[0].__name__
+PL = cases.NAMESPACE
 LIGHTNING = importlib.import_module(PL)
 HOOKS = (
     "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step", "optimizer_zero_grad", "optimizer_step",
@@ -188,12 +186,11 @@ def changed(root: Any, change: Any, *guards: Any, at_start: bool = False) -> Any
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_runs_with_every_backward_keeps_batches_whole(tmp_path: Any, change: Any, capsys: Any) -> None:
+def test_what_runs_with_every_backward_keeps_batches_whole(tmp_path: Any, change: Any) -> None:
     plain = changed(tmp_path, change)
     with pytest.warns(UserWarning, match=f"micro_batch_size is pinned.*{REFUSED[change]}"):
         pinned = changed(tmp_path, change, guard())
     watched = changed(tmp_path, change, guard(micro=0, recover=True))
-    assert "would not be recovered from" in " ".join(capsys.readouterr().out.split())
     for module in (pinned, watched):
         assert set(module.seen) == {8, 5}
         assert torch.equal(cases.weights(module), cases.weights(plain))
@@ -297,33 +294,6 @@ def test_a_steps_value_of_a_metric_is_that_of_the_batch(tmp_path: Any, recover: 
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
     assert not any("forward" in vars(part) for part in split.modules())
     assert split.never._update_count == 0
-
-
-def test_hooks_and_metrics_after_an_out_of_memory_error(tmp_path: Any) -> None:
-    """The failed attempt's calls count for nothing, and the batch's hooks run once."""
-    found = []
-    for guards in ([], [guard(micro=0, recover=True, allow=("accumulate",))]):
-        module, logged, counts = metric_module(), Logged(), Counter[str]()
-        own = type(module).training_step
-
-        def breaking(self: Any, batch: Any, batch_idx: int, *, breaks: bool = bool(guards), own: Any = own) -> Any:
-            loss = own(self, batch, batch_idx)
-            if breaks and self.trainer.global_step >= 3 and len(batch[0]) > 4:
-                raise oom_cases.no_memory()
-            return loss
-
-        module.__class__ = counting(type("Breaking", (Editing, type(module)), {"training_step": breaking}), counts)
-        module.metrics_seen = []
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "vram_guard: out of memory")
-            run(tmp_path, module, *guards, callbacks=[logged])
-        found.append((module, logged.values, counts))
-    (plain, values, counts), (split, split_values, split_counts) = found
-    assert split_counts == counts
-    assert max(split.seen[-4:]) <= 4
-    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=1e-3, atol=1e-5)
-    for one, other in zip(values, split_values, strict=True):
-        assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------------

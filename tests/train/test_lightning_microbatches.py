@@ -14,11 +14,11 @@ pytest.importorskip("lightning")
 import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
-from vram_guard_lightning import VramGuard, _closure, _namespaces
+from vram_guard_lightning import VramGuard, _closure
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = [module.__name__ for module in _namespaces.installed()]
+INSTALLED = cases.INSTALLED
 SCHEDULERS = ("one_cycle", "warmup_cosine", "lambda", "step_lr", "plateau")
 
 

@@ -19,10 +19,10 @@ from guard_arguments import in_advanced
 
 from vram_guard.guard import guard as core
 from vram_guard.watch.corrections import Corrections, subject
-from vram_guard_lightning import VramGuard, _namespaces
+from vram_guard_lightning import VramGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PL = _namespaces.installed()[0].__name__
+PL = cases.NAMESPACE
 
 
 @pytest.fixture

@@ -120,13 +120,6 @@ def test_the_users_own_accumulation_goes_on(pretrain: Style) -> None:
     assert not torch.allclose(cases.weights(plain), cases.weights(pretrain.plain), rtol=0, atol=1e-6)
 
 
-def test_auto_scale_lr_is_left_alone_by_accumulation(pretrain: Style) -> None:
-    options = {"auto_scale_lr.enable": True}
-    plain = cases.train(pretrain.cfg("auto", **options))
-    assert cases.diary(plain).rates != cases.diary(pretrain.plain).rates
-    same(plain, cases.train(pretrain.guarded("auto-split", changes=options, **PINNED)))
-
-
 # --- growth -----------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +310,6 @@ def test_the_plan_is_kept_and_logged(style: Style) -> None:
     assert checkpoint["meta"]["vram_guard"]["predicted_peak_reserved"] == plan.estimate.peak_reserved
     logs = Path(runner.log_dir)
     text = next(logs.glob("*.log")).read_text()
-    assert "vram_guard: this plan is applied." in text
     lines = [json.loads(line) for line in (logs / "vis_data" / "scalars.json").read_text().splitlines()]
     logged = {line["predicted_memory"] for line in lines if "predicted_memory" in line}
     assert logged == {plan.estimate.peak_allocated // 2**20}
@@ -325,18 +317,6 @@ def test_the_plan_is_kept_and_logged(style: Style) -> None:
 
 
 # --- mixed precision --------------------------------------------------------------------------------------------
-
-
-def test_mixed_precision_on_a_pretend_gpu(pretrain: Style) -> None:
-    batch = {"train_dataloader.batch_size": 16}  # of 8, mixed precision takes more: its copies, and workspaces
-    plain = cases.train(pretrain.cfg("mixed-plain", **batch))
-    runner = cases.train(pretrain.guarded("mixed", changes=batch, budget="80MiB", gpu="RTX 4090", allow=["precision"]))
-    plan = cases.guard(runner).plan
-    assert plan.precision == "bf16-mixed"
-    assert type(runner.optim_wrapper).__name__ == "CpuMixedOptimWrapper"
-    assert cases.diary(runner).rates == cases.diary(plain).rates
-    assert cases.diary(runner).losses != cases.diary(plain).losses
-    assert cases.diary(runner).losses == pytest.approx(cases.diary(plain).losses, abs=0.05)
 
 
 # --- techniques -------------------------------------------------------------------------------------------------

@@ -47,7 +47,6 @@ def test_a_card_is_its_memory_less_driver_context_and_margin():
         assert budget.gpu == card
         assert budget.compute_capability == (8, 9)
         assert "RTX 4090" in budget.explain()
-        assert "CUDA context (estimate)" in budget.explain()
 
 
 @each("gpu", catalogue())
@@ -90,7 +89,6 @@ def test_the_memory_of_the_whole_card_is_known_beside_the_part_of_it():
 def test_the_whole_nominal_size_of_a_card_is_capped_and_says_so():
     budget = Budget.resolve("24GiB", gpu="RTX 4090", margin=0)
     assert budget.usable == Budget.resolve(gpu="RTX 4090", margin=0).usable
-    assert "leaves PyTorch at most" in budget.explain()
 
 
 def test_contradictions_are_refused():

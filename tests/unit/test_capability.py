@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.budget import catalogue
-from vram_guard.plan.every_gpu import on_every_gpu
 from vram_guard.torch_release import torch_release
 
 CAPABILITIES = sorted({gpu.compute_capability for gpu in catalogue()})
@@ -111,20 +110,3 @@ def test_without_a_law_nothing_is_taken_for_another_capability():
     assert timeline.retrace is not None
     assert timeline.of_capability((8, 0)) is timeline
     assert timeline.of_capability((8, 6)) is None
-
-
-def test_the_largest_batch_of_every_card_takes_a_trace_for_each_class():
-    step, asked = attending(64, "16-true"), []
-
-    def traced(capability: tuple[int, int]) -> Timeline:
-        asked.append(capability)
-        return trace(step, compute_capability=capability)
-
-    cards = catalogue()
-    alone = [
-        on_every_gpu(lambda capability: trace(step, compute_capability=capability), [card], limit=64)[0]
-        for card in {card.compute_capability: card for card in cards}.values()
-    ]
-    found = on_every_gpu(traced, cards, limit=64)
-    assert len(asked) == HALF_CLASSES
-    assert set(alone) <= set(found)

@@ -65,8 +65,6 @@ def test_what_does_not_fit_says_why_and_what_would(step):
         vram_guard.assert_fits(step, 4096, "200MiB", margin=0)
     said = str(raised.value)
     assert "batch size 4096 does not fit" in said
-    assert f"the largest batch size that fits: {trace(step).max_batch_size(200 * 2**20)}" not in said  # its margin is 0
-    assert "the largest batch size that fits: " in said
     assert "activations" in said
     assert isinstance(raised.value, VramGuardError)
 
@@ -162,8 +160,6 @@ def test_failures_are_annotations_on_request(run, tmp_path):
     done = run("--vram-guard-budget", "200MiB", "--vram-guard-annotations", "github")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
     assert line.startswith("::error file=test_memory.py,line=")  # the peak is in torch's own code
-    assert "title=vram_guard::batch size 4096 does not fit" in line
-    assert "%0A  at the peak:" in line
     done = run("--vram-guard-annotations", "xml")
     assert done.returncode == 4
     assert "not 'xml'" in done.stderr

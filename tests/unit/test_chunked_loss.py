@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -103,24 +102,6 @@ def test_loss_and_gradients_are_equal_and_the_logits_are_never_there(
     assert "forward" not in vars(model.head)
     _trained(model, tokens)
     assert largest >= 54 * CLASSES
-
-
-def test_whoever_reads_the_logits_gets_them() -> None:
-    tokens = torch.randint(0, CLASSES, (2, 9))
-    model = Language(lambda logits, _tokens: logits)
-    written = model(tokens)
-    install(model, IN_CHUNKS)
-    logits = model(tokens)
-    assert isinstance(logits, torch.Tensor)
-    assert torch.equal(logits.argmax(-1), written.argmax(-1))
-    assert torch.equal(logits + 1, written + 1)
-    assert torch.equal(pickle.loads(pickle.dumps(logits.detach() + 0)), written.detach())
-    (logits * written.detach()).sum().backward()
-    assert model.head.weight.grad is not None
-    with torch.no_grad():
-        assert type(model(tokens)) is torch.Tensor
-    model.eval()
-    assert type(model(tokens)) is torch.Tensor
 
 
 def test_logits_of_other_weights_are_refused() -> None:

@@ -228,36 +228,6 @@ def test_selective_scan(library):
     assert sys.modules["selective_scan_cuda"].fwd is refuse  # as it was
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_causal_convolution(library, monkeypatch, deterministic):
-    monkeypatch.setenv("CAUSAL_CONV1D_DETERMINISTIC", str(int(deterministic)))
-    functions = "causal_conv1d_fwd", "causal_conv1d_bwd"
-    compiled = library("causal_conv1d", "1.6.1", "causal_conv1d_cuda", *functions)
-
-    class Convolution(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            out = torch.empty_like(x)
-            assert compiled.causal_conv1d_fwd(x, weight, None, None, None, out, None, True) is None
-            ctx.save_for_backward(x, weight)
-            return out
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            dx, by_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-            given = x, weight, None, grad.contiguous(), None, None, None, dx, by_weight
-            compiled.causal_conv1d_bwd(*given, None, None, True)
-            return dx, by_weight.to(weight.dtype)
-
-    def apply(x):
-        return Convolution.apply(x.transpose(1, 2).contiguous(), x.new_zeros(WIDTH, 4).requires_grad_())
-
-    timeline = traced(apply)
-    assert timeline.tier == "symbolic"
-    assert count(timeline, BATCH * WIDTH * 4 * 4) == int(deterministic)
-
-
 def test_another_compiled_function_still_fails(library):
     compiled = library("mamba_ssm", "0.9", "selective_scan_cuda", "fwd", "bwd")
     with pytest.raises(TypeError, match="incompatible function arguments"):

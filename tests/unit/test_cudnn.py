@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vram_guard import TrainingStep, plan, trace
+from vram_guard import TrainingStep, trace
 from vram_guard.errors import InvalidInputError
-from vram_guard.plan import PlanOptions
 from vram_guard.report import html_report, render
 from vram_guard.report.as_json import as_dict
 from vram_guard.simulate.operators import cudnn, cudnn_library
@@ -249,16 +248,6 @@ def test_a_library_that_refuses_is_named_with_its_status_and_what_is_unknown_sta
         assert "status 1008" in " ".join(text.split())
 
 
-def test_the_setting_is_read_where_nothing_is_given_and_a_plan_takes_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VRAM_GUARD_CUDNN", str(stub(tmp_path)))
-    assert trace(step()).cudnn == CudnnAnswers("9.26.0")
-    assert trace(step(), cudnn="off").cudnn is None
-    assert plan(step(), 8, "4GiB").estimate.cudnn == CudnnAnswers("9.26.0")
-    assert plan(step(), 8, "4GiB", options=PlanOptions(cudnn="off")).estimate.cudnn is None
-
-
 @pytest.mark.parametrize("choice", ["on", "/nowhere/libcudnn.so.9", 5, ""])
 def test_a_choice_that_means_nothing_is_refused_before_any_work(choice: object) -> None:
     with pytest.raises(InvalidInputError, match="cudnn must be"):
@@ -346,13 +335,3 @@ def test_the_most_of_forward_passes_without_tf32_is_what_fft_took(
     forward, _gradient = without_tf32(inputs, outputs, side, monkeypatch)
     assert forward.unknown
     assert forward.size.at(batch) >= size
-
-
-def test_half_precision_and_channels_last_have_nothing_unknown() -> None:
-    conv = torch.nn.Conv2d(8, 8, 1)
-    assert any(block.unknown for block in timeline_of(conv, 8, 16).blocks)
-    half = timeline_of(conv, 8, 16, precision="bf16-mixed")
-    assert half.network == "convolutions in half precision"
-    assert not any(block.unknown for block in half.blocks)
-    last = torch.nn.Conv2d(8, 8, 2).to(memory_format=torch.channels_last)
-    assert not any(block.unknown for block in timeline_of(last, 8, 16).blocks)

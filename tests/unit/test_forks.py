@@ -21,20 +21,13 @@ import pytest
 import torch
 
 from vram_guard.errors import EndedCopyError, InvalidInputError, UnsupportedStepError
-from vram_guard.forks import fork, hanging, host_copies
+from vram_guard.forks import fork, hanging
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.forks.fork import ForkRefusedError, run_in_fork
 from vram_guard.forks.side_effects import BEST_WAY
 from vram_guard.forks.waiting import WaitingCopy
 
 pytestmark = pytest.mark.skipif(not fork.can_fork(), reason="copies of processes need Linux")
-
-
-class OwnError(Exception):
-    """Wants two arguments, so that it does not survive pickling."""
-
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(f"{one} and {two}")
 
 
 def test_generators_go_on_in_the_copy_where_they_are_in_the_original() -> None:
@@ -66,14 +59,6 @@ def test_an_error_comes_home_as_itself_with_its_traceback(error: Exception) -> N
         run_in_fork(fails)
     assert str(caught.value) == str(error)
     assert "in fails" in str(caught.value.__cause__)
-
-
-def test_an_error_that_cannot_be_pickled_keeps_its_name_and_words() -> None:
-    def fails(_say: object) -> None:
-        raise OwnError("this", "that")
-
-    with pytest.raises(Exception, match="OwnError"):
-        run_in_fork(fails)
 
 
 def test_nothing_of_the_process_changes() -> None:
@@ -343,17 +328,6 @@ def test_other_threads_wait_and_one_thread_does_not_nest() -> None:
     assert found == [1]
 
 
-def test_a_copy_after_work_of_torchs_threads_and_autograd() -> None:
-    def train() -> float:
-        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
-        loss = model(torch.rand(512, 256)).square().mean()
-        loss.backward()
-        return float(loss.detach())
-
-    train()
-    assert run_in_fork(lambda _say: train()) > 0
-
-
 ON_A_GPU_MACHINE = """
 import pretended_gpu
 import torch
@@ -399,25 +373,6 @@ def test_on_a_machine_with_a_gpu_copies_and_their_copies_run_backward_passes_and
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "(3.0, 3.0)"
     assert "2 micro-batches of 512" in done.stdout
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_values_on_a_gpu_lie_on_the_host_in_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Linear(4, 4)
-    tied = model.weight.detach().t()[1:]
-    addresses = [model.weight.data_ptr(), model.bias.data_ptr()]
-    weight, bias = model.weight.tolist(), model.bias.tolist()
-    monkeypatch.setattr(host_copies, "_gpu_tensors", lambda: [model.weight, model.bias, tied])
-
-    def work(_say: object) -> tuple[object, ...]:
-        assert not {model.weight.data_ptr(), model.bias.data_ptr()} & set(addresses)
-        found = model.weight.tolist(), model.bias.tolist()
-        model.weight.data.fill_(7)
-        return *found, tied.tolist()
-
-    assert run_in_fork(work) == (weight, bias, [[7.0] * 4] * 3)
-    assert [model.weight.data_ptr(), model.bias.data_ptr()] == addresses
-    assert model.weight.tolist() == weight
 
 
 ON_A_GPU = """

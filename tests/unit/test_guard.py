@@ -61,7 +61,7 @@ def test_settings_from_arguments_and_a_config_are_equal() -> None:
 
 
 def test_a_refusal_is_told_of_what_was_asked_for() -> None:
-    assert "because" in Refusal("checkpoint", "because").words()
+    assert all("because" in Refusal(technique, "because").words() for technique in ("checkpoint", "8bit", "grow"))
     by_default = {"precision", "accumulate", "checkpoint", "slices", "foreach", "reshard", "evaluation", *OFFLOADS}
     assert PlanSettings().techniques == by_default
     assert PlanSettings().asked_for == PlanSettings(allow=DEFAULT_ALLOW).asked_for

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -14,11 +12,9 @@ from architectures import adamw
 from torch import nn
 from torch.nn import functional as F
 
-from vram_guard.plan import plan
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.device.fake_cuda import TENSOR_ATTRIBUTES
 from vram_guard.step import TrainingStep
-from vram_guard.techniques import Recipe
 
 
 class Untidy(nn.Module):
@@ -89,44 +85,6 @@ def process_state():
         torch.tensor,
         torch.clear_autocast_cache,
     )
-
-
-def state_of_torch() -> dict[str, object]:
-    """Modules' own state that outlives a trace: groups, tables, caches, switches, the environment."""
-    from torch._dynamo import config, trace_rules
-    from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.tensor import _redistribute
-
-    backends = (torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn)
-    plain = (bool, int, float, str, type(None))
-    planned = getattr(_redistribute, "_planner_cache", {})
-    return {
-        "groups": (torch.distributed.is_initialized(), c10d._backend, c10d._default_pg_init_method, id(c10d._world)),
-        "tables": [
-            [*map(id, getattr(trace_rules, name)())]
-            for name in ("get_torch_obj_rule_map", "get_tensor_method", "get_legacy_mod_inlinelist")
-        ],
-        "planned": len(planned),
-        "switches": [[getattr(one, "enabled", None), getattr(one, "allow_tf32", None)] for one in backends],
-        "dynamo": {key: value for key, value in config.get_config_copy().items() if isinstance(value, plain)},
-        "environment": dict(os.environ),
-        "process": (sys.excepthook, torch.get_num_threads(), len(warnings.filters)),
-    }
-
-
-@pytest.mark.torch_since(2, 6)
-def test_nothing_of_torch_is_another_after_a_plan_over_several_gpus() -> None:
-    import torch.distributed.tensor  # what is imported and filled for good by the first look is no state of a trace
-
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    step = TrainingStep(model, torch.ones(2, 64), lambda model, batch: model(batch).square().mean(), adamw)
-    before, process = state_of_torch(), process_state()
-    trace(step)
-    assert before == state_of_torch()
-    plan(step, 8, "80GiB", gpus=2)
-    trace(step.with_(recipe=Recipe(parameters_on_host=("0", "2"))))
-    assert before == state_of_torch()
-    assert process == process_state()
 
 
 def untidy_step(model: nn.Module, **settings) -> TrainingStep:
@@ -214,28 +172,11 @@ def test_a_list_beside_the_model_keeps_no_tensors_of_the_trace() -> None:
     assert kept == ["before"]
 
 
-def test_hooks_that_write_to_their_module_leave_no_trace(untidy: Untidy) -> None:
-    def notes(module: nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        untidy.history.append(output)
-        untidy.settings["hooks"] = untidy.settings.get("hooks", 0) + 1
-        untidy.calls.add_(10)
-        module.weight_of_last = output.detach()
-
-    untidy.linear.register_forward_hook(notes)
-    untidy.linear.weight.register_hook(lambda grad: untidy.history.append(grad))
-    untidy.register_forward_pre_hook(lambda module, _inputs: setattr(module, "last", None))
-    before = fingerprint(untidy)
-    trace(untidy_step(untidy))
-    assert_same(before, fingerprint(untidy))
-    assert not hasattr(untidy.linear, "weight_of_last")
-
-
 def test_ctrl_c_at_any_moment_leaves_nothing_behind() -> None:
     """A timer presses Ctrl-C at moments spread over a whole trace, the restoring included.
 
     It runs by this process's own time: other work on the machine shifts no moment.
     """
-    import os
     import signal
     import time
 

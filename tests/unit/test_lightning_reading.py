@@ -12,14 +12,15 @@ from each import each
 
 pytest.importorskip("lightning")
 
+import lightning_cases as cases
+
 from vram_guard.techniques import Recipe, Sharding
-from vram_guard_lightning import _namespaces
+from vram_guard_lightning import VramGuard
 from vram_guard_lightning._recovery import why_not
 from vram_guard_lightning._refusals import by_optimizer, refusals
-from vram_guard_lightning._settings import CallbackSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMESPACE = _namespaces.installed()[0].__name__
+NAMESPACE = cases.NAMESPACE
 pl = importlib.import_module(NAMESPACE)
 plugins = importlib.import_module(f"{NAMESPACE}.plugins")
 TWO = {"devices": 2, "strategy": "ddp"}
@@ -75,7 +76,9 @@ def test_what_a_trainer_does_not_go_with(technique: str, settings: Any, module: 
     allow = settings.get("allow")
     trainer = trainer_with(**{name: value for name, value in settings.items() if name != "allow"})
     made = (module or pl.LightningModule)()
-    found = {one.technique for one in refusals(trainer, made, CallbackSettings(allow=allow), growable="") if one.reason}
+    found = {
+        one.technique for one in refusals(trainer, made, VramGuard(allow=allow).settings, growable="") if one.reason
+    }
     assert (technique in found) is refused
 
 

@@ -57,7 +57,6 @@ def test_a_sequence_that_depends_on_the_batch_size_is_noticed_and_traced_anew() 
     step = TrainingStep(lambda: nn.Linear(8, 8), lambda b: torch.randn(b, 8), loss, adamw)
     timeline = trace(step)
     assert timeline.retrace is not None
-    assert any("differs between batch sizes" in note.message for note in timeline.notes)
     direct = run_step(step, 7, AMPERE)
     assert timeline.at(7).peak_allocated == direct.at(7).peak_allocated
     assert timeline.exact(7).events == direct.events

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import Timeline, TrainingStep, trace
-from vram_guard.allocator import AllocatorSettings, replay
 from vram_guard.report.text import render
 from vram_guard.simulate.tracing.run import run_step
 
@@ -79,14 +76,6 @@ def test_one_stream_is_as_before() -> None:
     estimate = timeline.at(512)
     assert (estimate.by_stream, estimate.peak_upper, estimate.upper_reasons) == ((), 0, ())
     assert "stream 1" not in render(estimate)
-
-
-def test_blocks_know_their_stream_in_forward_and_backward() -> None:
-    on_side = operators_on(traced(beside), 1)
-    assert ("forward", "aten.addmm.default") in on_side
-    # Autograd runs a node where its forward ran: the gradient of the second weight is taken there.
-    assert ("backward", "aten.mm.default") in on_side
-    assert "optimizer" not in {phase for phase, _ in on_side}
 
 
 def test_a_hook_in_the_backward_pass_may_select_another_stream() -> None:
@@ -240,35 +229,6 @@ def test_a_free_that_is_waited_for_at_once_has_no_range() -> None:
 # --- a prefetcher, as many write it -----------------------------------------------------------------------------------
 
 
-def prefetching(_net: Net, inputs: torch.Tensor) -> torch.Tensor:
-    """Nothing but the loss: the batch comes from a prefetcher."""
-    return _net.two(_net.one(inputs))
-
-
-def test_a_prefetcher_copies_on_its_own_stream() -> None:
-    class Prefetcher:
-        def __init__(self) -> None:
-            self.stream = torch.cuda.Stream()
-
-        def fetch(self, batch: torch.Tensor) -> torch.Tensor:
-            with torch.cuda.stream(self.stream):
-                copied = batch.to("cuda", non_blocking=True).float()
-                copied = copied * 2
-            torch.cuda.current_stream().wait_stream(self.stream)
-            copied.record_stream(torch.cuda.current_stream())
-            return copied
-
-    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        return model(Prefetcher().fetch(batch)).sum()
-
-    whole = TrainingStep(Net(prefetching), lambda size: torch.ones(size, WIDTH), loss, torch.optim.Adam)
-    timeline = trace(whole)
-    assert timeline.retrace is None
-    assert ("forward", "aten.mul.Tensor") in operators_on(timeline, 1)
-    assert timeline.deferred
-    assert timeline.at(64).peak_upper >= timeline.at(64).peak_reserved
-
-
 # --- what NCCL does where a trace cannot look -------------------------------------------------------------------------
 
 
@@ -276,34 +236,3 @@ def test_a_prefetcher_copies_on_its_own_stream() -> None:
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def lifetimes(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """Events, sizes and streams of blocks that come and go."""
-    count = draw(st.integers(1, 30))
-    sizes = draw(st.lists(st.integers(1, 64 * 2**20), min_size=count, max_size=count))
-    streams = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    events: list[int] = []
-    alive: list[int] = []
-    for block in range(count):
-        events.append(block)
-        alive.append(block)
-        while alive and draw(st.booleans()):
-            events.append(~alive.pop(draw(st.integers(0, len(alive) - 1))))
-    return events, sizes, streams
-
-
-@given(lifetimes(), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_reserved_bytes_are_those_of_each_stream_alone(
-    made: tuple[list[int], list[int], list[int]], expandable: bool
-) -> None:
-    """Pools are apart, and without a limit nothing is given back."""
-    events, sizes, streams = made
-    chosen = AllocatorSettings(expandable_segments=expandable)
-    alone = [
-        replay([event for event in events if streams[max(event, ~event)] == one], sizes, settings=chosen).peak_reserved
-        for one in set(streams)
-    ]
-    assert replay(events, sizes, settings=chosen, streams=streams).peak_reserved == sum(alone)

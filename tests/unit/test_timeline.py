@@ -7,8 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from architectures import BY_NAME, adamw
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard.simulate import CHECKED_SIZE, estimate, trace
@@ -126,29 +124,6 @@ def test_a_lower_bound_never_promises_a_batch_size() -> None:
 @pytest.mark.parametrize(("answer", "limit", "expected"), [(0, 9, 0), (1, 9, 1), (7, 9, 7), (8, 8, 8), (99, 10, 10)])
 def test_largest_that_fits(answer: int, limit: int, expected: int) -> None:
     assert largest_that_fits(lambda count: count <= answer, limit) == expected
-
-
-@given(answer=st.integers(0, 300), limit=st.integers(1, 300), near=st.integers(-5, 400))
-def test_largest_that_fits_is_found_from_anywhere(answer: int, limit: int, near: int) -> None:
-    asked: list[int] = []
-
-    def fits(count: int) -> bool:
-        assert 1 <= count <= limit
-        asked.append(count)
-        return count <= answer
-
-    assert largest_that_fits(fits, limit, near) == min(answer, limit)
-    assert len(asked) == len(set(asked)), "nothing is asked twice"
-
-
-def test_where_peaks_do_not_rise_evenly_the_answer_is_the_same_from_anywhere() -> None:
-    """As of a network of convolutions, whose peak is lower at some larger batches."""
-    failing = {159, 160, 169, 170, 180}
-
-    def fits(count: int) -> bool:
-        return count < 190 and count not in failing
-
-    assert {largest_that_fits(fits, 2**16, near) for near in (1, 3, 158, 189, 5000)} == {158}
 
 
 def test_work_that_grows_faster_than_the_batch_is_never_less_than_what_was_seen() -> None:
