@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 #: Settings of a guard that stand in ``advanced={...}``; they were arguments of their own.
 ADVANCED: Final = (
-    *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule", "max_recoveries", "monitor"),
+    *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule", "monitor"),
     *("priority", "releases", "remember", "start_seconds", "target_utilization", "whole_job"),
 )
 #: What stands in ``options=PlanOptions(...)`` of :func:`vram_guard.plan`.

@@ -46,7 +46,6 @@ KINDS: Final[Mapping[str, str]] = {
     "longest_seconds": "number",
     "lr_rule": "text",
     "margin": "number",
-    "max_recoveries": "count",
     "mode": "text",
     "monitor": "number",
     "recover": "switch",
@@ -200,9 +199,9 @@ def _read(kind: str, word: str) -> Any:
         return word.lower() in _ON
     if kind == "names":
         return [part.strip() for part in word.split(",") if part.strip()]
-    if kind in ("number", "count", "share"):
+    if kind in ("number", "share"):
         try:
-            return int(word) if kind == "count" else float(word)
+            return float(word)
         except ValueError:
             return word
     return word
@@ -225,7 +224,6 @@ def _checked(source: str, name: str, value: Any) -> Any:
     right = {
         "switch": isinstance(value, bool),
         "number": number,
-        "count": isinstance(value, int) and not isinstance(value, bool),
         "amount": isinstance(value, str) or (number and (isinstance(value, int) or name == "gpu_memory")),
         "text": isinstance(value, str),
         "share": isinstance(value, str) or number,
@@ -250,7 +248,6 @@ def _advice(kind: str) -> str:
     return {
         "switch": _("write true or false"),
         "number": _("write a number"),
-        "count": _("write a whole number"),
         "amount": _('write an amount such as "24GiB"'),
         "text": _("write text in quotes"),
         "share": _("write a number or text in quotes"),

@@ -14,7 +14,6 @@ from vram_guard.language import _
 from vram_guard.old_names import ADVANCED, takes_old_names
 from vram_guard.plan.checks import Mode
 from vram_guard.settings import disabled, filled
-from vram_guard.watch.recovery import MicroBatchSchedule
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
 from vram_guard_lightning._evaluation import KINDS, capture_evaluation, capture_later, comes_later
 from vram_guard_lightning._settings import CallbackSettings
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.guard.evaluation import CapturedEvaluation
     from vram_guard.plan import Plan
-    from vram_guard_lightning._recovery import Session
 else:
     CallbackBase = _namespaces.callback_base()
 
@@ -107,8 +105,6 @@ class VramGuard(CallbackBase):
         self.plan: Plan | None = None
         self._guard: Guard | None = None
         """Between setup and teardown, and only in the callback that works."""
-        self._recovery: Session | None = None
-        """While it is armed."""
         self._utilization: Utilization | None = None
         self._logged = False
         self._told_of_fabric = False
@@ -153,7 +149,8 @@ class VramGuard(CallbackBase):
             if guard.changes and self.plan is not None and self.plan.recipe:
                 _apply.after_setup(trainer, self.plan.recipe, guard.applied)
             if not guard.no_recovery:
-                self._recovery = _armed(trainer, pl_module, guard)
+                guard.applied.callback(_recovery.arm(trainer, pl_module, guard))
+            guard.applied.replace(trainer.fit_loop, "run", guard.stopping()(trainer.fit_loop.run))
 
         if begins_early:
             guard.applied.replace(trainer.strategy, "barrier", barrier_after_setup)
@@ -233,11 +230,6 @@ class VramGuard(CallbackBase):
             write(f"vram_guard: {found.words()}\n")
         log_metrics(trainer, found.metrics())
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Every rank validates with rank 0's buffers, as under DDP's wrapper."""
-        if self._recovery is not None:
-            self._recovery.recovery.ranks.share_buffers()
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save learning rates as they were written, and what is to be known of the larger batch."""
         guard, plan = self._guard, self.plan
@@ -288,35 +280,13 @@ class VramGuard(CallbackBase):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer to its original state."""
         self.on_train_end(trainer, pl_module)
-        guard, self._guard, self._recovery = self._guard, None, None
+        guard, self._guard = self._guard, None
         if guard is not None:
             guard.applied.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore it after an error too, where Lightning calls no teardown hook."""
         self.teardown(trainer, pl_module, "fit")
-
-
-def _armed(trainer: Trainer, module: LightningModule, guard: Guard) -> Session:
-    """Recovery from out-of-memory errors, until the guard's changes are undone."""
-    plan, decision = (guard.plan if guard.plan is not None and guard.plan.fits else None), guard.decision
-    splitter = decision.splitter if decision is not None and guard.changes else None
-    session = _recovery.arm(
-        trainer,
-        module,
-        splitter=None if decision is None else decision.spare,
-        schedule=MicroBatchSchedule(
-            None if splitter is None else splitter.micro_batch_size, None if plan is None else plan.batch_size
-        ),
-        loss_weight=guard.loss_weight,
-        graphs=guard.graphs,
-        most=guard.settings.max_recoveries,
-        log=guard.training.warn,
-        prediction_text=guard.prediction,
-        on_failure=guard.out_of_memory,
-    )
-    guard.applied.callback(session.undo)
-    return session
 
 
 def _first_guard(trainer: Trainer) -> VramGuard | None:

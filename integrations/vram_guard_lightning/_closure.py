@@ -61,6 +61,18 @@ def install(
         in_step=divided or _synchronised(trainer),
         why_whole=lambda: why_whole(trainer, trainer.lightning_module),
     )
+    undo = replace_closures(trainer, batches)
+
+    def undone() -> None:
+        undo()
+        if ranks is not None:
+            ranks.close()
+
+    return undone
+
+
+def replace_closures(trainer: Trainer, batches: MicroBatches) -> Callable[[], None]:
+    """Train on each loaded batch through ``batches``; returns the function that undoes it."""
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     lightnings_own = loop._make_closure
 
@@ -69,13 +81,7 @@ def install(
             return lightnings_own(kwargs, optimizer, batch_idx)
         return MicroBatchClosure(trainer, batches, kwargs, optimizer, batch_idx)
 
-    undo = replace_attributes(loop, {"_make_closure": make_closure})
-
-    def undone() -> None:
-        undo()
-        ranks.close()
-
-    return undone
+    return replace_attributes(loop, {"_make_closure": make_closure})
 
 
 def _synchronised(trainer: Trainer) -> bool:
@@ -98,7 +104,7 @@ class MicroBatchClosure:
         self._kwargs = kwargs
         self._made_of = (kwargs, optimizer, batch_idx)
         self._backward = self._loop._make_backward_fn(optimizer)
-        self._zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        self._zero_grad = _FreedOnce(self._loop._make_zero_grad_fn(batch_idx, optimizer))
         self._result: Any = None
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> torch.Tensor | None:
@@ -115,7 +121,9 @@ class MicroBatchClosure:
         return result
 
     def _run(self) -> Any:
-        return self._batches.run(self._kwargs["batch"], self._pass)
+        self._zero_grad.done = False
+        what = _("the batch after {steps} optimizer steps", steps=self._trainer.global_step)
+        return self._batches.run(self._kwargs["batch"], self._pass, what)
 
     def _pass(self, batch: BatchPass) -> Any:
         """The result of the whole batch, in Lightning's form."""
@@ -124,25 +132,37 @@ class MicroBatchClosure:
         with torch.enable_grad():
             with after.held_back(), log.gathering(cut=not batch.whole):
                 result = self._forward_and_backward(batch, log)
+                if batch.attempt is not None:
+                    batch.attempt.commit()  # before what was logged is passed on
             after.call()  # which may read what was logged
         return result
 
     def _forward_and_backward(self, batch: BatchPass, log: StepLog) -> Any:
         if batch.as_written:
-            closure = self._own_closure()
-            closure()
-            return closure.consume_result()
+            return self._whole(batch)
         losses: list[torch.Tensor] = []
-        extra = batch.run(functools.partial(self._one, log, losses, batch.loss_weight == "mean"))
+        extra = batch.run(functools.partial(self._one, log, losses, batch))
         result = self._loop.output_result_cls(None, extra=extra)
         result.loss = torch.stack(losses).sum(0) if losses else None
         return result
 
-    def _own_closure(self) -> Any:
-        """Lightning's own, for a batch that stays whole on every rank."""
-        return type(self._loop)._make_closure(self._loop, *self._made_of)
+    def _whole(self, batch: BatchPass) -> Any:
+        """The result of Lightning's own closure, for a batch that stays whole on every rank."""
+        closure = type(self._loop)._make_closure(self._loop, *self._made_of)
+        backward = closure._backward_fn
+        if closure._zero_grad_fn is not None:
+            closure._zero_grad_fn = self._zero_grad
+        if backward is not None:
 
-    def _one(self, log: StepLog, losses: list[torch.Tensor], by_samples: bool, share: Share) -> dict[str, Any]:
+            def seen(loss: torch.Tensor) -> None:
+                self._batches.see(loss)
+                batch.backward(functools.partial(backward, loss))
+
+            closure._backward_fn = seen
+        closure()
+        return closure.consume_result()
+
+    def _one(self, log: StepLog, losses: list[torch.Tensor], batch: BatchPass, share: Share) -> dict[str, Any]:
         """training_step and backward of one micro-batch, in Lightning's order; what it returns besides the loss.
 
         Losses that are not weighed by samples are made known to the log, which waits for the GPU then.
@@ -150,18 +170,18 @@ class MicroBatchClosure:
         log.next_micro_batch(share.samples)
         with self._gradients_stay_here(stay=not share.last):
             output = self._loop._make_step_fn({**self._kwargs, "batch": share.data})()
-            if share.first and self._zero_grad is not None:
+            if share.first:
                 self._zero_grad()
             extra: dict[str, Any] = detached(output.extra)
             if output.closure_loss is None:
                 warnings.warn(_("training_step returned None for a micro-batch, which is left out"), stacklevel=2)
                 return extra
-            if not by_samples:
+            if batch.loss_weight != "mean":
                 log.loss(output.closure_loss * self._trainer.accumulate_grad_batches, share.weight)
             loss = share.weighted(output.closure_loss)
             losses.append(loss.detach().clone())  # gradient scaling may change the other one in place
             if self._backward is not None:
-                self._backward(loss)
+                batch.backward(functools.partial(self._backward, loss))
         return extra
 
     def _gradients_stay_here(self, *, stay: bool) -> contextlib.AbstractContextManager[Any]:
@@ -170,3 +190,20 @@ class MicroBatchClosure:
             return _deepspeed.micro_batch(self._trainer, last=not stay)
         block = getattr(self._trainer.strategy, "block_backward_sync", None)
         return block() if stay and block is not None else contextlib.nullcontext()
+
+
+class _FreedOnce:
+    """Frees the gradients of the last optimizer step once for a batch, however often it is tried: that is counted.
+
+    It knows nothing of the closure that calls it: with a reference back, the closure's batch would stay on the GPU
+    until Python's garbage collector runs.
+    """
+
+    def __init__(self, zero_grad: Callable[[], None] | None) -> None:
+        self._zero_grad = zero_grad
+        self.done = False
+
+    def __call__(self) -> None:
+        if not self.done and self._zero_grad is not None:
+            self._zero_grad()
+        self.done = True

@@ -10,7 +10,7 @@ from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
 from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
-from vram_guard_lightning import _deepspeed, _dividing, _growth, _hooks, _layouts, _namespaces, _recovery, private_api
+from vram_guard_lightning import _deepspeed, _dividing, _growth, _hooks, _layouts, _namespaces, private_api
 from vram_guard_lightning._namespaces import is_lightnings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     elif _layouts.flat_on_host(trainer):
         yield Refusal("accumulate", why_not_split_on_host())
     elif getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"):
-        yield static_graph(recovered=settings.recover and not _recovery.why_not(trainer, module))
+        yield static_graph()
     else:
         yield Refusal("accumulate", _hooks.why_whole(trainer, module))
     plain = _namespaces.part(_namespaces.of(trainer), "plugins.precision.Precision")

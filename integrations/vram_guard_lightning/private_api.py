@@ -25,6 +25,8 @@ MICRO_BATCHES: tuple[PrivateName, ...] = (
     PrivateName(
         f"{_OPTIMIZATION}._make_zero_grad_fn", "freeing the gradients, once", parameters=("batch_idx", "optimizer")
     ),
+    PrivateName("loops.optimization.automatic:Closure._zero_grad_fn", "freeing the gradients once a batch"),
+    PrivateName("loops.optimization.automatic:Closure._backward_fn", "backward of a batch that stays whole"),
     PrivateName(f"{_OPTIMIZATION}.output_result_cls", "the result that hooks and progress bars see"),
     PrivateName("loops.optimization.automatic:ClosureResult.closure_loss", "the loss with its graph"),
     PrivateName("loops.optimization.automatic:ClosureResult.loss", "the loss that hooks see"),
@@ -57,18 +59,6 @@ CAPTURE: tuple[PrivateName, ...] = (
 GROWTH: tuple[PrivateName, ...] = (
     PrivateName("loops.fit_loop:_FitLoop._data_source", "changing the batch size of the loader it hands out"),
     PrivateName("trainer.connectors.data_connector:_DataLoaderSource.dataloader", "the same"),
-)
-
-RECOVERY: tuple[PrivateName, ...] = (
-    PrivateName("loops.fit_loop:_FitLoop._should_accumulate", "whether a batch ends an optimizer step"),
-    PrivateName("loops.optimization.automatic:Closure._zero_grad_fn", "freeing the gradients once a batch"),
-    PrivateName("loops.optimization.automatic:Closure._backward_fn", "the loss of a batch that stays whole"),
-    PrivateName("loops.training_epoch_loop:_TrainingEpochLoop.val_loop", "the validation loop"),
-    PrivateName("loops.evaluation_loop:_EvaluationLoop._results", "what self.log has received"),
-    PrivateName("strategies.parallel:ParallelStrategy._layer_sync", "synchronised batch normalisation"),
-    PrivateName("strategies:DDPStrategy._ddp_comm_hook", "gradients averaged in the user's own way"),
-    PrivateName("strategies:DDPStrategy._ddp_comm_state", "the same"),
-    PrivateName("strategies:DDPStrategy._ddp_kwargs", "whether DDP was given a static graph"),
 )
 
 LAYOUTS: tuple[PrivateName, ...] = (
@@ -126,9 +116,7 @@ JOB: tuple[PrivateName, ...] = (
     PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
 )
 
-TABLE: tuple[PrivateName, ...] = tuple(
-    dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *RECOVERY, *LAYOUTS, *DIVIDING, *JOB))
-)
+TABLE: tuple[PrivateName, ...] = tuple(dict.fromkeys((*MICRO_BATCHES, *CAPTURE, *GROWTH, *LAYOUTS, *DIVIDING, *JOB)))
 
 
 def missing(namespace: ModuleType, names: tuple[PrivateName, ...] = TABLE) -> list[str]:

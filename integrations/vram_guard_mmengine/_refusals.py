@@ -12,7 +12,7 @@ from vram_guard.guard.collectives import static_graph
 from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
-from vram_guard_mmengine import _dividing, _layouts, _recovery
+from vram_guard_mmengine import _dividing, _layouts
 
 if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings
@@ -32,7 +32,7 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
     """
     yield Refusal("accumulate", why_not_split_on_host() if _layouts.on_host(runner) else _why_whole(runner, facts))
     if _static_graph(runner):
-        yield static_graph(recovered=settings.recover and not _recovery.why_not(runner))
+        yield static_graph()
     yield Refusal("precision", _why_not_mixed(facts, pinned=settings.pins.precision is not None))
     yield Refusal("half", _("MMEngine has no optimizer wrapper for true half precision"))
     if runner.cfg.get("activation_checkpointing"):

@@ -17,6 +17,7 @@ from vram_guard.apply.backward_hooks import why_whole
 from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
+from vram_guard.language import _
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.patching import replace_attributes
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
@@ -50,7 +51,8 @@ def install(
 
     def undone() -> None:
         undo()
-        ranks.close()
+        if ranks is not None:
+            ranks.close()
 
     return undone
 
@@ -64,16 +66,20 @@ class SplitTrainStep:
 
     def __call__(self, data: Any, optim_wrapper: Any) -> Any:
         """The log variables of the whole batch, as ``train_step`` returns them."""
+        counted = optim_wrapper._inner_count
 
         def work(batch: BatchPass) -> Any:
+            optim_wrapper._inner_count = counted  # as before an attempt that is repeated
             if batch.as_written and batch.attempt is None:
                 return self._as_written(data, optim_wrapper=optim_wrapper)
-            return batch.run(lambda share: self._one(share, optim_wrapper, batch.attempt), rows=False)
+            return batch.run(
+                lambda share: self._as_written(
+                    share.data, optim_wrapper=MicroBatchOptimWrapper(optim_wrapper, share, batch.attempt)
+                ),
+                rows=False,
+            )
 
-        return self._batches.run(data, work)
-
-    def _one(self, share: Share, optim_wrapper: Any, attempt: Attempt | None) -> Any:
-        return self._as_written(share.data, optim_wrapper=MicroBatchOptimWrapper(optim_wrapper, share, attempt))
+        return self._batches.run(data, work, _("iteration {number}", number=counted + 1))
 
 
 class MicroBatchOptimWrapper:

@@ -111,7 +111,8 @@ class VramGuardHook(Hook):  # type: ignore[misc]
                     self.plan = guard.plan
                 if auto_scaled(runner):
                     guard.rates_contain = guard.learning_rate_factor
-                yield
+                with guard.stopping():
+                    yield
                 self._put_together()
         finally:
             self._guard, self._put_together = None, _nothing
@@ -191,7 +192,7 @@ def _nothing() -> None:
 
 def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
     """Micro-batches as planned, and, where it is asked for, recovery from running out of memory."""
-    decision, settings = guard.decision, guard.settings
+    decision = guard.decision
     guard.training_starts()
     splitter = decision.splitter if decision is not None and guard.changes else None
     if decision is None or decision.spare is None or guard.no_recovery:
@@ -199,17 +200,8 @@ def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
             guard.applied.callback(_split_step.install(runner.model, splitter, guard.loss_weight, guard.graphs))
         return
     batch = plan.batch_size if guard.changes else plan.batch_size_before
-    undo = _recovery.arm(
-        runner,
-        decision.spare,
-        MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch),
-        guard.loss_weight,
-        graphs=guard.graphs,
-        most=settings.max_recoveries,
-        prediction_text=guard.prediction,
-        on_failure=guard.out_of_memory,
-    )
-    guard.applied.callback(undo)
+    schedule = MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch)
+    guard.applied.callback(_recovery.arm(runner, decision.spare, schedule, guard))
 
 
 def first_hook(runner: Any) -> VramGuardHook | None:

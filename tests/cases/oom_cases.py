@@ -30,29 +30,3 @@ class _BreaksInBackward(torch.autograd.Function):
 def breaks_in_backward(tensor: torch.Tensor, error: Exception | None = None) -> torch.Tensor:
     """The tensor itself; its gradient cannot be computed."""
     return _BreaksInBackward.apply(tensor, error or no_memory())
-
-
-class BreakingAdamW(torch.optim.AdamW):
-    """Breaks in its step number ``at`` (from 0), ``times`` times: before it changes anything, or half-way.
-
-    Only once ``armed``: while a step is predicted, it works.
-    """
-
-    armed = False
-
-    def __init__(self, *args: Any, at: int = -1, half_way: bool = False, times: int = 1, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.at, self.half_way, self.times, self.steps = at, half_way, times, 0
-
-    def _init_group(self, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
-        made = super()._init_group(group, *lists, **named)
-        last = group is self.param_groups[-1]
-        if self.armed and self.steps == self.at and self.times > 0 and (last or not self.half_way):
-            self.times -= 1
-            raise no_memory()
-        return made
-
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        self.steps += 1
-        return result

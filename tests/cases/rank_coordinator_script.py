@@ -24,12 +24,10 @@ def _written_last() -> None:
     OUT.write_text(json.dumps(FOUND))
 
 
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
 
 from vram_guard.guard import _ranks, arrivals  # noqa: E402
-from vram_guard.watch.rank_coordinator import DataParallel, Verdict  # noqa: E402
+from vram_guard.watch.rank_coordinator import RankCoordinator  # noqa: E402
 
 
 def groups() -> int:
@@ -82,15 +80,9 @@ def main(how: str) -> None:
         killed_rank(int(how.split()[1]))
     if how == "closed":
         late_rank()
-    torch.manual_seed(dist.get_rank())
-    model = nn.Linear(3, 2)
-    ranks = DataParallel(model)
+    ranks = RankCoordinator()
     FOUND["groups"] = groups()
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, float(dist.get_rank()))
-    ranks.average_gradients()
-    FOUND["gradient"] = float(model.weight.grad.mean())  # type: ignore[union-attr]
-    FOUND["verdict"] = int(ranks.agree(Verdict.OUT_OF_MEMORY if dist.get_rank() else Verdict.FINE).verdict)
+    FOUND["parts"] = ranks.parts(dist.get_rank() + 1, dist.get_rank() + 5)
     if how == "closed":
         ranks.close()
         ranks.close()

@@ -17,7 +17,6 @@ from vram_guard.guard.collectives import (  # noqa: E402
     collectives_of,
     repeated_in_parts,
     static_graph,
-    why_not_recovered,
 )
 from vram_guard.timeline import SYNCHRONISED_NORM, Collective  # noqa: E402
 from vram_guard.torch_release import torch_release  # noqa: E402
@@ -66,7 +65,7 @@ def test_a_trace_talks_to_no_peer(tmp_path: Path) -> None:
     assert found["mmengine"] == [["all_reduce", "forward"], *[[gather, "forward"]] * 2]
 
 
-def test_what_a_step_calls_decides_on_micro_batches_and_recovery() -> None:
+def test_what_a_step_calls_decides_on_micro_batches() -> None:
     own = Collective("all_reduce", "train.py:7", "forward", 2)
     norm = Collective(SYNCHRONISED_NORM, "train.py:3", "forward", 2)
     later = Collective("broadcast", "", "optimizer", 2)
@@ -76,12 +75,5 @@ def test_what_a_step_calls_decides_on_micro_batches_and_recovery() -> None:
     assert "calls all_reduce (train.py:7), for which" in refusal.reason
     assert repeated_in_parts([norm, later]) is None
     assert repeated_in_parts([]) is None
-    assert why_not_recovered([], 2) == ""
-    assert "calls SyncBatchNorm (train.py:3), broadcast," in why_not_recovered([norm, later], 2)
-    assert "calls SyncBatchNorm (train.py:3), broadcast," in why_not_recovered([own, norm, later], 2, armed=True)
-    assert why_not_recovered([own], 2, armed=True) == ""
-    some = own._replace(ranks=2)  # of four: the others do not take part
-    assert "calls all_reduce" in why_not_recovered([some], 4, armed=True)
     assert collectives_of(None) == ()
-    assert static_graph(recovered=True).reason == ""
-    assert "static_graph" in static_graph(recovered=False).reason
+    assert "static_graph" in static_graph().reason

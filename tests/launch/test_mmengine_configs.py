@@ -357,12 +357,10 @@ def test_a_setting_that_a_config_has_twice_is_refused_before_anything_is_built()
 
 
 def test_two_processes_hold_one_plan(tmp_path: Path) -> None:
-    """gloo; the second process has less memory, which counts for both; one of them runs out of memory, both go on."""
+    """gloo; the second process has less memory, which counts for both."""
     first, second = mmengine_two_ranks.answers("mmengine_ddp_script.py", tmp_path, limit=280)
     assert first == second
-    for error in first["late"]:
-        assert error.startswith("UnsupportedStepError: the training step calls the other ranks itself")
+    assert first["late"].startswith("UnsupportedStepError: the training step calls the other ranks itself")
     assert first["splits"] == 2
     assert first["difference"] < 1e-6
-    assert first["recovered"] < 1e-6
     assert first["groups"] == second["groups"] == 1, "the guard's own process group is destroyed"

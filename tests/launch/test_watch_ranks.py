@@ -77,7 +77,7 @@ def test_the_group_is_gone_and_both_ranks_end_well(tmp_path: Path, how: str, aft
     assert codes == [0, 0], errors
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
-        expected = {"groups": 2, "gradient": 0.5, "verdict": 1, "groups after": after, "groups at exit": at_exit}
+        expected = {"groups": 2, "parts": [2, 5], "groups after": after, "groups at exit": at_exit}
         if how == "closed":  # what became of a rank that was late, before; they all go on together
             expected |= {"together": rank, "late": ["LostCopyError", True]}
         assert found == expected, errors[rank]

@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "seen at the first steps, warned, no silent retry loop",
         (
             "lightning_watching::test_memory_that_others_take_after_the_plan_is_said_before_the_first_step",
-            "lightning_recovery::test_too_many_errors_are_a_clear_error",
+            "lightning_recovery::test_several_notches",
         ),
     ),
     "allocator settings (expandable segments, cudaMallocAsync, memory fraction)": (
@@ -259,14 +259,13 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     # --- running ---
     "real OOM in step 1, in step 1,000, in validation, on one rank only": (
-        "recovered, effective batch kept, no batch lost or repeated; or stopped on all ranks, with a clear message",
+        "recovered, effective batch kept, no batch lost or repeated; or stopped, with the plan to use",
         (
             "lightning_recovery::test_the_batch_runs_again_in_smaller_micro_batches",
             "watch_recovery::test_memory_that_runs_out_in_the_thousandth_step",
-            "lightning_recovery::test_validation_goes_on_in_slices",
-            "lightning_recovery_ddp::test_one_rank_runs_out_of_memory_and_the_training_stays_the_same",
-            "lightning_recovery_ddp::test_both_ranks_stop",
-            "mmengine_recovery::test_in_validation",
+            "lightning_recovery::test_what_is_not_repeated_ends_with_the_plan_to_use",
+            "lightning_ranks::test_a_rank_that_runs_out_of_memory_says_the_plan_to_use_and_its_launcher_ends_the_other",
+            "mmengine_recovery::test_what_cannot_be_helped_ends_clearly",
         ),
     ),
     "CUDA error that is no OOM": (

@@ -12,15 +12,14 @@ import io
 import itertools
 import logging
 import math
-import operator
 import random
 import re
 import threading
 import types
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,52 +33,95 @@ from vram_guard.apply.microbatch import Splitter, batch_size, split
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.limits import ARRAY_REACHED, ITEMS_REACHED, OBJECTS_REACHED
-from vram_guard.watch import rank_coordinator
-from vram_guard.watch._gradients import SetAside
-from vram_guard.watch._rollback import CannotRollBackError, StateSnapshot
 from vram_guard.watch.batches import MicroBatches, Share
-from vram_guard.watch.optimizer_step import guard_step
-from vram_guard.watch.rank_coordinator import SingleProcess, Verdict
+from vram_guard.watch.rank_coordinator import RankCoordinator
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 
 
+def tried(recovery: Recovery, change: Callable[[], object], found: Callable[[], Any] = str) -> Any:
+    """What ``found`` says where a batch begins anew; before, it made a change and ran out of memory."""
+    again = []
+
+    def attempt(running: Attempt) -> None:
+        if running.micro_batch_size:
+            again.append(found())
+        else:
+            change()
+            raise oom_cases.no_memory()
+
+    recovery.run(attempt, MicroBatchSchedule(), lambda: 8, "this batch")
+    return again[0]
+
+
+def quiet(model: nn.Module, *frameworks: str) -> Recovery:
+    return Recovery(model, log=lambda _line: None, frameworks=frameworks)
+
+
+class Meter:
+    """A helper of the user's own, with one in slots inside."""
+
+    def __init__(self) -> None:
+        self.total, self.history = 0.0, [[1, {"loss": [1.0]}]]
+        self.inner = Slotted()
+
+
+class Slotted:
+    __slots__ = ("__hidden", "count", "later")
+
+    def __init__(self) -> None:
+        self.count, self.__hidden = 0, 1
+
+    def advance(self) -> None:
+        self.count += 1
+        self.__hidden += 1
+        self.later = True
+
+    def told(self) -> tuple[int, int, bool]:
+        return self.count, self.__hidden, hasattr(self, "later")
+
+
 class Stateful(nn.Module):
-    """State of every kind that an attempt may change."""
+    """State of every kind that an attempt may change, in the module's own attributes and deeper."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.norm = nn.BatchNorm1d(3)
+        self.layer, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
         self.register_buffer("table", torch.zeros(600, 600))  # larger than what is copied in place
         self.register_buffer("flag", torch.tensor([True, False]))
         self.count, self.seen, self.recent = 0, [1], deque([1], maxlen=2)
-        self.long = list(range(100))
         self.stored = {"mean": torch.zeros(2)}
         self.hidden = torch.zeros(3)
         self.own = torch.Generator().manual_seed(5)
         self.known: set[int] = set()
+        self.meter = Meter()
+        self.queue: deque[list[int]] = deque([[1], [2]])
+        self.bank = {"a": {"b": [torch.zeros(2)]}, **{str(number): [number] for number in range(100)}}
+        self.long = list(range(500))
+        self.teacher = [nn.BatchNorm1d(2)]
+        self.dice, self.noise, self.legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.counts = np.zeros(3)
+        self.loop = [self]
 
 
-def state(model: Stateful) -> Any:
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
-    plain = (model.count, list(model.seen), list(model.recent), len(model.long), set(model.known), sorted(vars(model)))
-    return tensors, plain, model.stored["mean"].clone(), model.hidden.clone(), model.own.get_state()
-
-
-def assert_same_state(one: Any, other: Any) -> None:
-    assert one[1] == other[1]
-    torch.testing.assert_close(one[0], other[0], rtol=0, atol=0)
-    for mine, theirs in zip(one[2:], other[2:], strict=True):
-        assert torch.equal(mine, theirs)
+def told(model: Stateful) -> str:
+    """Everything of it, and the process's generators, as text."""
+    return repr((
+        {name: value.sum().item() for name, value in model.state_dict().items()}, sorted(vars(model)),
+        model.count, model.seen, model.recent, model.stored, model.hidden, model.own.get_state().sum(), model.known,
+        vars(model.meter).keys(), model.meter.total, model.meter.history, model.meter.inner.told(),
+        model.queue, model.bank, model.long, dict(model.teacher[0].named_buffers()), model.counts,
+        model.dice.getstate()[1][-1], model.noise.bit_generator.state, model.legacy.get_state()[2],
+        random.getstate()[1][-1], np.random.get_state()[2], torch.get_rng_state().sum(),
+    ))  # fmt: skip
 
 
 def change(model: Stateful) -> None:
     model.norm(model.layer(torch.randn(5, 4)))
-    model.flag.logical_not_()
+    model.table += 1
+    model.flag[0] = False
     model.count += 1
     model.seen.append(2)
     model.recent.append(3)
-    model.long += [1, 2]
     model.stored["mean"] += 1
     model.stored["new"] = torch.ones(1)
     model.hidden = torch.ones(3)
@@ -88,115 +130,86 @@ def change(model: Stateful) -> None:
     torch.rand(1, generator=model.own)
     random.random()
     np.random.rand()
-
-
-def streams() -> Any:
-    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    model.meter.total += 1
+    model.meter.history[0][1]["loss"].append(2.0)  # type: ignore[index]
+    model.meter.new = "attribute"  # type: ignore[attr-defined]
+    model.meter.inner.advance()
+    model.queue[0].append(7)
+    model.bank["a"]["b"][0] += 1  # type: ignore[call-overload, index]
+    model.bank["50"].append(51)  # type: ignore[attr-defined]
+    model.long[3] = -1
+    model.teacher[0](torch.randn(4, 2))
+    model.counts += 1
+    model.dice.random()
+    model.noise.random()
+    model.legacy.rand()
 
 
 def test_everything_is_taken_back() -> None:
     model = Stateful()
-    keeper = StateSnapshot(model)
+    recovery = quiet(model)
     for _ in range(3):  # a second attempt uses what was kept for the first
-        keeper.take()
-        before, rng = state(model), streams()
-        change(model)
-        keeper.check()
-        keeper.restore()
-        assert_same_state(state(model), before)
-        assert streams() == rng
-        keeper.take()
-        change(model)
+        before = told(model)
+        assert tried(recovery, lambda: change(model), lambda: told(model)) == before
+        recovery.run(lambda _attempt: change(model), MicroBatchSchedule(), lambda: 8, "this batch")
+        assert told(model) != before
 
 
 def test_a_large_buffer_is_put_back_whenever_it_changes() -> None:
     model = Stateful()
-    keeper = StateSnapshot(model)
+    recovery = quiet(model)
     for changes in (True, False, True, True, False, False, True):
-        keeper.take()
         before = float(model.table.mean())
-        if changes:
-            model.table += 1
-            keeper.check()
-            keeper.restore()
-        assert float(model.table.mean()) == before
+        found = tried(recovery, lambda by=int(changes): model.table.add_(by), lambda: float(model.table.mean()))
+        assert found == before
         model.table += float(changes)
 
 
-def test_changed_weights_are_noticed() -> None:
+def test_changed_weights_cannot_be_taken_back() -> None:
+    """Written in place, or replaced as averages of a teacher are."""
     model = Stateful()
-    keeper = StateSnapshot(model)
-    keeper.take()
-    with torch.no_grad():
-        model.layer.weight.add_(1)
-    with pytest.raises(CannotRollBackError, match=r"layer\.weight"):
-        keeper.check()
-
-
-@pytest.mark.parametrize("name", ["model.count", "model.known", "model.norm.running_mean", "model.layer.weight"])
-def test_what_a_hook_changes_that_runs_once_for_a_batch_is_not_repeated(name: str) -> None:
-    model = Stateful()
-    keeper = StateSnapshot(model)
-    keeper.take()
-    change(model)
-    with keeper.once():
-        pass
-    keeper.check()
-    with keeper.once(), torch.no_grad():
-        if name == "model.count":
-            model.count += 100
-        elif name == "model.known":
-            model.known.add(9)
-        else:
-            operator.attrgetter(name)(SimpleNamespace(model=model)).mul_(0.5)
-    with pytest.raises(CannotRollBackError, match=re.escape(name)):
-        keeper.check()
+    with pytest.raises(RecoveryFailedError, match=r"the weights of model\.layer\.weight"):
+        tried(quiet(model), lambda: model.layer.weight.detach().add_(1))
+    teacher = model.teacher[0].weight
+    with pytest.raises(RecoveryFailedError, match=r"the weights of model\.teacher\[0\]\.weight"):
+        tried(quiet(model), lambda: setattr(teacher, "data", teacher.data * 0.9))
 
 
 def test_nothing_is_held_after_an_attempt() -> None:
     model = Stateful()
     recovery = Recovery(model)
-    recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, what="this batch")
-    model.hidden = torch.zeros(3)
-    gone = weakref.ref(model.hidden)
-    recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, what="this batch")
+    for _ in range(2):
+        recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, "this batch")
+        model.hidden = torch.zeros(3)
+        gone = weakref.ref(model.hidden)
     del model.hidden
     assert gone() is None
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_gradients_set_aside_are_added_as_autograd_adds_them(layout: torch.memory_format) -> None:
-    def backwards(aside: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        tied = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=layout)  # used twice
-        for seed in (1, 2):
-            keeper = SetAside(tied.parameters())
-            if aside:
-                keeper.begin()
-                keeper.begin()
-            torch.manual_seed(seed)
-            tied(tied(torch.randn(2, 3, 5, 5).to(memory_format=layout))).square().sum().backward()
-            keeper.merge()
-        return [parameter.grad for parameter in tied.parameters() if parameter.grad is not None]
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Conv2d(3, 3, 3), torch.randn(2, 3, 9, 9)),
+        (nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last), torch.randn(2, 3, 9, 9)),
+        (nn.Embedding(5, 2, sparse=True), torch.tensor([2, 3])),
+    ],
+)
+def test_gradients_of_several_batches_add_up_as_autograd_adds_them(model: nn.Module, inputs: torch.Tensor) -> None:
+    model.unused = nn.Linear(2, 2)
+    model.unused.weight.grad = torch.ones(2, 2)
 
-    for mine, autograds in zip(backwards(True), backwards(False), strict=True):
-        assert torch.equal(mine, autograds)
+    def found(train: Callable[[Callable[[], Any]], object]) -> list[Any]:
+        for batch in (inputs, inputs.flip(0)):
+            train(lambda batch=batch: type(model).forward(model, batch).square().sum().backward())
+        made = [None if one.grad is None else one.grad.to_dense().tolist() for one in model.parameters()]
+        for one in model.parameters():
+            one.grad = None if one is not model.unused.weight else one.grad
+        return made
 
-
-def test_sparse_gradients_and_parameters_without_any() -> None:
-    table, unused = nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2)
-    parameters = [*table.parameters(), *unused.parameters()]
-    unused.weight.grad = torch.ones(2, 2)
-    table(torch.tensor([1, 2])).sum().backward()
-    aside = SetAside(parameters)
-    aside.begin()
-    assert all(parameter.grad is None for parameter in parameters)
-    table(torch.tensor([2, 3])).sum().backward()
-    aside.merge()
-    assert table.weight.grad is not None
-    assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 1, 2, 1, 0]
-    assert unused.weight.grad is not None
-    assert unused.bias.grad is None
+    armed = Recovery(model)
+    assert found(lambda work: armed.run(lambda one: one.backward(work), MicroBatchSchedule(), int, "it")) == found(
+        lambda work: work()
+    )
 
 
 # --- a plain loop -------------------------------------------------------------------------------------------
@@ -205,14 +218,13 @@ def test_sparse_gradients_and_parameters_without_any() -> None:
 class Loop:
     """What an adapter is, at its smallest: batches, accumulation over two of them, an optimizer."""
 
-    def __init__(self, **recovery: Any) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
-        self.optimizer = oom_cases.BreakingAdamW(self.model.parameters(), lr=0.05, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.said: list[str] = []
-        self.recovery = Recovery(self.model, log=self.said.append, **recovery)
+        self.recovery = Recovery(self.model, log=self.said.append)
         self.schedule = MicroBatchSchedule()
-        self.undo = guard_step(self.optimizer, self.recovery, lambda: "/checkpoints/last.ckpt")
         self.capacity: dict[int, int] = {}
         self.where = "forward"
 
@@ -225,22 +237,22 @@ class Loop:
                 lambda attempt, number=number, batch=batch: self._attempt(attempt, number, batch),
                 self.schedule,
                 lambda batch=batch: batch_size(batch),
-                what="this batch",
+                "this batch",
             )
             if number % 2:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
     def _attempt(self, attempt: Attempt, number: int, batch: torch.Tensor) -> None:
-        for part in split(batch, 8, attempt.micro_batch_size or 8):
+        parts = split(batch, 8, attempt.micro_batch_size or 8)
+        for part in parts:
+            attempt.last = part is parts[-1]
             hidden = self.model[:3](part.data)
             if part.samples > self.capacity.get(number, 8):
                 if self.where == "forward":
                     raise oom_cases.no_memory()
                 hidden = oom_cases.breaks_in_backward(hidden)
-            loss = self.model[3](hidden).square().mean() * part.weight
-            attempt.before_backward()
-            loss.backward()
+            attempt.backward((self.model[3](hidden).square().mean() * part.weight).backward)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -267,15 +279,14 @@ def runs_out_in(where: str, number: int, batches: int) -> None:
 
     plain = reference.recovery.run
 
-    def run(attempt: Any, schedule: MicroBatchSchedule, samples: Any, **more: Any) -> Any:
+    def run(attempt: Any, schedule: MicroBatchSchedule, *rest: Any) -> Any:
         schedule.size = 2 if numbers.pop(0) >= number else None
-        return plain(attempt, schedule, samples, **more)
+        return plain(attempt, schedule, *rest)
 
     numbers = list(range(batches))
     reference.recovery.run = run  # type: ignore[method-assign]
     reference.train(batches)
     assert len(broken.said) == 2
-    assert broken.optimizer.steps == reference.optimizer.steps == batches // 2
     assert broken.schedule.size == 2
     for mine, theirs in zip(broken.model.state_dict().values(), reference.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
@@ -287,209 +298,18 @@ def test_the_schedule_goes_down_by_equal_parts() -> None:
     assert MicroBatchSchedule().below(1) == 0
 
 
-def test_an_optimizer_step_is_done_again_or_not() -> None:
-    plain, redone, broken = Loop(), Loop(), Loop()
-    plain.train()
-    redone.optimizer.at, redone.optimizer.armed = 0, True
-    redone.train()
-    for mine, theirs in zip(redone.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), "parameter by parameter is the same arithmetic"
-    assert "optimizer step before it had changed anything" in redone.said[0]
-
-    later = oom_cases.no_memory()
-    torch_step = broken.optimizer.step
-
-    def half(closure: Any = None) -> Any:
-        torch_step(closure)
-        raise later
-
-    broken.undo()
-    broken.optimizer.step = half  # type: ignore[method-assign]
-    guard_step(broken.optimizer, broken.recovery, lambda: "/checkpoints/last.ckpt")
-    with pytest.raises(RecoveryFailedError, match=r"5 of 5 weights[\s\S]*half-updated[\s\S]*/checkpoints/last\.ckpt"):
-        broken.train()
-
-
-def test_lbfgs_calls_its_closure_often() -> None:
-    def train(armed: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-        if armed:
-            guard_step(optimizer, Recovery(model))
-        inputs = torch.randn(16, 4)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        return model.weight.detach()
-
-    assert torch.equal(train(True), train(False))
-
-
-def test_schedulers_and_scalers_see_the_same_step() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    guard_step(optimizer, Recovery(model))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()  # warns, which is an error here, where the optimizer seems not to have stepped
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]
-
-
 def test_the_price_of_being_armed_is_small() -> None:
     """A few microseconds a module; the bound is loose, for a busy machine."""
     import time
 
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(100)])
-    keeper = StateSnapshot(model)
-    keeper.take()
+    recovery = Recovery(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(100)]))
     start = time.process_time()
     for _ in range(10):
-        keeper.take()
+        recovery.run(lambda _attempt: None, MicroBatchSchedule(), lambda: 8, "this batch")
     assert (time.process_time() - start) / 10 < 0.05
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------
-
-
-class Told(SingleProcess):
-    """Writes down what this rank tells the others."""
-
-    def __init__(self) -> None:
-        self.verdicts: list[Verdict] = []
-
-    def agree(self, verdict: Verdict) -> Verdict:
-        self.verdicts.append(verdict)
-        return super().agree(verdict)
-
-
-def test_a_rank_that_stops_with_another_error_tells_the_others_once() -> None:
-    ranks = Told()
-    recovery = Recovery(nn.Linear(1, 1), ranks=ranks)
-
-    def fails(attempt: Attempt) -> None:
-        raise ValueError("the user's own")
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="the user's own"):
-            recovery.run(fails, MicroBatchSchedule(), lambda: 8, what="this batch")
-    assert ranks.verdicts == [Verdict.STOPPED]
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_as_many_errors_as_allowed_are_recovered_from(most: int) -> None:
-    loop = Loop(most=most)
-    loop.capacity = {0: 4, 1: 2, 2: 1}  # one error in each of the first batches
-    with pytest.raises(RecoveryFailedError, match=f"out-of-memory error {most + 1}, and max_recoveries is {most}"):
-        loop.train()
-    assert len(loop.said) == most
-
-
 # --- what is reached from the model ---------------------------------------------------------------------------
-
-
-class Meter:
-    """A helper of the user's own, with one in slots inside."""
-
-    def __init__(self) -> None:
-        self.total, self.history = 0.0, [[1, {"loss": [1.0]}]]
-        self.inner = Slotted()
-
-
-class Slotted:
-    __slots__ = ("__hidden", "count", "later")
-
-    def __init__(self) -> None:
-        self.count, self.__hidden = 0, 1
-
-    def advance(self) -> None:
-        self.count += 1
-        self.__hidden += 1
-        self.later = True
-
-    def told(self) -> tuple[int, int, bool]:
-        return self.count, self.__hidden, hasattr(self, "later")
-
-
-class Nested(nn.Module):
-    """State that lies deeper than in the module's own attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.meter = Meter()
-        self.queue: deque[list[int]] = deque([[1], [2]])
-        self.bank = {"a": {"b": [torch.zeros(2)]}, **{str(number): [number] for number in range(100)}}
-        self.long = list(range(500))
-        self.teacher = [nn.BatchNorm1d(2)]
-        self.dice, self.noise, self.legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
-        self.counts = np.zeros(3)
-        self.loop = [self]
-
-
-def told(model: Nested) -> Any:
-    """Everything of it, as text."""
-    return repr((
-        vars(model.meter).keys(), model.meter.total, model.meter.history, model.meter.inner.told(),
-        model.queue, model.bank, model.long, dict(model.teacher[0].named_buffers()), model.counts,
-        model.dice.getstate()[1][-1], model.noise.bit_generator.state, model.legacy.get_state()[2],
-    ))  # fmt: skip
-
-
-def test_what_lies_deeper_is_taken_back() -> None:
-    model = Nested()
-    keeper = StateSnapshot(model)
-    for _ in range(2):
-        keeper.take()
-        before = told(model)
-        model.meter.total += 1
-        model.meter.history[0][1]["loss"].append(2.0)  # type: ignore[index]
-        model.meter.new = "attribute"  # type: ignore[attr-defined]
-        model.meter.inner.advance()
-        model.queue[0].append(7)
-        model.bank["a"]["b"][0] += 1  # type: ignore[call-overload, index]
-        model.bank["50"].append(51)  # type: ignore[attr-defined]
-        model.long[3] = -1
-        model.teacher[0](torch.randn(4, 2))
-        model.counts += 1
-        model.dice.random()
-        model.noise.random()
-        model.legacy.rand()
-        assert told(model) != before
-        keeper.check()
-        keeper.restore()
-        assert told(model) == before
-
-
-def test_changed_weights_of_a_hidden_module_are_noticed() -> None:
-    model = Nested()
-    keeper = StateSnapshot(model)
-    keeper.take()
-    with torch.no_grad():
-        model.teacher[0].weight.add_(1)
-    with pytest.raises(CannotRollBackError, match="weights"):
-        keeper.check()
-
-
-class Advancing(nn.Module):
-    """Draws from something in every forward, as in noise that is read from a file."""
-
-    def __init__(self, source: Any) -> None:
-        super().__init__()
-        self.layer, self.held = nn.Linear(2, 1), [source]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x + next(self.held[0]))
 
 
 @pytest.mark.parametrize(
@@ -504,30 +324,23 @@ class Advancing(nn.Module):
 )
 def test_a_batch_is_not_repeated_where_something_may_have_moved_that_cannot_be_put_back(source: Any, kind: str) -> None:
     """Repeated, it would draw other numbers than the training without the error."""
-    model = Advancing(source())
+    model = Stateful()
+    model.held = [source()]
     recovery = Recovery(model, log=lambda line: pytest.fail(line), prediction_text=lambda: "What was predicted: 1 GiB")
-
-    def attempt(running: Attempt) -> None:
-        next(model.held[0])
-        if not running.micro_batch_size:
-            raise oom_cases.no_memory()
-
     with pytest.raises(RecoveryFailedError) as caught:
-        recovery.run(attempt, MicroBatchSchedule(), lambda: 8, what="this batch")
+        tried(recovery, lambda: next(model.held[0]))
     said = str(caught.value)
     for part in (f"model.held[0] (a {kind})", "micro_batch_size': 4", "budget=", "What was predicted: 1 GiB"):
         assert part in said
 
 
 def test_what_is_too_much_to_look_at_stops_a_recovery() -> None:
-    model = Nested()
-    keeper = StateSnapshot(model)
+    model = Stateful()
 
     def refused() -> str:
-        keeper.take()
         try:
-            keeper.check()
-        except CannotRollBackError as error:
+            tried(quiet(model), lambda: None)
+        except RecoveryFailedError as error:
             return str(error)
         return ""
 
@@ -550,8 +363,12 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
         self.items, self.epoch = items, 0
 
 
+class Kind(enum.Enum):
+    ONE = 1
+
+
 def test_what_common_modules_hold_does_not_stop_a_recovery() -> None:
-    model = Nested()
+    model = Stateful()
     model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.scheduler = {"one": torch.optim.lr_scheduler.StepLR(model.optimizer, 1)}
     model.args = argparse.Namespace(lr=0.1, parts=[1])
@@ -559,23 +376,22 @@ def test_what_common_modules_hold_does_not_stop_a_recovery() -> None:
     model.others += [len, functools.partial(max, 1), lambda: model, Kind.ONE, Kind, weakref.ref(model), object()]
     model.others += [decimal.Decimal(1), frozenset({1}), np.float32(1), np.dtype("float32"), list[int], model.forward]
     model.others += [tqdm(total=3, disable=True), collections.Counter("ab"), types.MappingProxyType({})]
-    keeper = StateSnapshot(model, frameworks=("concurrent",))
     model.pool = concurrent.futures.Future()
-    keeper.take()
-    model.scheduler["one"].last_epoch = 7
-    model.args.lr = 0.2
-    model.args.parts.append(2)
-    keeper.check()
-    keeper.restore()
+
+    def change() -> None:
+        model.scheduler["one"].last_epoch = 7
+        model.args.lr = 0.2
+        model.args.parts.append(2)
+
+    tried(quiet(model, "concurrent"), change)
     assert model.scheduler["one"].last_epoch == 7
     assert model.args == argparse.Namespace(lr=0.1, parts=[1])
 
 
-class Kind(enum.Enum):
-    ONE = 1
+# --- micro-batches --------------------------------------------------------------------------------------------
 
 
-class Another(rank_coordinator.RankCoordinator):
+class Another(RankCoordinator):
     """A second rank that needs ``needed`` micro-batches for its batch of ``samples``."""
 
     def __init__(self, needed: int, samples: int) -> None:
@@ -601,7 +417,7 @@ def test_ranks_agree_on_the_number_of_micro_batches(
 ) -> None:
     ranks = Another(needed_there, samples_there)
     batches = MicroBatches(Splitter(16, micro_batch_size, torch.ones(16, 2)), ranks=ranks, in_step=in_step)
-    found = batches.run(torch.ones(samples, 2), lambda batch: [part.samples for part in batch.parts])
+    found = batches.run(torch.ones(samples, 2), lambda batch: [part.samples for part in batch.parts], "this batch")
     assert found == expected
 
 
@@ -613,7 +429,7 @@ def test_a_part_without_a_label_that_counts_is_left_out() -> None:
         return share.weight * nn.functional.cross_entropy(torch.zeros(2, 6), share.data["labels"])
 
     shares: list[Share] = []
-    found = batches.run(batch, lambda one: one.run(lambda share: shares.append(share) or loss(share)))
+    found = batches.run(batch, lambda one: one.run(lambda share: shares.append(share) or loss(share)), "this batch")
     assert [(share.data["labels"].tolist(), share.weight, share.first, share.last) for share in shares] == [
         ([4, 5], 1.0, True, True)
     ]
@@ -630,20 +446,5 @@ def test_a_batch_that_cannot_be_cut_is_one_part_for_the_other_ranks_too() -> Non
 
     batches = MicroBatches(Splitter(16, 4, (torch.ones(16), torch.ones(16))), ranks=Listening(2, 8))
     with pytest.warns(UserWarning, match="without splitting it"):
-        batches.run((torch.ones(8), torch.ones(7)), lambda batch: batch.parts)
+        batches.run((torch.ones(8), torch.ones(7)), lambda batch: batch.parts, "this batch")
     assert told == [(1, 1)]
-
-
-def test_what_got_no_gradient_is_said_once() -> None:
-    model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "abcd"})
-
-    class Averaging(SingleProcess):
-        def average_gradients(self) -> list[nn.Parameter]:
-            return list(model.parameters())[:7]
-
-    said: list[str] = []
-    recovery = Recovery(model, ranks=Averaging(), log=said.append)
-    for _ in range(2):
-        recovery.run(lambda attempt: None, MicroBatchSchedule(), lambda: 8, synchronise=True, what="this batch")
-    assert len(said) == 1
-    assert "no gradient: a.weight, a.bias, b.weight, b.bias, c.weight, ...." in said[0]

@@ -15,9 +15,8 @@ from torch import nn
 from vram_guard import TrainingStep
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
-from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, RecoveryFailedError, UnsupportedStepError
 from vram_guard.forks.fork import is_ours
-from vram_guard.guard import collectives
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
@@ -43,7 +42,6 @@ from vram_guard.techniques import Recipe
         ({"mode": "fits"}, "mode"),
         ({"loss_weight": "median"}, "loss_weight"),
         ({"pin": {"micro_batch": 1}}, "did you mean 'micro_batch_size'"),
-        ({"advanced": {"max_recoveries": 0}}, "max_recoveries"),
         ({"advanced": {"recover": True}}, "recover"),
         ({"advanced": 3}, "advanced"),
         ([], "dict"),
@@ -321,7 +319,7 @@ def begun(
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
     recipe = Recipe(optimizer_on_host=on_host, optimizer_in_backward=in_backward)
     plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
-    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", collectives=())  # type: ignore[assignment]
+    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", spare=None)  # type: ignore[assignment]
     return guard
 
 
@@ -344,6 +342,20 @@ def test_why_a_training_is_not_recovered(given: Any, says: str) -> None:
     assert bool(found) == bool(says)
 
 
+def test_an_error_of_several_processes_is_not_recovered_and_stops_with_the_plan() -> None:
+    training = FakeTraining()
+    guard = begun(training)
+    with pytest.raises(RecoveryFailedError) as caught, guard.stopping():
+        raise torch.OutOfMemoryError
+    assert "the weights may be half-updated" in str(caught.value)
+    assert str(caught.value).endswith("What was predicted:\nThe plan.")
+    training.ranks = Recorded(0, ["", ""])  # type: ignore[misc]
+    assert guard._why_not_recovered().startswith("the other processes would wait")
+    for error, one in ((torch.OutOfMemoryError(), begun(training, recover=False)), (ValueError(), guard)):
+        with pytest.raises(type(error)), one.stopping():
+            raise error
+
+
 def test_learning_rates_are_scaled_once_and_by_what_is_missing() -> None:
     training = FakeTraining()
     guard = begun(training)
@@ -357,9 +369,7 @@ def test_learning_rates_are_scaled_once_and_by_what_is_missing() -> None:
         assert left.training.scaled == []  # type: ignore[attr-defined]
 
 
-def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says() -> None:
     training = FakeTraining()
     guard = Guard(training, GuardSettings(budget="1GiB"))  # type: ignore[arg-type]
     assert guard.no_recovery == "it has not begun"
@@ -370,11 +380,6 @@ def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says(
     said = Guard(FakeTraining(), GuardSettings(budget="1GiB", loss_weight="mean"))  # type: ignore[arg-type]
     said.begin()
     assert said.no_recovery == ""
-    said.training.ranks = Recorded(0, ["", ""])  # type: ignore[misc]
-    # In torch before 2.6 nobody sees what a step calls: in parts, a rank may call it more often than its peers do.
-    for missing, says in (([], False), (["ProcessGroup.unbox"], True)):
-        monkeypatch.setattr(collectives, "missing_names", lambda _names, missing=missing: missing)
-        assert ("exchanges with other processes" in said._why_not_recovered()) is says
     assert guard.measured(100) is None
     guard.out_of_memory()
     with pytest.raises(UnsupportedStepError):

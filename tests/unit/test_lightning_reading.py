@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from each import each
 
 pytest.importorskip("lightning")
@@ -107,27 +106,16 @@ def test_what_of_a_plan_does_not_go_with_the_optimizer(
 
 
 @each(
-    ("settings", "part", "recovered"),
-    [
-        ({}, torch.nn.Linear(1, 1), True),
-        ({"sync_batchnorm": True}, torch.nn.Linear(1, 1), False),
-        ({}, torch.nn.SyncBatchNorm(1), False),
-        ({"ddp_comm_hook": print}, torch.nn.Linear(1, 1), False),
-        ({"ddp_comm_state": object()}, torch.nn.Linear(1, 1), False),
-        ({}, torch.nn.Embedding(2, 2, sparse=True), False),
-        ({}, torch.nn.Embedding(2, 2), True),
-        ({"ignored": ["part.weight"]}, torch.nn.Linear(1, 1), False),
-    ],
+    ("strategy", "steps_itself", "recovered"),
+    [(None, False, True), (pl.strategies.DDPStrategy(), False, False), (None, True, False)],
 )
-def test_several_ranks_are_recovered_where_they_can_agree(
-    settings: Any, part: torch.nn.Module, recovered: bool
+def test_one_process_that_frees_its_gradients_as_lightning_does_is_recovered(
+    strategy: Any, steps_itself: bool, recovered: bool
 ) -> None:
-    of_ddp = {name: value for name, value in settings.items() if name.startswith("ddp_")}
-    trainer = trainer_with(
-        devices=2, strategy=pl.strategies.DDPStrategy(**of_ddp), sync_batchnorm=settings.get("sync_batchnorm", False)
-    )
+    trainer = trainer_with(**({} if strategy is None else {"strategy": strategy}))
     module = pl.LightningModule()
-    module.part = part
-    if "ignored" in settings:
-        module._ddp_params_and_buffers_to_ignore = settings["ignored"]
+    module.automatic_optimization = not steps_itself
     assert bool(why_not(trainer, module)) is not recovered
+    if recovered:
+        frees = type("Frees", (pl.LightningModule,), {"on_before_zero_grad": lambda _self, _optimizer: None})
+        assert "on_before_zero_grad" in why_not(trainer, frees())

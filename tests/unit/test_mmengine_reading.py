@@ -15,17 +15,13 @@ from vram_guard_mmengine import VramGuardHook, _optim  # noqa: I001 - first: it 
 
 import torch
 import vram_guard_mmengine
-from mmengine._strategy import FSDPStrategy
 from mmengine.config import ConfigDict
-from mmengine.hooks import Hook  # noqa: TC002
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from mmengine.optim import OptimWrapper
-from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from torch import nn
 
 from vram_guard.errors import InvalidInputError
-from vram_guard_mmengine import _recovery
 from vram_guard_mmengine._refusals import refusals
 from vram_guard_mmengine.commands import write_base
 
@@ -104,47 +100,6 @@ def test_what_a_runner_does_not_go_with(technique: str, wrapper: Any, config: An
     settings: Any = VramGuardHook(budget="1GiB", pin=pin).settings
     found = {one.technique for one in refusals(runner, _optim.read(wrapper), settings, growable="small") if one.reason}
     assert (technique in found) is refused
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "why"),
-    [
-        (nn.Linear(1, 1), {}, ""),
-        (nn.Linear(1, 1), {"sync_bn": "torch"}, "synchronised batch normalisation"),
-        (nn.Sequential(nn.SyncBatchNorm(1)), {}, "synchronised batch normalisation"),
-    ],
-)
-def test_several_ranks_are_recovered_where_they_can_agree(model: nn.Module, config: dict[str, Any], why: str) -> None:
-    assert _recovery.why_not(OfTwo(model, **config)).startswith(why)
-    assert bool(_recovery.why_not(OfTwo(model, **config))) == bool(why)
-    single = OfTwo(model, **config)
-    single.world_size = 1
-    assert _recovery.why_not(single) == ""
-    sharded: Any = SimpleNamespace(strategy=fully_sharded(None), world_size=1)
-    assert "under FSDPStrategy" in _recovery.why_not(sharded)
-
-
-# --- models divided over several processes ------------------------------------------------------------------------
-
-
-def fully_sharded(strategy: str | None, **wrapper: Any) -> Any:
-    """FlexibleRunner's strategy, which wants GPUs where it is made."""
-    given = {**wrapper, **({} if strategy is None else {"sharding_strategy": strategy})}
-    strategy_of_gpus = object.__new__(FSDPStrategy)
-    strategy_of_gpus.model_wrapper = given or None
-    return strategy_of_gpus
-
-
-class OfTwo(Runner):  # type: ignore[misc]
-    """A runner of two processes, of which nothing is built."""
-
-    world_size = 2
-
-    def __init__(self, model: nn.Module, hooks: tuple[Hook, ...] = (), **config: Any) -> None:
-        self.model, self._hooks = model, list(hooks)
-        self._resume, self._waiting = config.pop("resume", False), config.pop("waiting", None)
-        self.cfg = config
-        self.optim_wrapper = {"optimizer": {"type": config.pop("optimizer", "AdamW"), "lr": 0.1}}
 
 
 class WritesLabels(BaseDataPreprocessor):  # type: ignore[misc]

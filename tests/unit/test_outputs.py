@@ -46,7 +46,6 @@ def test_other_things_are_those_of_the_last_micro_batch_and_it_is_said(outputs: 
     with pytest.warns(UserWarning, match=UNKNOWN + ": the last one's is taken"):
         found = merged(outputs, PARTS)
     assert (found.tolist() if isinstance(found, torch.Tensor) else found) == last
-    assert merged(outputs, PARTS, otherwise=len) == 2
 
 
 @pytest.mark.parametrize(
@@ -95,11 +94,6 @@ def test_lists_are_of_samples_where_they_have_their_number_and_else_merged_item_
     assert merged([[0.0, 1.0, 2.0], [4.0, 3.0, 2.0]], halves) == [2, 2, 2]
     levels = [torch.zeros(2, 3), torch.zeros(2, 5)]
     assert [tuple(level.shape) for level in merged([levels, levels], halves)] == [(4, 3), (4, 5)]
-    assert merged([[1, 2, 3], [4, 5, 6]], halves, otherwise=sum_of_lists) == [1, 2, 3, 4, 5, 6]
-
-
-def sum_of_lists(outputs: Any) -> list[Any]:
-    return [item for output in outputs for item in output]
 
 
 def test_without_rows_tensors_of_all_shapes_are_numbers() -> None:

@@ -178,7 +178,7 @@ def test_parameters_without_a_gradient_are_said() -> None:
         traced(model=script.Partly, parallel=DDP)
     found = {"find_unused_parameters": True}
     assert not traced(model=script.Partly, parallel=DDP, ddp_options=found).notes
-    # A framework may average gradients in its own way, as a recovery from out-of-memory errors does.
+    # A framework may average gradients in its own way.
     counted = traced(model=script.Partly, data_parallel_ranks=2)
     assert "find_unused_parameters" in counted.notes[-1].message
     told = traced(model=script.Partly, data_parallel_ranks=2, ddp_options=found)

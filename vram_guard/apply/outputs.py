@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -122,7 +122,6 @@ def merged(
     weights: Sequence[Any] | None = None,
     *,
     rows: bool = True,
-    otherwise: Callable[[Sequence[Any]], Any] | None = None,
     name: str = "",
 ) -> Any:
     """Outputs of micro-batches as they would have been returned for the whole batch.
@@ -132,16 +131,15 @@ def merged(
     Floating-point numbers become the mean over samples, and those whose name says that they are losses add up by
     their weights. Anything else that is the same in all micro-batches (text, an epoch's number) stays what it is.
 
-    The rest cannot be known. Unless ``otherwise`` decides, lists of the same length are merged item by item, whole
-    numbers that differ, or that are the numbers of samples, are taken for counts and added up, and of other things the
-    last micro-batch's is taken; the latter two with a warning.
+    The rest cannot be known. Lists of the same length are merged item by item, whole numbers that differ, or that are
+    the numbers of samples, are taken for counts and added up, and of other things the last micro-batch's is taken; the
+    latter two with a warning.
 
     Args:
         outputs: of the micro-batches, without graphs.
         parts: the micro-batches.
         weights: what their losses were multiplied with; None: as means over samples.
         rows: whether tensors may have a row per sample; where not, tensors of all shapes are numbers.
-        otherwise: what becomes of outputs of which it cannot be known.
         name: of the value in a mapping.
 
     Example:
@@ -149,7 +147,7 @@ def merged(
         >>> merged([{"ids": ["a", "b", "c"], "error": 1.0}, {"ids": ["d"], "error": 5.0}], halves)
         {'ids': ['a', 'b', 'c', 'd'], 'error': 2.0}
     """
-    return _Merge(parts, weights, rows, otherwise).whole(outputs, name)
+    return _Merge(parts, weights, rows).whole(outputs, name)
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,6 @@ class _Merge:
     parts: Sequence[MicroBatch]
     weights: Sequence[Any] | None
     rows: bool
-    otherwise: Callable[[Sequence[Any]], Any] | None
 
     def whole(self, outputs: Sequence[Any], name: str) -> Any:
         """The whole batch's output."""
@@ -199,9 +196,7 @@ class _Merge:
         of_tensors = bool(columns) and all(_have_rows(column, self.parts) for column in columns)
         if not of_tensors and all(len(out) == part.samples for out, part in zip(outputs, self.parts, strict=True)):
             return [item for output in outputs for item in output]
-        if of_tensors or (columns and self.otherwise is None):
-            return [self.whole(column, name) for column in columns]
-        return self._unknown(outputs, name) if self.otherwise is None else self.otherwise(outputs)
+        return [self.whole(column, name) for column in columns] if columns else self._unknown(outputs, name)
 
     def _unknown(self, outputs: Sequence[Any], name: str) -> Any:
         """Outputs that are neither rows nor fractions nor containers of them."""
@@ -209,8 +204,6 @@ class _Merge:
         counts = all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers)
         if _equal(outputs) and not (counts and numbers == [part.samples for part in self.parts]):
             return outputs[-1]
-        if self.otherwise is not None:
-            return self.otherwise(outputs)
         said = _(
             "{name} of what the step returns ({kind}) cannot be put together from micro-batches for certain: {taken}",
             name=name or _("a part"),

@@ -179,7 +179,6 @@ def decide_alone(
         spare,
         about,
         refused,
-        collectives=collectives_of(plan.timeline_before),
         loss_weight=weight,
         unproven=unproven,
     )

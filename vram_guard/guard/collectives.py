@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from vram_guard.guard.refusals import Refusal
 from vram_guard.language import _
-from vram_guard.private_names import missing_names
-from vram_guard.simulate.private_api import COLLECTIVE_NAMES
 from vram_guard.timeline import STEP_PHASES, SYNCHRONISED_NORM, Collective, Timeline
 
 
@@ -47,36 +45,6 @@ def repeated_in_parts(collectives: Sequence[Collective]) -> Refusal | None:
     )
 
 
-def why_not_recovered(collectives: Sequence[Collective], ranks: int, *, armed: bool = False) -> str:
-    """The reason why a step may not be broken off on one rank ("" where it may); what its layout calls is not asked.
-
-    Args:
-        collectives: of the step.
-        ranks: of the training.
-        armed: whether only those are asked that recovery does not notice. Before others the ranks tell each other how
-            they fare, and where one ran out of memory, all end.
-    """
-    own = [one for one in collectives if not of_layout(one)]
-    if armed:
-        own = [one for one in own if one.phase == "optimizer" or one.name == SYNCHRONISED_NORM or 1 < one.ranks < ranks]
-    if not own:
-        return ""
-    return _(
-        "the step itself calls {names}, where the other ranks would wait for one that ran out of memory",
-        names=_in_words(own),
-    )
-
-
-def unseen(ranks: int) -> str:
-    """The reason why a step that was not followed may not be broken off on one rank ("" where it may).
-
-    In torch before 2.6 a trace sees no collective: one that calls them is not followed for that alone.
-    """
-    if ranks > 1 and missing_names(COLLECTIVE_NAMES):
-        return _("the step could not be followed: what it exchanges with other processes is not known")
-    return ""
-
-
 def left_out() -> str:
     """The reason why a divided model's losses may not be weighed by what is counted in each micro-batch."""
     return _(
@@ -85,19 +53,14 @@ def left_out() -> str:
     )
 
 
-def static_graph(recovered: bool) -> Refusal:
+def static_graph() -> Refusal:
     """Refuse micro-batches under DistributedDataParallel with ``static_graph=True``, where they would break it.
 
     Its reducer counts how often each gradient arrives, also where nothing is to be averaged yet.
-
-    Args:
-        recovered: while recovery is armed, gradients are averaged without that reducer, and nothing is refused.
     """
     return Refusal(
         "accumulate",
-        ""
-        if recovered
-        else _(
+        _(
             "DistributedDataParallel(static_graph=True) counts gradients from the first backward on, and fails in a "
             "backward pass after which it must not average yet (no_sync)"
         ),

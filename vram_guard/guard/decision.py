@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.apply.microbatch import Splitter
     from vram_guard.plan import Plan
-    from vram_guard.timeline import Collective
     from vram_guard.watch.corrections import Subject
 
 
@@ -30,8 +29,6 @@ class Decision:
     """What the first steps' measurement is remembered under; None where PyTorch counts no memory."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Technique -> why this training does not admit it."""
-    collectives: tuple[Collective, ...] = ()
-    """Calls of the step for which the processes wait for each other."""
     loss_weight: LossWeight | None = None
     """Of micro-batches, as it was found out; None: as the settings say."""
     unproven: str = ""

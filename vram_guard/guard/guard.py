@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import bound_to
 from vram_guard.apply.saved_rates import still_multiplied
+from vram_guard.errors import RecoveryFailedError
 from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
-from vram_guard.guard.collectives import unseen, why_not_recovered
 from vram_guard.language import _
 from vram_guard.report.html import page_to_keep, where_to_read_on
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured
 from vram_guard.watch.memory import reader_for
+from vram_guard.watch.oom import is_out_of_memory
+from vram_guard.watch.recovery import MicroBatchSchedule, plan_to_use
 from vram_guard.watch.running import Running, running_here
 
 if TYPE_CHECKING:
@@ -126,8 +130,8 @@ class Guard:
     def _report_lines(self, decision: Decision) -> list[str]:
         """The lines that follow the prediction."""
         notes = [*decision.notes, *([self._left_alone] if self._left_alone else ()), *self.applied.notes]
-        why = self.no_recovery or why_not_recovered(decision.collectives, self.training.ranks.world_size)
-        if self.may_change and self.settings.recover and why:
+        if self.may_change and self.settings.recover and self.no_recovery:
+            why = self.no_recovery
             notes.append(_("a real out-of-memory error would not be recovered from: {why}", why=why))
         lines = [f"  - {note}" for note in notes]
         if decision.plan.changed:
@@ -142,6 +146,8 @@ class Guard:
             return _("it is switched off")
         if "accumulate" not in self.settings.techniques:
             return _("smaller micro-batches are not allowed")
+        if self.training.ranks.world_size > 1:
+            return _("the other processes would wait for one that repeats a batch")
         if self.settings.said_loss_weight is None and self.decision is None:
             return _("how the losses of micro-batches are to be weighted is not known; pass loss_weight")
         if self.decision is not None and self.decision.unproven:
@@ -154,12 +160,37 @@ class Guard:
             return _("weights or optimizer state on the host are changed while backward and the step still run")
         if plan is not None and plan.fits and plan.recipe.optimizer_in_backward:
             return _("weights have stepped already where memory runs out in the backward pass")
-        if plan is not None and plan.fits and plan.recipe.sharding is not None:
-            return _("the ranks would wait for a rank's part of the weights, where it ran out of memory")
-        if self.decision is None:
-            return unseen(self.training.ranks.world_size) or self.training.why_not_recovered({})
-        called = why_not_recovered(self.decision.collectives, self.training.ranks.world_size, armed=True)
-        return called or self.training.why_not_recovered(self.decision.refused)
+        return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Around the training: an out-of-memory error that is not recovered from ends it with the plan to use.
+
+        Raises:
+            RecoveryFailedError: from the error, where recovery is wanted.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not (self.may_change and self.settings.recover and is_out_of_memory(error)):
+                raise
+            self.out_of_memory()
+            raise RecoveryFailedError(self._stopped()) from error
+
+    def _stopped(self) -> str:
+        """The message of an out-of-memory error that was not recovered from."""
+        decision, smaller = self.decision, 0
+        if decision is not None and decision.spare is not None:
+            size = decision.plan.batch_size
+            smaller = MicroBatchSchedule(decision.spare.micro_batch_size, size).below(size)
+        outside = _("it was raised outside a batch's forward and backward pass (in the optimizer step, or in a hook)")
+        said = _(
+            "out of memory, and no batch is repeated: {why}. Where the optimizer step raised it, the weights may be "
+            "half-updated: go on from the last checkpoint. {plan}",
+            why=self.no_recovery or outside,
+            plan=plan_to_use(smaller),
+        )
+        return "\n".join(filter(None, [said, self.prediction()]))
 
     def prediction(self) -> str:
         """The last part of the message of an out-of-memory error."""

@@ -24,7 +24,6 @@ from vram_guard.plan.checks import (
 )
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS, checked_techniques
-from vram_guard.step import checked_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -182,8 +181,7 @@ class GuardSettings(PlanSettings):
         pin: parts of the plan that are fixed, see :class:`vram_guard.plan.Pins`.
         blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
         recover: in mode "fit", go on after a real out-of-memory error: the batch that failed is rolled back and runs
-            again in smaller micro-batches. Under DDP gradients are then averaged after backward, not during it.
-        max_recoveries: how many such errors a training is taken through before it stops.
+            again in smaller micro-batches. In one process; with several, the error stops them with the plan to use.
         remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
@@ -198,7 +196,6 @@ class GuardSettings(PlanSettings):
     blocks: str | Iterable[str] | None = None
     """A tuple after the check."""
     recover: bool = True
-    max_recoveries: int = 8
     remember: bool = True
     cudnn: str | None = None
 
@@ -208,7 +205,6 @@ class GuardSettings(PlanSettings):
         check_loss_weight(self.loss_weight)
         check_switches(recover=self.recover, remember=self.remember)
         check_cudnn(self.cudnn)
-        checked_count("max_recoveries", self.max_recoveries)
         self._keep("pin", self.pins)
         if self.grow:
             self.pins.check_growth()

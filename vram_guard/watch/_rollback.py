@@ -2,9 +2,8 @@
 
 Rolled back are the random number generators of Python, NumPy and torch, and what can be reached from the model: buffers
 (BatchNorm's running statistics), metrics' states, attributes, containers and objects, see
-:mod:`vram_guard.state.reached`. What is beyond that (an iterator, an open file, an object written in C), parameters
-that an attempt changed, and what a hook changed that runs once for a batch cannot be rolled back: the attempt is not
-repeated, and the error names it.
+:mod:`vram_guard.state.reached`. What is beyond that (an iterator, an open file, an object written in C), and parameters
+that an attempt changed, cannot be rolled back: the attempt is not repeated, and the error names it.
 
 An attempt's start costs a microsecond or two per module and per container or object that is reached, and a copy of the
 buffers: where they are for those up to 1 MiB each, on the host for larger ones, once they have changed.
@@ -12,10 +11,9 @@ buffers: where they are for those up to 1 MiB each, on the host for larger ones,
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -47,11 +45,10 @@ class StateSnapshot:
         self._known = {*LIBRARIES, *RECORDERS, "torchvision", "torchaudio", "torchmetrics", *frameworks}
         self._state: ReachedState | None = None
         self._random: RandomState | None = None
-        self._parameters: list[tuple[str, nn.Parameter, int]] = []
+        self._parameters: list[tuple[str, nn.Parameter, _Stamp]] = []
         self._tensors: list[torch.Tensor] = []
-        self._by_hooks: list[str] = []
-        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
-        """Tensors by id, the versions that they had, and their copies; kept from one attempt to the next."""
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], _Stamp, torch.Tensor]] = {}
+        """Tensors by id, their stamps, and their copies; kept from one attempt to the next."""
 
     def take(self) -> None:
         """Remember the state as it is now."""
@@ -59,7 +56,7 @@ class StateSnapshot:
         self._state = self._reached()
         for name, tensor in self._state.tensors.values():
             if isinstance(tensor, nn.Parameter):
-                self._parameters.append((name, tensor, version_of(tensor)))
+                self._parameters.append((name, tensor, _stamp(tensor)))
             elif not (tensor.is_inference() or tensor.layout is not torch.strided or tensor.device.type == "meta"):
                 self._tensors.append(tensor)  # the others cannot be changed in place, or hold nothing
         self._copy()
@@ -73,38 +70,25 @@ class StateSnapshot:
     def forget(self) -> None:
         """Let go of everything that was remembered but copies of tensors, which the next attempt uses."""
         self._state, self._random = None, None
-        self._parameters, self._tensors, self._by_hooks = [], [], []
+        self._parameters, self._tensors = [], []
 
     def check(self) -> None:
         """Check that the attempt can be rolled back.
 
         Raises:
-            CannotRollBackError: it changed parameters, a hook changed what is remembered, or something is reached from
-                the model that may have changed and that cannot be put back.
+            CannotRollBackError: it changed parameters, or something is reached from the model that may have changed and
+                that cannot be put back.
         """
-        written = [name for name, parameter, before in self._parameters if version_of(parameter) != before]
+        written = [name for name, parameter, before in self._parameters if _stamp(parameter) != before]
         if written:
             raise CannotRollBackError(
                 _("the weights of {names} were already changed during forward or backward", names=_listed(written))
-            )
-        if self._by_hooks:
-            raise CannotRollBackError(
-                _("a hook that runs once for a batch has changed {names}", names=_listed(self._by_hooks))
             )
         if self._state is not None and self._state.beyond:
             names = [f"{name} ({kind})" for name, kind in self._state.beyond.items()]
             raise CannotRollBackError(
                 _("the failed attempt may have changed what cannot be put back: {names}", names=_listed(names))
             )
-
-    @contextlib.contextmanager
-    def once(self) -> Iterator[None]:
-        """Inside the block hooks run that run once for a batch: where they change the state, :meth:`check` refuses."""
-        before = self._reached()
-        versions = [(name, tensor, version_of(tensor)) for name, tensor in before.tensors.values()]
-        yield
-        self._by_hooks += [name for name, _value in before.kept()]
-        self._by_hooks += [name for name, tensor, version in versions if version_of(tensor) != version]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -113,9 +97,9 @@ class StateSnapshot:
             return
         self._state.restore()
         for tensor in self._tensors:
-            _ref, version, copy = self._copies[id(tensor)]
+            _ref, before, copy = self._copies[id(tensor)]
             # Kernels of batch normalisation write running statistics without raising their version counters.
-            if _is_small(tensor) or version_of(tensor) != version:
+            if _is_small(tensor) or _stamp(tensor) != before:
                 tensor.copy_(copy)
         self._random.restore()
 
@@ -134,16 +118,24 @@ class StateSnapshot:
         before, self._copies = self._copies, {}
         again: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for tensor in self._tensors:
-            known, version, copy = before.get(id(tensor), (None, 0, tensor))
+            known, stamp, copy = before.get(id(tensor), (None, (0, 0), tensor))
             if known is None or known() is not tensor or copy.shape != tensor.shape:
                 copy = tensor.detach().to(tensor.device if _is_small(tensor) else "cpu", copy=True)
             elif _is_small(tensor):
                 again.setdefault((tensor.dtype, tensor.device), []).append((copy, tensor.detach()))
-            elif version != version_of(tensor):
+            elif stamp != _stamp(tensor):
                 copy.copy_(tensor)
-            self._copies[id(tensor)] = weakref.ref(tensor), version_of(tensor), copy
+            self._copies[id(tensor)] = weakref.ref(tensor), _stamp(tensor), copy
         for pairs in again.values():
             torch._foreach_copy_([copy for copy, _tensor in pairs], [tensor for _copy, tensor in pairs])
+
+
+#: The version of a tensor, and where it lies: ``tensor.data = other`` raises no version.
+_Stamp: TypeAlias = "tuple[int, int]"
+
+
+def _stamp(tensor: torch.Tensor) -> _Stamp:
+    return version_of(tensor), tensor.data_ptr()
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

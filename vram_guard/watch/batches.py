@@ -1,4 +1,4 @@
-"""Loaded batches, trained on or validated whole or in micro-batches, and in smaller ones after running out of memory.
+"""Loaded batches, trained on whole or in micro-batches, and in smaller ones after running out of memory.
 
 The loop over micro-batches, their weights, and what becomes of their outputs stand here once. An adapter hands in what
 its framework does with one of them.
@@ -6,19 +6,19 @@ its framework does with one of them.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.apply.outputs import detached, merged
-from vram_guard.errors import LossChangedError, UnsupportedStepError
-from vram_guard.language import _
-from vram_guard.watch.rank_coordinator import RankCoordinator, SingleProcess
+from vram_guard.errors import LossChangedError
+from vram_guard.watch import own_collectives
+from vram_guard.watch.rank_coordinator import RankCoordinator
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class BatchPass:
     loss_weight: LossWeight
     attempt: Attempt | None
     """The attempt of the pass, where recovery is armed."""
-    uneven: RankCoordinator | None = None
-    """The ranks, where they may run different numbers of micro-batches."""
+    uneven: bool = False
+    """True where ranks may run different numbers of micro-batches: none must call the others meanwhile."""
     graphs: LossGraphs | None = None
     """See :attr:`Share.graphs`."""
 
@@ -73,18 +73,21 @@ class BatchPass:
     @property
     def as_written(self) -> bool:
         """True where the user's own step may take the batch: whole, and on every rank."""
-        return self.whole and self.uneven is None
+        return self.whole and not self.uneven
 
-    def run(
-        self,
-        one: Callable[[Share], Any],
-        *,
-        rows: bool = True,
-        otherwise: Callable[[Sequence[Any]], Any] | None = None,
-    ) -> Any:
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run the backward pass of one micro-batch, or of the whole batch."""
+        if self.attempt is None:
+            run()
+        else:
+            self.attempt.backward(run)
+
+    def run(self, one: Callable[[Share], Any], *, rows: bool = True) -> Any:
         """Call ``one`` for each micro-batch and merge what it returns; see :func:`vram_guard.apply.outputs.merged`."""
-        if self.uneven is not None:
-            one = self._refusing(one, self.uneven)
+        with own_collectives.refused() if self.uneven else contextlib.nullcontext():
+            return self._run(one, rows=rows)
+
+    def _run(self, one: Callable[[Share], Any], *, rows: bool) -> Any:
         if self.whole:
             return one(Share(self.parts[0].data, self.parts[0].samples, 1.0, True, True, self.graphs))
         parts, weights = self._counting()
@@ -94,17 +97,7 @@ class BatchPass:
             if self.attempt is not None:
                 self.attempt.last = share.last
             outputs.append(detached(one(share)))
-        return merged(outputs, parts, weights, rows=rows, otherwise=otherwise)
-
-    @staticmethod
-    def _refusing(one: Callable[[Share], Any], ranks: RankCoordinator) -> Callable[[Share], Any]:
-        """The same, but it must not call the other ranks; what is logged is reduced afterwards, once."""
-
-        def refusing(share: Share) -> Any:
-            with ranks.noticed(_refuse_calls):
-                return one(share)
-
-        return refusing
+        return merged(outputs, parts, weights, rows=rows)
 
     def _counting(self) -> tuple[list[MicroBatch], list[Any]]:
         """The micro-batches with their weights; those without a label that counts are left out: their loss is 0 / 0."""
@@ -126,7 +119,7 @@ class MicroBatches:
         recovery: recovers a batch from running out of memory; None: errors are left alone.
         schedule: the sizes of micro-batches to take; None: the splitter's.
         why_whole: asked before a batch is cut: the reason for which it must not be, "" for none.
-        ranks: the processes that train on batches of their own at the same time; None: recovery's, or this one alone.
+        ranks: the processes that train on batches of their own at the same time; None: this one alone.
         in_step: every forward waits for the other ranks (synchronised batch normalisation, weights in shards): all
             must run as many.
     """
@@ -144,24 +137,17 @@ class MicroBatches:
         in_step: bool = False,
     ) -> None:
         self.recovery = recovery
-        self._ranks = ranks or (SingleProcess() if recovery is None else recovery.ranks)
+        self._ranks = ranks
         self._in_step = in_step
         self.schedule = schedule or MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size)
-        self.never_cut = ""
+        self._never_cut = ""
         """The reason for which batches must stay whole; "" for none."""
         self._splitter = splitter
         self._loss_weight = loss_weight
         self._graphs = graphs
         self._why_whole = why_whole
 
-    def for_validation(self) -> MicroBatches:
-        """Batches that each rank validates by itself: whole until memory runs out."""
-        recovery = None if self.recovery is None else self.recovery.of_this_rank()
-        return MicroBatches(copy.copy(self._splitter), recovery=recovery, schedule=MicroBatchSchedule())
-
-    def run(
-        self, batch: Any, work: Callable[[BatchPass], T], *, synchronise: bool = False, what: str | None = None
-    ) -> T:
+    def run(self, batch: Any, work: Callable[[BatchPass], T], what: str) -> T:
         """Call ``work`` until a pass over the batch gets through; see :meth:`Recovery.run`."""
         if self.recovery is None:
             return self._pass(batch, work, self.schedule.size, None)
@@ -170,16 +156,10 @@ class MicroBatches:
             try:
                 return self._pass(batch, work, attempt.micro_batch_size, attempt)
             except LossChangedError as changed:
-                self.never_cut = changed.reason
+                self._never_cut = changed.reason
                 raise
 
-        return self.recovery.run(
-            attempted,
-            self.schedule,
-            lambda: self._count(batch),
-            synchronise=synchronise,
-            what=_("this batch") if what is None else what,
-        )
+        return self.recovery.run(attempted, self.schedule, lambda: self._count(batch), what)
 
     def see(self, loss: torch.Tensor) -> None:
         """The loss of a batch that is trained on as written, before its backward pass."""
@@ -190,16 +170,16 @@ class MicroBatches:
         if size is None or self._splitter is None:
             return work(BatchPass([MicroBatch(batch, 1, 1)], self._loss_weight, attempt, graphs=self._graphs))
         self._splitter.micro_batch_size = size
-        number, even = (None, True) if isinstance(self._ranks, SingleProcess) else self._agreed(self._splitter, batch)
+        number, even = (None, True) if self._ranks is None else self._agreed(self._ranks, self._splitter, batch)
         why = self._why_whole()
         if not why and isinstance(self._loss_weight, EveryLabel):
             why = self._loss_weight.why_whole(batch)
         parts = split_or_warn(self._splitter, batch, why, number)
         if self._graphs is not None:
             self._graphs.next_batch()
-        return work(BatchPass(parts, self._loss_weight, attempt, None if even else self._ranks, self._graphs))
+        return work(BatchPass(parts, self._loss_weight, attempt, not even, self._graphs))
 
-    def _agreed(self, splitter: Splitter, batch: Any) -> tuple[int, bool]:
+    def _agreed(self, ranks: RankCoordinator, splitter: Splitter, batch: Any) -> tuple[int, bool]:
         """The number of micro-batches of this rank's batch: as many as the rank needs that needs the most.
 
         Batches differ in size where ranks have samplers of their own, and at the end of an epoch. A batch too
@@ -214,7 +194,7 @@ class MicroBatches:
         except CannotSplitError:
             samples = 1  # it stays whole, and says so
         needed = -(-samples // splitter.micro_batch_size)
-        most, fewest = self._ranks.parts(needed, samples)
+        most, fewest = ranks.parts(needed, samples)
         if self._in_step:
             return min(most, fewest), True
 
@@ -228,19 +208,9 @@ class MicroBatches:
 
     def _count(self, batch: Any) -> int:
         """The samples of a batch that is about to be cut, perhaps for the first time."""
-        if why := self.never_cut or self._why_whole():
+        if why := self._never_cut or self._why_whole():
             raise CannotSplitError("batch", why)
         if self._splitter is None:
             size = batch_size(batch)
             self._splitter = Splitter(self.schedule.full or size, size, None if self.schedule.full else batch)
         return self._splitter.count(batch)
-
-
-def _refuse_calls() -> NoReturn:
-    raise UnsupportedStepError(
-        _(
-            "the training step calls the other ranks itself, and this batch is not cut into as many micro-batches on "
-            "each of them: some would wait for others for ever. Allow no micro-batches (leave out accumulate), or let "
-            "all ranks load batches of one size"
-        )
-    )

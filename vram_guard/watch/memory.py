@@ -66,8 +66,6 @@ class Failure:
     message: str
     trace: str
     """The formatted traceback."""
-    elsewhere: bool = False
-    """It happened on another rank."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message.strip().splitlines()[0] if self.message.strip() else ''}"

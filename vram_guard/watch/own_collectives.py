@@ -1,4 +1,4 @@
-"""Calls of the user's code for which all ranks wait for each other, noticed before they begin."""
+"""Calls of the user's code for which all ranks wait for each other, refused before they begin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 
 #: Methods of ``torch.distributed.ProcessGroup`` by which functions of ``torch.distributed`` reach the other ranks. Not
@@ -23,40 +25,26 @@ _FUNCTIONAL = ("_c10d_functional::", "_c10d_functional_autograd::")
 
 
 @contextlib.contextmanager
-def noticed(begins: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, ``begins`` is called before each call over a group of all ranks, and may raise.
-
-    Calls that ``begins`` makes itself are not noticed.
-    """
+def refused() -> Iterator[None]:
+    """Inside the block, a call over a group of all ranks raises ``UnsupportedStepError`` before it begins."""
     import torch
     import torch.distributed as dist
-
-    inside = False
-
-    def begin(group: Any) -> None:
-        nonlocal inside
-        if not inside and group.size() == dist.get_world_size():
-            inside = True
-            try:
-                begins()
-            finally:
-                inside = False
 
     def functional(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
             name = str(operator._qualified_op_name)  # noqa: SLF001 - no public one tells the library
             if name.startswith(_FUNCTIONAL) and not name.endswith("wait_tensor"):
-                begin(_group(kwargs.get("group_name", args[-1] if args else None)))
+                _refuse_all_ranks(_group(kwargs.get("group_name", args[-1] if args else None)))
             return original(operator, *args, **kwargs)
 
         return call
 
-    def called(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        begin(group)
-        return original(group, *args, **kwargs)
-
     def in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda group, *args, **kwargs: called(original, group, *args, **kwargs)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            _refuse_all_ranks(group)
+            return original(group, *args, **kwargs)
+
+        return call
 
     kind: Any = dist.ProcessGroup
     with contextlib.ExitStack() as undo:
@@ -65,6 +53,20 @@ def noticed(begins: Callable[[], None]) -> Iterator[None]:
         operator = torch._ops.OpOverloadPacket  # noqa: SLF001 - what torch.ops hands out
         undo.callback(replace_attributes(operator, {"__call__": functional(operator.__call__)}))
         yield
+
+
+def _refuse_all_ranks(group: Any) -> None:
+    import torch.distributed as dist
+
+    if group.size() != dist.get_world_size():
+        return
+    raise UnsupportedStepError(
+        _(
+            "the training step calls the other ranks itself, and this batch is not cut into as many micro-batches on "
+            "each of them: some would wait for others for ever. Allow no micro-batches (leave out accumulate), or let "
+            "all ranks load batches of one size"
+        )
+    )
 
 
 def _group(named: Any) -> Any:
