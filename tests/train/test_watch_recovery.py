@@ -175,6 +175,30 @@ def test_changed_weights_cannot_be_taken_back() -> None:
         tried(quiet(model), lambda: setattr(teacher, "data", teacher.data * 0.9))
 
 
+class Counting(Stateful):
+    """Counts in its class, and in a global."""
+
+    batches = 0
+
+    def in_class(self) -> None:
+        type(self).batches += 1
+
+    def in_global(self) -> None:
+        global COUNTED  # noqa: PLW0603 - as scripts do
+        COUNTED += 1
+
+
+COUNTED = 0
+
+
+@pytest.mark.parametrize(("method", "named"), [("in_class", "Counting.batches"), ("in_global", "recovery.COUNTED")])
+def test_what_a_step_assigns_in_classes_and_globals_is_named(method: str, named: str) -> None:
+    model = Counting()
+    tried(quiet(model), lambda: None)
+    with pytest.raises(RecoveryFailedError, match=named):
+        tried(quiet(model), getattr(model, method))
+
+
 def test_nothing_is_held_after_an_attempt() -> None:
     model = Stateful()
     recovery = Recovery(model)

@@ -3,7 +3,8 @@
 Rolled back are the random number generators of Python, NumPy and torch, and what can be reached from the model: buffers
 (BatchNorm's running statistics), metrics' states, attributes, containers and objects, see
 :mod:`vram_guard.state.reached`. What is beyond that (an iterator, an open file, an object written in C), and parameters
-that an attempt changed, cannot be rolled back: the attempt is not repeated, and the error names it.
+that an attempt changed, attributes of its modules' classes and globals that their methods assign cannot be rolled back:
+where they have changed, the attempt is not repeated, and the error names them.
 
 An attempt's start costs a microsecond or two per module and per container or object that is reached, and a copy of the
 buffers: where they are for those up to 1 MiB each, on the host for larger ones, once they have changed.
@@ -11,8 +12,10 @@ buffers: where they are for those up to 1 MiB each, on the host for larger ones,
 
 from __future__ import annotations
 
+import dis
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -45,6 +48,9 @@ class StateSnapshot:
         self._known = {*LIBRARIES, *RECORDERS, "torchvision", "torchaudio", "torchmetrics", *frameworks}
         self._state: ReachedState | None = None
         self._random: RandomState | None = None
+        self._names = list(_assigned({type(module) for module in model.modules()}, self._known))
+        """Of classes and of globals: namespaces, and names in them."""
+        self._shared: dict[str, Any] = {}
         self._parameters: list[tuple[str, nn.Parameter, _Stamp]] = []
         self._tensors: list[torch.Tensor] = []
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], _Stamp, torch.Tensor]] = {}
@@ -60,6 +66,7 @@ class StateSnapshot:
             elif not (tensor.is_inference() or tensor.layout is not torch.strided or tensor.device.type == "meta"):
                 self._tensors.append(tensor)  # the others cannot be changed in place, or hold nothing
         self._copy()
+        self._shared = self._values()
         self._random = RandomState({parameter.device for parameter in self.parameters})
 
     @property
@@ -70,7 +77,7 @@ class StateSnapshot:
     def forget(self) -> None:
         """Let go of everything that was remembered but copies of tensors, which the next attempt uses."""
         self._state, self._random = None, None
-        self._parameters, self._tensors = [], []
+        self._parameters, self._tensors, self._shared = [], [], {}
 
     def check(self) -> None:
         """Check that the attempt can be rolled back.
@@ -84,8 +91,11 @@ class StateSnapshot:
             raise CannotRollBackError(
                 _("the weights of {names} were already changed during forward or backward", names=_listed(written))
             )
-        if self._state is not None and self._state.beyond:
-            names = [f"{name} ({kind})" for name, kind in self._state.beyond.items()]
+        now = self._values()
+        names = [name for name in {**self._shared, **now} if now.get(name, now) is not self._shared.get(name, now)]
+        if self._state is not None:
+            names += [f"{name} ({kind})" for name, kind in self._state.beyond.items()]
+        if names:
             raise CannotRollBackError(
                 _("the failed attempt may have changed what cannot be put back: {names}", names=_listed(names))
             )
@@ -102,6 +112,15 @@ class StateSnapshot:
             if _is_small(tensor) or _stamp(tensor) != before:
                 tensor.copy_(copy)
         self._random.restore()
+
+    def _values(self) -> dict[str, Any]:
+        """What the model's classes hold, and what the globals hold that their methods assign."""
+        return {
+            f"{where}.{name}": value
+            for where, space, assigned in self._names
+            for name, value in (space.items() if assigned is None else ((name, space.get(name)) for name in assigned))
+            if not name.startswith(("__", "_abc_"))
+        }
 
     def _reached(self) -> ReachedState:
         return ReachedState([("model", self._model)], self._left_alone, globals_too=False)
@@ -128,6 +147,17 @@ class StateSnapshot:
             self._copies[id(tensor)] = weakref.ref(tensor), _stamp(tensor), copy
         for pairs in again.values():
             torch._foreach_copy_([copy for copy, _tensor in pairs], [tensor for _copy, tensor in pairs])
+
+
+def _assigned(kinds: Iterable[type], known: set[str]) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str] | None]]:
+    """Classes that are not known, with all of their attributes, and the globals that their methods assign, by name."""
+    bases = {base for kind in kinds for base in kind.__mro__}
+    for kind in (base for base in bases if base.__module__.partition(".")[0] not in {*known, "builtins", "abc"}):
+        yield kind.__qualname__, vars(kind), None
+        for function in vars(kind).values():
+            if isinstance(function, FunctionType):
+                stored = (one.argval for one in dis.get_instructions(function) if one.opname == "STORE_GLOBAL")
+                yield function.__module__, function.__globals__, frozenset(stored)
 
 
 #: The version of a tensor, and where it lies: ``tensor.data = other`` raises no version.
