@@ -67,7 +67,7 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time a trace and a plan of three models
+bench: $(STAMP) ## time a trace of three models beside MemTracker and bare FakeTensorMode, and a plan
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks speed
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took

@@ -1,11 +1,14 @@
-"""Seconds of our own answers: a trace, and a plan.
+"""Seconds of our own answers: a trace beside PyTorch's MemTracker and bare FakeTensorMode, and a plan.
 
     python -m benchmarks speed [--only WORD ...] [--json FILE]
 
 Each model is asked about in a worker of its own. Seconds contain building the model and exclude imports, also those
 that torch does on first use; "cpu" is processor time, which other work on the machine hardly changes. Of a trace,
-"first" is the first call in its process, "again" the second. The plan may take every technique, under a budget that is
-far too small for the step as written. The exit status is 1 where a plan takes longer than its limit.
+"first" is the first call in its process, "again" the second; it runs two optimizer steps at two batch sizes, which
+gives every batch size. ``MemTracker`` (used as its docstring says) and ``FakeTensorMode`` (nothing recorded: the floor)
+run two steps at one size; the ratios are those of whole answers, second calls, in one process. The plan may take every
+technique, under a budget that is far too small for the step as written. The exit status is 1 where a plan takes longer
+than its limit.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.harness.command import arguments_of, chosen
 from benchmarks.harness.environment import environment
+from benchmarks.harness.mem_tracker import run_tracked, run_untracked
 from benchmarks.harness.networks import NETWORKS, batches, language
 from benchmarks.harness.records import Results, Row, write
 from benchmarks.harness.workers import ask
@@ -36,23 +41,25 @@ class Asked(NamedTuple):
     batch_size: int
 
 
+#: Of AdamW; ``foreach`` is what CUDA would choose, given to every tool alike.
+SETTINGS = {"lr": 1e-4, "foreach": True}
 _RESNET = NETWORKS["resnet50"]
 _OF_LLAMA = batches.language(2048, 32_000)
 MODELS = {
     "gpt2": Asked(
         "GPT-2 small, 1024 tokens",
-        step_of(language.gpt2, batches.language(1024, 50_257), batches.own_loss, lr=1e-4),
+        step_of(language.gpt2, batches.language(1024, 50_257), batches.own_loss, **SETTINGS),
         "4GiB",
         8,
     ),
     "resnet50": Asked(
         "ResNet-50, 224 x 224",
-        step_of(lambda: _RESNET.build(False), _RESNET.batch, _RESNET.loss, lr=1e-4),
+        step_of(lambda: _RESNET.build(False), _RESNET.batch, _RESNET.loss, **SETTINGS),
         "2GiB",
         64,
     ),
     "llama7b": Asked(
-        "Llama-7B, 2048 tokens", step_of(language.llama_7b, _OF_LLAMA, batches.own_loss, lr=1e-4), "24GiB", 4
+        "Llama-7B, 2048 tokens", step_of(language.llama_7b, _OF_LLAMA, batches.own_loss, **SETTINGS), "24GiB", 4
     ),
 }
 LONGEST_PLAN = 30.0
@@ -63,13 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = arguments_of("speed", __doc__, only="models", json="everything measured")
     options = parser.parse_args(arguments)
     results = Results(environment=environment())
-    print(f"{'model':<26}{'first s':>9}{'again s':>9}{'plan s':>9}{'cpu s':>9}{'traces':>8}  plan")
+    peers = f"{'MemTracker':>12}{'ratio':>7}{'bare fake':>11}{'ratio':>7}"
+    print(f"{'model':<26}{'first s':>9}{'again s':>9}{peers}{'plan s':>9}{'cpu s':>9}{'traces':>8}  plan")
     for name in chosen(MODELS, options.only):
         row = Row(**ask(answered, name, limit=None).checked())
         results.rows.append(row)
         facts = row.details
         changes = "; ".join(f"{change}: {after}" for change, _, after in facts["changes"]) or "nothing fits"
-        times = f"{facts['first']:>9.2f}{facts['again']:>9.2f}{row.seconds:>9.1f}{facts['cpu_seconds']:>9.1f}"
+        ours, tracker, bare = (facts[each] for each in ("again", "tracker", "bare"))
+        beside = f"{tracker:>12.2f}{tracker / ours:>6.1f}x{bare:>11.2f}{bare / ours:>6.1f}x"
+        times = f"{facts['first']:>9.2f}{ours:>9.2f}{beside}{row.seconds:>9.1f}{facts['cpu_seconds']:>9.1f}"
         print(f"{row.source:<26}{times}{facts['traces']:>8}  {changes}", flush=True)
     if options.json:
         write(results, options.json)
@@ -85,6 +95,10 @@ def answered(model: str) -> dict[str, Any]:
     with torch.device("meta"):
         build()  # imports what it needs
     (_, first, _), (_, again, _) = (timed(lambda: trace(asked.step)) for _ in range(2))
+    tracker, bare = (
+        min(timed(partial(run, asked.step, asked.batch_size))[1] for _ in range(2))
+        for run in (run_tracked, run_untracked)
+    )
     said: list[str] = []
     settings: dict[str, Any] = {"allow": TECHNIQUES, "options": PlanOptions(host_budget="256GiB")}
     made, wall, cpu = timed(
@@ -93,6 +107,8 @@ def answered(model: str) -> dict[str, Any]:
     details = {
         "first": first,
         "again": again,
+        "tracker": tracker,
+        "bare": bare,
         "cpu_seconds": cpu,
         "traces": sum(line.startswith("tracing") for line in said),
         "changes": [list(change) for change in made.changes()],

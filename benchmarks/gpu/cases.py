@@ -93,9 +93,9 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Whether it needs the whole GPU, of which NVML's figures are.
+        """Whether it needs the whole GPU: its time is measured, or memory that it shares with other processes.
 
-        The compiler runs on the CPU for most of a compiled case.
+        The compiler runs on the CPU for most of a compiled case; pretended ranks have no time worth measuring.
         """
         return not self.compiled and not (self.layout and not self.history)
 

@@ -27,6 +27,7 @@ class RealLoop:
     Attributes:
         updates: optimizer steps that were really made.
         skipped: optimizer steps that the GradScaler refused.
+        keeps_batch: iterations take the batch that is on the device, instead of making one: for timing the step alone.
     """
 
     def __init__(self, step: TrainingStep, batch_size: int, device: str) -> None:
@@ -44,6 +45,7 @@ class RealLoop:
         self.scaler = torch.amp.GradScaler(device) if step.precision == "16-mixed" else None
         self.batch: Any = None
         self.loss: Any = None
+        self.keeps_batch = False
         self.updates = 0
         self.skipped = 0
 
@@ -68,21 +70,30 @@ class RealLoop:
             if self.updates == updates:
                 return
 
-    def _place_batch(self) -> None:
+    def place_batch(self) -> None:
         """Make a batch on the CPU and copy it to the device; the old one dies first, as in ``for batch in loader``."""
         self.batch = None
         self.batch = pytree.tree_map(self._to_device, self.step.batch(self.batch_size))
 
-    def _iterate(self) -> None:
+    def repeat(self) -> None:
+        """One more iteration on the batch that is there, without asking whether the scaler refused the update.
+
+        The question waits for the device, which a training loop does not do.
+        """
+        self.keeps_batch = True
+        self._iterate(counted=False)
+
+    def _iterate(self, *, counted: bool = True) -> None:
         if self.step.zero_grad == "before_forward":
             self.optimizer.zero_grad()
         for micro in range(self.step.accumulate):
-            self._place_batch()
+            if not self.keeps_batch:
+                self.place_batch()
             self._forward()
             if micro == 0 and self.step.zero_grad == "before_backward":
                 self.optimizer.zero_grad()
             self._backward()
-        self._update()
+        self._update(counted)
         if self.step.zero_grad == "after_step":
             self.optimizer.zero_grad()
 
@@ -102,7 +113,7 @@ class RealLoop:
             loss = self.scaler.scale(loss)
         loss.backward()
 
-    def _update(self) -> None:
+    def _update(self, counted: bool) -> None:
         if self.step.clip_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -111,9 +122,11 @@ class RealLoop:
             self.optimizer.step()
             self.updates += 1
             return
-        before = self.scaler.get_scale()
+        before = self.scaler.get_scale() if counted else 0.0
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if not counted:
+            return
         refused = self.scaler.get_scale() < before
         self.skipped += refused
         self.updates += not refused

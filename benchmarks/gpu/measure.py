@@ -42,7 +42,10 @@ LONGEST_COMPILED = 240.0
 #: A run that is cut short lacks so many at most.
 HISTORIES_BETWEEN_WRITES = 6
 #: What a case that shares the GPU cannot say.
-OF_THE_WHOLE_GPU: dict[str, Any] = dict.fromkeys(("used_before", "used_context", "used_after", "outside"))
+OF_THE_WHOLE_GPU: dict[str, Any] = {
+    **dict.fromkeys(("used_before", "used_context", "used_after", "outside")),
+    **{name: [] for name in ("update_seconds", "batch_seconds", "start_seconds")},
+}
 #: Of a trace that chooses a batch size; these run in parallel with the measurements, on the CPU.
 LONGEST_FILL = 120.0
 

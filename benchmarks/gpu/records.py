@@ -56,15 +56,19 @@ class Measured:
     alloc_retries: int = 0
     """Times that the allocator gave back its cache because the device was full."""
     has_history: bool = False
+    update_seconds: list[float] = field(default_factory=list)
+    """Of single updates after those whose memory was measured; empty where the GPU was shared."""
+    batch_seconds: list[float] = field(default_factory=list)
+    """Of making a batch on the CPU and copying it. Results without them have it in ``update_seconds``, and in rows with
+    a history the recorder's stacks as well."""
+    start_seconds: list[float] = field(default_factory=list)
+    """Of the host starting one update on an idle device; those of a GradScaler contain its waiting for the device."""
     seconds: float = 0.0
     """Of the whole process."""
     workspaces: list[dict[str, Any]] | None = None
-    update_seconds: list[float] = field(default_factory=list)
-    batch_seconds: list[float] = field(default_factory=list)
-    start_seconds: list[float] = field(default_factory=list)
     kernels: dict[str, list[float]] = field(default_factory=dict)
-    """These five were measured by the suite as it was at commit b02c8b3c: cuBLAS's workspaces, seconds of single
-    updates, of making a batch and of starting an update, and the kernels of one."""
+    """These two were measured by the suite as it was at commit b02c8b3c: cuBLAS's workspaces, and the kernels of one
+    update."""
 
     @property
     def peak_allocated(self) -> int:

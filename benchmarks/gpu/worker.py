@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +20,14 @@ from benchmarks.harness.workers import LONGEST_MESSAGE
 #: Optimizer steps of every case: the second is the first with optimizer state, the third shows whether the peak of
 #: reserved memory still moves.
 UPDATES = 3
+
+#: Updates that are timed at most, and seconds after which no other one is begun.
+MOST_TIMED = 12
+LONGEST_TIMED = 1.0
+
+#: Batches that are made for their time, and updates whose start on the host is timed. The first updates warm up.
+TIMED_BATCHES = 3
+TIMED_STARTS = 3
 
 #: Entries that the allocator's recorder keeps. A step of these cases has 2,000 to 30,000.
 MOST_ENTRIES = 200_000
@@ -78,7 +89,58 @@ def run_case(
     if loop is not None:
         found.update(updates=loop.updates, skipped_updates=loop.skipped)
     after, history = run.after()
+    if loop is not None and found["status"] == "ok" and case.alone and device == "cuda":
+        try:
+            found.update(timed(loop, torch.cuda))
+        except RuntimeError as error:  # the memory was measured all the same
+            found["message"] = f"not timed: {error}"[:LONGEST_MESSAGE]
     return {**found, **after}, history
+
+
+def timed(loop: loops.RealLoop, cuda: Any) -> dict[str, list[float]]:
+    """Seconds of making batches and of single updates, once the memory was measured.
+
+    Making a batch on the CPU can take longer than the step: it is timed by itself, and the updates run on a batch that
+    is there. They follow each other without waiting for the device, as in training, so that events on the device mark
+    their ends; the last updates are waited for, and say how long the host takes to start one.
+
+    Args:
+        loop: after its last measured update.
+        cuda: ``torch.cuda``.
+
+    Returns:
+        The fields of :class:`Measured`.
+    """
+    batches = [_seconds(loop.place_batch, cuda)[1] for _ in range(TIMED_BATCHES)]
+    started = [_seconds(loop.repeat, cuda)[0] for _ in range(TIMED_STARTS)]
+    ends = [_marked(cuda)]
+    before = time.perf_counter()
+    while len(ends) <= MOST_TIMED and time.perf_counter() - before < LONGEST_TIMED:
+        loop.repeat()
+        ends.append(_marked(cuda))
+    cuda.synchronize()
+    milliseconds = [one.elapsed_time(next_one) for one, next_one in pairwise(ends)]
+    return {
+        "batch_seconds": batches,
+        "start_seconds": started,
+        "update_seconds": [round(each / 1000, 6) for each in milliseconds],
+    }
+
+
+def _seconds(work: Callable[[], None], cuda: Any) -> tuple[float, float]:
+    """Seconds until the host had started some work on an idle device, and until it was done."""
+    cuda.synchronize()
+    before = time.perf_counter()
+    work()
+    started = time.perf_counter()
+    cuda.synchronize()
+    return round(started - before, 6), round(time.perf_counter() - before, 6)
+
+
+def _marked(cuda: Any) -> Any:
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -139,4 +201,6 @@ class _OnCuda:
         }
         if not self.case.history:
             return found, None
-        return {**found, "has_history": True}, compacted(torch.cuda.memory._snapshot())  # noqa: SLF001
+        history = compacted(torch.cuda.memory._snapshot())  # noqa: SLF001
+        torch.cuda.memory._record_memory_history(None)  # noqa: SLF001 - a stack for every block takes the host's time
+        return {**found, "has_history": True}, history

@@ -147,6 +147,24 @@ def test_a_scaler_that_refuses_updates_is_waited_for():
 # Measuring: the orchestration, on the CPU
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_timed_updates_run_on_the_batch_that_is_there(precision, monkeypatch):
+    loop = RealLoop(Case("fno", 1, precision=precision, optimizer="sgd", accumulate=2).step(), 1, "cpu")
+    loop.run(1, lambda: None)
+    loop.place_batch()
+    batch, before = loop.batch, [p.detach().clone() for p in loop.model.parameters()]
+
+    def asked(*_):
+        raise AssertionError("a batch was made, or the device was waited for")
+
+    monkeypatch.setattr(loop, "place_batch", asked)
+    if loop.scaler is not None:
+        monkeypatch.setattr(loop.scaler, "get_scale", asked)
+    loop.repeat()
+    assert loop.batch is batch
+    assert any(not torch.equal(old, new) for old, new in zip(before, loop.model.parameters(), strict=True))
+
+
 def test_the_suite_runs_without_a_gpu_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     cases = [Case("fno", 2), Case("fno", 3, optimizer="wrong"), Case("unet", 2, allocator="max_split_size_mb:64")]
     monkeypatch.setattr(measure, "find_cases", lambda _: [*cases, Case("fno", 4, seconds=4000)])
