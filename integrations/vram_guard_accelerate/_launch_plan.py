@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from vram_guard.apply.normalisers import Normaliser
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 
@@ -40,19 +38,12 @@ class LaunchPlan:
         precision_option: the script's own option that is set for it; "": Accelerate's environment variable.
         batch_size: samples that the training loader delivers, as the script makes it.
         grown_batch_size: the same under a larger batch; equal to ``batch_size`` where it stays.
-        micro_batch_size: samples of the slices in which a batch passes through the models.
         batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
-        loss_weight: the reduction of the losses that models return over the samples of a batch, or the count in a
-            model's arguments that they are divided by.
-        loss_said: whether the user has said so.
-        returns_loss: whether the number that a model returns is what is differentiated.
-        layouts: how the arguments of each model are cut into slices, as :meth:`Layout.to_json` writes it; None: each
-            call is read by itself.
         loader: the training's loader, among those that the script makes.
         learning_rate_factor: what every learning rate is multiplied by.
         resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
-        recipe: the techniques beyond precision and micro-batches.
+        recipe: the techniques beyond precision.
         sharding: what is changed of how the model is divided.
         by_itself: whether the script trains without Accelerate.
     """
@@ -61,12 +52,7 @@ class LaunchPlan:
     precision_option: str = ""
     batch_size: int = 1
     grown_batch_size: int = 1
-    micro_batch_size: int = 1
     batch_option: str = ""
-    loss_weight: Literal["mean", "sum"] | Normaliser = "mean"
-    loss_said: bool = False
-    returns_loss: bool = True
-    layouts: tuple[object, ...] = ()
     loader: LoaderPlace = LoaderPlace()
     learning_rate_factor: float = 1.0
     resumes_grown: bool = False
@@ -76,15 +62,10 @@ class LaunchPlan:
     by_itself: bool = False
 
     @property
-    def slices(self) -> bool:
-        """True if batches pass through the models in slices."""
-        return self.micro_batch_size < self.grown_batch_size
-
-    @property
     def within(self) -> bool:
         """True if something is changed inside the processes, not by their options alone."""
         recipe = self.recipe.with_(expandable_segments=False)
-        return self.slices or bool(recipe) or self.sharding != AS_LAUNCHED or bool(self.precision)
+        return bool(recipe) or self.sharding != AS_LAUNCHED or bool(self.precision)
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""

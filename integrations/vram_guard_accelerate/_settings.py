@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli import options
 from vram_guard.cli.printing import tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
-from vram_guard.old_names import ADVANCED
+from vram_guard.old_names import ADVANCED, without_effect
 from vram_guard.plan.checks import check_seconds, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import filled, read
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 #: Techniques that cannot be used in a script, which makes model and optimizer by itself, and why.
 NOT_HERE: dict[str, str] = {
+    "accumulate": marked("a script computes its loss by itself, once for each batch; slices leave that as it is"),
     "half": marked("the script makes its weights itself, in the precision that it chooses"),
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
@@ -33,9 +35,6 @@ NOT_HERE: dict[str, str] = {
     "optimizer_in_backward": marked("a script may do anything with its gradients before it steps"),
 }
 
-#: The option with which the user says how losses add up.
-LOSS_WEIGHT = "--loss-weight mean|sum"
-
 #: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
 #: checkpoints and state dicts hold.
 ONLY_BY_NAME = frozenset({"offload_parameters"})
@@ -46,23 +45,18 @@ class LaunchSettings(PlanSettings):
     """The guard's own options.
 
     Args:
-        loss_weight: what a loss that the model returns is over the samples of a batch, "mean" or "sum"; None: it is
-            read from the loss.
         remember: start with the plan of an equal launch before, where there is one. False: plan anew.
         start_seconds: that the script may take until it begins to train.
     """
 
     allow: tuple[str, ...] | None = None
     """Sorted after the check: it is part of the name under which a plan is remembered."""
-    loss_weight: Literal["mean", "sum"] | None = None
     remember: bool = True
     start_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._keep("allow", tuple(sorted(self.allow or ())))
-        if self.loss_weight not in (None, "mean", "sum"):
-            raise InvalidInputError(_("loss_weight must be 'mean' or 'sum', not {value}", value=repr(self.loss_weight)))
         check_seconds("start_seconds", self.start_seconds)
         check_switches(remember=self.remember)
 
@@ -83,7 +77,10 @@ class LaunchSettings(PlanSettings):
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Settings of what is given; the rest comes from the project's settings, see :mod:`vram_guard.settings`."""
-        own = {name: value for name, value in cls.flat(given).items() if value is not None}
+        if "loss_weight" in given:
+            warnings.warn(f"vram_guard: {without_effect('loss_weight')}", FutureWarning, stacklevel=3)
+        known = {name: value for name, value in given.items() if name != "loss_weight"}
+        own = {name: value for name, value in cls.flat(known).items() if value is not None}
         return cls(**filled(own, cls.names()))
 
     @classmethod
@@ -97,7 +94,7 @@ class LaunchSettings(PlanSettings):
         advanced = dict(_assigned(one) for one in options.get("advanced") or ())
         for old, now in options.get("old") or ():
             if now is None:
-                tell(_("{old} is the default, and the next release does not know it: leave it out", old=old))
+                tell(without_effect(old))
                 continue
             new = f"--advanced {now}"
             tell(_("{old} is an old name, which the next release does not know: write {new}", old=old, new=new))
@@ -117,7 +114,7 @@ class _Old(argparse.Action):
     """An option that is one of ``--advanced`` now, or (``const`` is None) nothing."""
 
     def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        now = self.const if self.nargs == 0 else f"{self.const}={values}"
+        now = self.const if self.nargs == 0 or self.const is None else f"{self.const}={values}"
         namespace.old = [*(getattr(namespace, "old", None) or ()), (option_string, now)]
 
 
@@ -145,11 +142,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
     group.add_argument(
-        "--loss-weight",
-        metavar="KIND",
-        help=_("how the model's loss is reduced over the batch: mean or sum (default: read from the loss)"),
-    )
-    group.add_argument(
         "--longest",
         metavar="SHARE",
         help=_("the batch that is planned for: largest, first, or a share such as 0.99 (default: largest)"),
@@ -171,3 +163,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name in _OLD_OPTIONS:
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, action=_Old, dest="old", const=name, help=argparse.SUPPRESS)
+    group.add_argument("--loss-weight", action=_Old, dest="old", help=argparse.SUPPRESS)

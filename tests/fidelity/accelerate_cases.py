@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .accelerate import Network, case
+from .accelerate import Body, Network, case
 from .harness import TIGHT
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 1, 1, 2, 1, 1, 0.3])
@@ -111,7 +111,8 @@ class Dropped(Network):
 class Normalised(Network):
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(10)
+        # A bias before the normalisation would have gradients of rounding alone.
+        self.last, self.norm = nn.Linear(32, 10, bias=False), nn.BatchNorm1d(10)
 
     def forward(self, x, y):
         return {"loss": F.cross_entropy(self.norm(super().forward(x)), y)}
@@ -142,79 +143,9 @@ def centred(m, out, y):
     return F.cross_entropy(out - out.detach().mean(0), y)
 
 
-@of_outputs("scaled by the largest")
-def by_the_largest(m, out, y):
-    return F.cross_entropy(out, y) / out.detach().abs().amax()
-
-
-@of_outputs("scaled by a number")
-def by_a_number(m, out, y):
-    return F.cross_entropy(out, y) / float(out.detach().abs().max())
-
-
-@of_outputs("margins counted")
-def margins(m, out, y):
-    missed = out.detach().amax(-1) > 0.1
-    return (F.cross_entropy(out, y, reduction="none") * missed).sum() / max(1, int(missed.sum()))
-
-
-@of_outputs("weights of rare classes")
-def rare(m, out, y):
-    counts = torch.bincount(y, minlength=10).float()
-    return F.cross_entropy(out, y, weight=len(out) / (10 * counts.clamp(min=1)))
-
-
 @of_outputs("hard examples")
 def hard(m, out, y):
     return F.cross_entropy(out, y, reduction="none").topk(max(1, len(out) // 4)).values.mean()
-
-
-@of_outputs("labels mixed")
-def mixed(m, out, y):
-    return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y.flip(0))
-
-
-@of_outputs("labels rolled by a drawn order", says=JOINED + "|random")
-def shuffled(m, out, y):
-    return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y[torch.randperm(len(y), device=y.device)])
-
-
-@of_outputs("divided by the length before the sum")
-def before_the_sum(m, out, y):
-    return (F.cross_entropy(out, y, reduction="none") / len(out)).sum()
-
-
-@of_outputs("length of the batch in the loss")
-def length(m, out, y):
-    return F.cross_entropy(out * (1 + len(out) / 100), y)
-
-
-@of_outputs("a count of what is not ignored")
-def counted(m, out, y):
-    return F.cross_entropy(out, y, reduction="sum", ignore_index=3) / (y != 3).sum()
-
-
-@of_outputs("a mean and a weighted mean")
-def two_means(m, out, y):
-    return F.cross_entropy(out, y) + F.cross_entropy(out, y, weight=WEIGHTS.to(out.device))
-
-
-@of_outputs("first half beside the second")
-def halves(m, out, y):
-    half = len(out) // 2
-    return F.cross_entropy(out, y) + F.mse_loss(out[:half], out[half : 2 * half].detach())
-
-
-@of_outputs("scores sorted over the batch")
-def in_order(m, out, y):
-    return (
-        F.cross_entropy(out, y) + (out[:, 0].sort().values * torch.linspace(-1, 1, len(out), device=out.device)).sum()
-    )
-
-
-@of_outputs("cumulated over the batch")
-def cumulated(m, out, y):
-    return F.cross_entropy(out, y) + 0.1 * out.detach().cumsum(0).mul(out).mean()
 
 
 def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
@@ -241,36 +172,9 @@ def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
     return register
 
 
-@within("inputs centred")
-def inputs_centred(m, x, y):
-    return x - x.mean(0), y
-
-
 @within("inputs shifted in place")
 def inputs_shifted(m, x, y):
     return x.sub_(x.mean((0, 1))), y
-
-
-@within("inputs mixed by a drawn share", says=JOINED + "|random")
-def mixup(m, x, y):
-    share = float(torch.rand(()))
-    return share * x + (1 - share) * x.flip(0), y
-
-
-@within("positions by the number of the sample")
-def numbered(m, x, y):
-    return x + 0.01 * torch.arange(len(x), device=x.device)[:, None, None], y
-
-
-@within("softmax over the batch")
-def over_the_batch(m, x, y):
-    return x * x.softmax(0), y
-
-
-@within("statistics kept in a buffer", says=STATE)
-def running(m, x, y):
-    m.seen.mul_(0.9).add_(x.mean())
-    return x - m.seen, y
 
 
 @within("queue of outputs", says=STATE)
@@ -283,7 +187,7 @@ def queued(m, x, y):
 @within("teacher that follows", says=STATE)
 def followed(m, x, y):
     with torch.no_grad():
-        m.teacher.weight.lerp_(m.first.weight[:10, :4], 0.1)
+        m.teacher.weight.lerp_(m.body.first.weight[:10, :4], 0.1)
     return x + 0.1 * m.teacher(x).mean(-1, keepdim=True), y
 
 
@@ -293,25 +197,9 @@ def cooling(m, x, y):
     return x / (1 + m.count / 10), y
 
 
-@within("state made in the first forward", says=STATE)
-def made_late(m, x, y):
-    m.kept["scale"] = 0.9 * m.kept.get("scale", 1.0)
-    return x * m.kept["scale"], y
-
-
 @within("noise", says=r"random|draw|noise")
 def noisy(m, x, y):
     return x + 0.01 * torch.randn_like(x), y
-
-
-@within("a reference sample")
-def reference(m, x, y):
-    return x - x[:1], y
-
-
-@within("next to its neighbour")
-def neighbour(m, x, y):
-    return x + 0.1 * torch.cat([x[1:], x[:1]]), y
 
 
 # --- losses of the script, over what a model makes of its batch -----------------------------------------------------
@@ -336,55 +224,16 @@ def outside(name: str, says: str = JOINED) -> Callable[[Any], Any]:
     return register
 
 
-@outside("as it is", says="")
-def as_it_is(m, x, forward):
-    return forward(x)
-
-
-@outside("inputs centred")
-def centred_inputs(m, x, forward):
-    return forward(x - x.mean(0))
-
-
-@outside("outputs centred")
-def centred_outputs(m, x, forward):
-    out = forward(x)
-    return out - out.mean(0)
-
-
-@outside("outputs centred without a graph")
-def centred_values(m, x, forward):
-    out = forward(x)
-    return out - out.detach().mean(0)
-
-
-@outside("softmax over the batch at the end")
-def softmax_at_the_end(m, x, forward):
-    return forward(x).softmax(0)
-
-
-@outside("outputs flipped")
-def flipped(m, x, forward):
-    out = forward(x)
-    return out + 0.1 * out.flip(0)
-
-
 @outside("attention over the batch")
 def attended(m, x, forward):
     out = forward(x)
     return (out @ out.T / 10).softmax(-1) @ out
 
 
-@outside("scaled by a number")
-def scaled_outputs(m, x, forward):
-    out = forward(x)
-    return out / float(out.detach().abs().max())
-
-
 @outside("teacher that follows", says=STATE)
 def teacher_outside(m, x, forward):
     with torch.no_grad():
-        m.teacher.weight.lerp_(m.first.weight[:10, :4], 0.1)
+        m.teacher.weight.lerp_(m.body.first.weight[:10, :4], 0.1)
     return forward(x) + m.teacher(x.mean(1))
 
 
@@ -404,21 +253,6 @@ def given(name: str, more: Callable[[torch.Tensor, torch.Tensor], Any], says: st
         return loss
 
     return register
-
-
-@given("the length", lambda x, y: len(x))
-def by_the_length(out, y, n):
-    return F.cross_entropy(out, y, reduction="sum") / n
-
-
-@given("the length as a tensor", lambda x, y: torch.tensor(float(len(x)), device=x.device))
-def by_the_length_as_a_tensor(out, y, n):
-    return F.cross_entropy(out, y, reduction="sum") / n
-
-
-@given("a scale", lambda x, y: 0.5)
-def by_a_scale(out, y, scale):
-    return scale * F.cross_entropy(out, y)
 
 
 @given("pairs", lambda x, y: y[:, None] == y)
@@ -442,3 +276,104 @@ class OfLength(Network):
 def with_length(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     m.length = len(x)
     return m(x, y)
+
+
+# --- what the body itself does --------------------------------------------------------------------------------------
+
+
+def in_body(name: str, says: str = JOINED) -> Callable[[Any], Any]:
+    """``outputs(body, x, forward)`` is what the body returns: it joins samples, or is another one in each call."""
+
+    def register(outputs: Any) -> Any:
+        class Inner(Body):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(()))
+                self.count, self.scale, self.kept = 0, 1.0, []
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return outputs(self, x, super().forward)
+
+        class Outer(Network):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body = Inner()
+
+        def loss_of(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(m(x), y)
+            cools([m.body])
+            return loss
+
+        case(f"body: {name}", says, modes=(TIGHT,), loss_of=loss_of)(Outer)
+        return outputs
+
+    return register
+
+
+@in_body("inputs centred")
+def body_centred(m, x, forward):
+    return forward(x - x.mean(0))
+
+
+@in_body("outputs centred without a graph")
+def body_centred_values(m, x, forward):
+    out = forward(x)
+    return out - out.detach().mean(0)
+
+
+@in_body("attention over the batch")
+def body_attended(m, x, forward):
+    out = forward(x)
+    rows = out.mean(1)
+    return out + ((rows @ rows.T).softmax(-1) @ rows)[:, None]
+
+
+@in_body("positions by the number of the sample")
+def body_numbered(m, x, forward):
+    return forward(x + 0.01 * torch.arange(len(x), device=x.device)[:, None, None])
+
+
+@in_body("next to its neighbour")
+def body_neighbour(m, x, forward):
+    return forward(x + 0.1 * torch.cat([x[1:], x[:1]]))
+
+
+@in_body("scaled by a number")
+def body_by_a_number(m, x, forward):
+    out = forward(x)
+    return out / float(out.detach().abs().max())
+
+
+@in_body("statistics kept in a buffer", says=STATE)
+def body_running(m, x, forward):
+    m.seen.mul_(0.9).add_(x.mean())
+    return forward(x - m.seen)
+
+
+@in_body("counter that cools down", says=STATE + r"|sets")
+def body_cooling(m, x, forward):
+    m.count += 1
+    return forward(x / (1 + m.count / 10))
+
+
+@in_body("a list that grows", says=STATE + r"|list")
+def body_kept(m, x, forward):
+    m.kept.append(float(len(m.kept)))
+    return forward(x / len(m.kept))
+
+
+@in_body("noise", says=r"random|draw|noise")
+def body_noisy(m, x, forward):
+    return forward(x + 0.01 * torch.randn_like(x))
+
+
+@in_body("a scale that its script changes", says=STATE + r"|reads")
+def body_scaled(m, x, forward):
+    out = forward(x * m.scale)
+    return out - out.mean(0) if m.scale < 0.5 else out
+
+
+def cools(bodies: list[Any]) -> None:
+    """What a loop does after each loss."""
+    for body in bodies:
+        body.scale *= 0.7

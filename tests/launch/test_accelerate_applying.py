@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from vram_guard.cli import EXIT_ENVIRONMENT  # noqa: E402
 from vram_guard.codec import to_json  # noqa: E402
+from vram_guard.techniques import Body, Slices  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan, LoaderPlace  # noqa: E402
 from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
@@ -163,6 +164,7 @@ def test_a_checkpoint_is_scaled_by_what_it_does_not_contain(
 def test_recipes_of_several_models_are_each_ones_own(carried_out: Any) -> None:
     recipe = LaunchPlan().recipe
     names = {"checkpoint": ("0.a", "1.b", "10.c"), "offload_activations": ("1.d",)}
+    sliced = [Slices(Body(name, ("0",)), 4, 1) for name in ("1", "1.body")]
     models = [nn.Linear(1, 1) for _ in range(11)]
     installer = PlanInstaller(LaunchPlan(models=11, recipe=recipe.with_(**names, chunked_head="1.head")))
     installer._models = list(models)
@@ -170,6 +172,11 @@ def test_recipes_of_several_models_are_each_ones_own(carried_out: Any) -> None:
     assert [one.checkpoint for one in found] == [("a",), ("b",), *[()] * 8, ("c",)]
     assert [one.offload_activations for one in found] == [(), ("d",), *[()] * 9]
     assert [one.chunked_head for one in found] == ["", "head", *[""] * 9]
+    for slices, body in zip(sliced, ("", "body"), strict=True):
+        installer = PlanInstaller(LaunchPlan(models=11, recipe=recipe.with_(slices=slices)))
+        installer._models = list(models)
+        found = [installer._recipe_of(model) for model in models]
+        assert [one.slices and one.slices.body.name for one in found] == [None, body, *[None] * 9]
     one = recipe.with_(checkpoint=("a",), offload_activations=("b",), chunked_head="head", optimizer="fused")
     installer = PlanInstaller(LaunchPlan(recipe=one))
     installer._models = list(models)
@@ -177,18 +184,7 @@ def test_recipes_of_several_models_are_each_ones_own(carried_out: Any) -> None:
     assert installer._recipe_of(models[1]) == recipe.with_(optimizer="fused")
 
 
-def test_layouts_are_those_of_the_same_kind_of_model_in_the_same_place(carried_out: Any) -> None:
-    models = [nn.Linear(1, 1), nn.ReLU(), nn.Linear(2, 2), nn.Linear(3, 3)]
-    nothing = PlanInstaller(LaunchPlan())
-    nothing._models = list(models)
-    assert nothing._layout_of(models[0]) is None
-    installer = PlanInstaller(LaunchPlan(models=2, layouts=(None, None)))
-    installer._models = list(models)
-    assert [installer._number_of(model) for model in models] == [0, 1, 2, 3]
-    assert [installer._layout_of(model) for model in models] == [None] * 4
-
-
-def test_models_pass_batches_through_in_slices(carried_out: Any) -> None:
+def test_a_body_passes_its_batches_through_in_slices(carried_out: Any) -> None:
     from accelerate import Accelerator
 
     slices: list[int] = []
@@ -198,14 +194,12 @@ def test_models_pass_batches_through_in_slices(carried_out: Any) -> None:
             slices.append(len(x))
             return super().forward(x)
 
-    installer = PlanInstaller(LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=1, returns_loss=False))
-    installer.install()
-    model = Accelerator(cpu=True).prepare(Counting(2, 2))
+    carried_out(recipe=LaunchPlan().recipe.with_(slices=Slices(Body("1", ("0",)), 4, 1)))
+    model = Accelerator(cpu=True).prepare(nn.Sequential(nn.Linear(2, 2), Counting(2, 2)))
     out = model(torch.ones(4, 2))
     assert out.shape == (4, 2)
     out.sum().backward()
-    assert model.weight.grad.tolist() == [[4.0, 4.0], [4.0, 4.0]]
-    assert slices.count(1) == 8  # each forward and its repetition
+    assert slices == [1] * 5  # the first one's forward runs again
 
 
 def test_a_budget_of_the_compiler_ends_with_the_training(carried_out: Any) -> None:

@@ -47,18 +47,12 @@ def script(**given: Any) -> Any:
         "script": SimpleNamespace(**inner), "shape": shape, "sample": sample, "root": model, "models": [model],
         "batch_size_option": "--batch", "engine": None, "fsdp_plugin": None, "sharded": False, "by_itself": False,
         "fails_at_others": "", "compiled": False, "precision": "32-true", "fork_server": object(),
-        "loader_place": None, "accelerator": None, **given,
+        "loader_place": None, "accelerator": None, "why_one_size": "", **given,
     })  # fmt: skip
 
 
 def seen(**given: Any) -> Any:
-    facts = {
-        "batches_per_step": 3,
-        "returns_loss": False,
-        "compares_samples": False,
-        "updates_others": False,
-        "own_backward": (),
-    }
+    facts = {"batches_per_step": 3, "clips_gradients": False, "own_backward": (), "advances": ()}
     return SimpleNamespace(facts=SimpleNamespace(**{**facts, **given}))
 
 
@@ -67,32 +61,34 @@ def made(**given: Any) -> Any:
     return SimpleNamespace(**{**plan, "recipe": SimpleNamespace(parameters_on_host=()), **given})
 
 
-def own(first: Any, look: Any, plan: Any, splits: int = 1, *, allow: tuple[str, ...] = ("accumulate",)) -> list[str]:
-    return list(decide._own_options(first, look.facts, LaunchSettings.of({"allow": allow}), plan, splits))
+def own(first: Any, plan: Any, *, usable: int = 8, allow: tuple[str, ...] = ("accumulate",)) -> list[str]:
+    """A sample takes a byte."""
+    estimate = SimpleNamespace(at=lambda size: SimpleNamespace(peak_reserved=size))
+    planner: Any = SimpleNamespace(
+        first=first, facts=seen().facts, settings=LaunchSettings.of({"allow": allow}),
+        budget=SimpleNamespace(usable=usable), traces=SimpleNamespace(trace=lambda _request: estimate),
+    )  # fmt: skip
+    return list(decide._own_options(planner, plan))
 
 
 def test_smaller_batches_by_the_scripts_own_options_are_named_exactly() -> None:
-    halves = ["--batch", "8", "--accumulate", "6"]
-    assert own(script(), seen(), made()) == halves
-    assert own(script(), seen(), made(), 3) == ["--batch", "4", "--accumulate", "12"], "as many as divide the batch"
-    assert own(script(), seen(), made(splits=2, fits=True)) == halves, "no forward runs twice"
+    assert own(script(), made()) == ["--batch", "8", "--accumulate", "6"]
+    assert own(script(), made(), usable=5) == ["--batch", "4", "--accumulate", "12"], "as many as divide the batch"
 
 
 @pytest.mark.parametrize(
-    ("given", "look", "plan", "allow"),
+    ("given", "plan", "more"),
     [
-        ({"batch_size_option": ""}, {}, {}, ("accumulate",)),
-        ({"options": Options("")}, {}, {}, ("accumulate",)),
-        ({"batch_size": 1}, {}, {}, ("accumulate",)),
-        ({}, {}, {}, ("checkpoint",)),
-        ({}, {}, {"fits": True}, ("accumulate",)),
-        ({}, {"returns_loss": True}, {"fits": True, "splits": 2}, ("accumulate",)),
+        ({"batch_size_option": ""}, {}, {}),
+        ({"options": Options("")}, {}, {}),
+        ({"why_one_size": "it fails"}, {}, {}),
+        ({}, {}, {"usable": 0}),
+        ({}, {}, {"allow": ("checkpoint",)}),
+        ({}, {"fits": True}, {}),
     ],
 )
-def test_options_that_do_not_help_or_are_not_known_are_not_named(
-    given: Any, look: Any, plan: Any, allow: tuple[str, ...]
-) -> None:
-    assert own(script(**given), seen(**look), made(**plan), allow=allow) == []
+def test_options_that_do_not_help_or_are_not_known_are_not_named(given: Any, plan: Any, more: Any) -> None:
+    assert own(script(**given), made(**plan), **more) == []
 
 
 # --- DeepSpeed ----------------------------------------------------------------------------------------------------

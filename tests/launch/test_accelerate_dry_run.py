@@ -16,7 +16,7 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases
-from accelerate_cases import PICTURES, TRAINER, TRAINING
+from accelerate_cases import TRAINER, TRAINING
 
 from vram_guard.step import TrainingStep
 
@@ -41,32 +41,28 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     for name in ("asks", "never", "stepless", "fails", "spawns", "drifting", "frozen", "unprepared"):
         cases.request(asked / name, TRAINING, name, "--out", *never)
     cases.request(asked / "writes", TRAINING, "writes", "--out", writes)
-    cases.request(asked / "slices", TRAINING, "plain", budget="40MiB", allow=("accumulate",))
-    cases.request(asked / "sliced_inside", TRAINING, "clipping", budget="40MiB", allow=("accumulate",))
-    cases.request(asked / "lists", PICTURES, budget="50MiB", allow=("accumulate",))
-    cases.request(asked / "time_first", PICTURES, "--time_first", budget="8MiB", allow=("accumulate",))
+    cases.request(asked / "slices", TRAINING, "plain", budget="40MiB", allow=("slices",))
+    cases.request(asked / "sliced_inside", TRAINING, "clipping", budget="40MiB", allow=("slices",))
     cases.request(asked / "ranks", TRAINING, "plain", ranks=2)
     cases.request(asked / "blocks", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="112MiB",
                   allow=("checkpoint",))  # fmt: skip
     for name in ("checkpoint", "offload_activations"):
         cases.request(asked / f"fetching_{name}", TRAINING, "fetching", "--batch_size", 64, "--samples", 256,
                       budget="112MiB", allow=(name,))  # fmt: skip
-    cases.request(asked / "remembers", TRAINING, "remembers", budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "remembers", TRAINING, "remembers", budget="40MiB", allow=("slices",))
     cases.request(asked / "remembering_blocks", TRAINING, "remembers", "--batch_size", 64, "--samples", 128,
                   budget="112MiB", allow=("checkpoint",))  # fmt: skip
     cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="115MiB",
                   allow=("precision",))  # fmt: skip
     cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="115MiB",
-                  gpu="RTX 2080 Ti", allow=("precision", "accumulate"))  # fmt: skip
-    cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("accumulate", "offload_parameters"))
+                  gpu="RTX 2080 Ti", allow=("precision", "slices"))  # fmt: skip
+    cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("slices", "offload_parameters"))
     cases.request(asked / "by_inductor", TRAINING, "by_inductor", whole_job=False)
     cases.request(asked / "less_saved", TRAINING, "by_inductor", "--batch_size", 1024, "--samples", 2048,
                   budget="1000MiB", allow=("activation_memory_budget",), whole_job=False)  # fmt: skip
     cases.request(asked / "reduce_overhead", TRAINING, "reduce_overhead", whole_job=False)
-    cases.request(asked / "contrastive", TRAINING, "contrastive", budget="40MiB", allow=("accumulate",))
-    for name in ("summed", "masked", "beside"):
-        cases.request(asked / name, TRAINING, name, budget="40MiB", allow=("accumulate",))
-    cases.request(asked / "told", TRAINING, "masked", budget="40MiB", allow=("accumulate",), loss_weight="mean")
+    for name in ("contrastive", "summed", "masked", "beside", "accumulate"):
+        cases.request(asked / f"sliced_{name}", TRAINING, name, budget="40MiB", allow=("slices",))
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "offered_small", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
@@ -144,34 +140,20 @@ def test_several_processes_have_gradient_buckets(answers: Any) -> None:
 
 
 def test_a_batch_that_is_too_large_passes_in_slices(answers: Any) -> None:
-    plan, orders = answers["slices"]["plan"], answers["slices"]["launch_plan"]
+    answer = answers["slices"]
+    plan, slices = answer["plan"], answer["launch_plan"]["recipe"]["slices"]
     assert plan["fits"]
-    assert plan["micro_batch_size"] == {"before": 16, "after": orders["micro_batch_size"]}
-    assert orders["micro_batch_size"] in (4, 8)
+    assert slices["body"] == {"name": "", "cut": ["0"], "whole": []}
+    assert 1 <= slices["again"] <= slices["count"] <= 16
     assert plan["estimate"]["peak_reserved"] <= 40 * 2**20 < plan["before"]["peak_reserved"]
 
 
-def test_a_list_of_samples_is_known_from_a_list_of_columns(answers: Any) -> None:
-    """Three pictures of three channels: batches of other sizes tell that they are pictures."""
-    answer = answers["lists"]
-    assert answer["launch_plan"]["micro_batch_size"] == 1
-    assert answer["launch_plan"]["layouts"] == [[["0", True], ["1", True]]]
-
-
-def test_time_is_not_taken_for_the_batch_where_it_is_as_long(answers: Any) -> None:
-    answer = answers["time_first"]
-    assert not answer["fits"]
-    assert answer["launch_plan"]["micro_batch_size"] == 16
-    assert any("micro-batches are not possible" in note and "batch['0']" in note for note in answer["notes"])
-
-
-def test_a_loss_outside_the_model_costs_a_second_forward(answers: Any) -> None:
-    outside, inside, beside = (answers[name] for name in ("slices", "sliced_inside", "beside"))
-    for answer in (outside, beside):
-        assert any("forward of each micro-batch runs twice" in note for note in answer["notes"])
-        assert not answer["launch_plan"]["returns_loss"]
-    assert not any("forward of each micro-batch runs twice" in note for note in inside["notes"])
-    assert outside["plan"]["slowdown"] > inside["plan"]["slowdown"]
+@pytest.mark.parametrize("name", ["inside", "contrastive", "summed", "masked", "beside", "accumulate"])
+def test_whatever_the_loss_is_the_body_below_it_passes_in_slices(answers: Any, name: str) -> None:
+    answer = answers[f"sliced_{name}"]
+    assert "error" not in answer, answer
+    assert answer["fits"], answer["plan"]["reasons"]
+    assert answer["launch_plan"]["recipe"]["slices"]["body"]["name"] in ("", "network")
 
 
 def test_as_many_blocks_are_checkpointed_as_needed(answers: Any) -> None:
@@ -190,10 +172,10 @@ def test_blocks_are_treated_where_several_batches_are_loaded_before_a_forward(an
 
 
 def test_forwards_that_must_not_run_twice_do_not(answers: Any) -> None:
-    """A loss outside the model has slices run forward twice; so does checkpointing."""
+    """Slices run a part of the forward again; so does checkpointing."""
     sliced, checkpointed = answers["remembers"], answers["remembering_blocks"]
-    assert sliced["launch_plan"]["micro_batch_size"] == 16
-    assert "slices run the model's forward twice, and it changes blocks.0.means" in " ".join(sliced["plan"]["reasons"])
+    assert not sliced["changed"]
+    assert "slices of the batch are not possible here" in " ".join(sliced["plan"]["reasons"])
     assert set(checkpointed["launch_plan"]["recipe"]["checkpoint"]) <= {"blocks.2", "blocks.3"}
     said = " ".join(checkpointed["plan"]["reasons"])
     assert "blocks.0-1 (Remembers) cannot be checkpointed: the forward changes means" in said
@@ -209,7 +191,7 @@ def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     answer = answers["compiled"]
     assert "error" not in answer, answer
     assert not answer["fits"]
-    assert any("torch.compile" in note for note in answer["notes"])
+    assert any("slices" in reason and "torch.compile" in reason for reason in answer["plan"]["reasons"])
     assert answer["plan"]["compiled"]["followed"]  # by Dynamo's backend that compiles nothing
 
 
@@ -252,36 +234,6 @@ def test_accelerates_step_that_cannot_be_followed_compiled_is_counted_as_eager_a
     assert "CUDA graphs" in compiled["why"]
     assert answer["plan"]["estimate"]["peak_reserved"] == compiled["eager"]["peak_reserved"]
     assert answer["plan"]["estimate"]["tier"] == "partly symbolic"
-
-
-def test_a_model_that_compares_its_samples_is_not_sliced(answers: Any) -> None:
-    answer = answers["contrastive"]
-    assert "error" not in answer, answer
-    assert answer["launch_plan"]["micro_batch_size"] == 16
-    assert any("micro-batches are not possible" in note and "compares the samples" in note for note in answer["notes"])
-
-
-def test_a_loss_that_sums_over_the_batch_is_added_up(answers: Any) -> None:
-    assert "error" not in answers["summed"], answers["summed"]
-    assert answers["summed"]["fits"]
-    assert answers["summed"]["launch_plan"]["micro_batch_size"] < 16
-    assert answers["summed"]["launch_plan"]["loss_weight"] == "sum"
-    assert answers["sliced_inside"]["launch_plan"]["loss_weight"]["path"] == ["labels"]
-
-
-def test_a_loss_of_which_it_cannot_be_told_is_not_sliced(answers: Any) -> None:
-    answer = answers["masked"]
-    assert "error" not in answer, answer
-    assert not answer["fits"]
-    assert any(
-        "cannot tell whether the model's loss is a mean or a sum" in note and "--loss-weight" in note
-        for note in answer["notes"]
-    )
-
-
-def test_whoever_knows_what_a_loss_is_can_say_so(answers: Any) -> None:
-    assert "error" not in answers["told"], answers["told"]
-    assert answers["told"]["launch_plan"]["micro_batch_size"] < 16
 
 
 def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:

@@ -79,7 +79,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
 def two_processes(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
     """As written, and under a plan that nobody made beforehand: the first process plans, both hold it."""
     folder = tmp_path_factory.mktemp("two")
-    guarded = ("-m", "vram_guard_accelerate", "-v", "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    guarded = ("-m", "vram_guard_accelerate", "-v", "--budget", "45MiB", "--margin", "0", "--allow", "slices")
     as_written = run_several(folder / "written", cache, TWO)
     return as_written, run_several(folder / "sliced", cache, TWO, *guarded), 2
 
@@ -108,7 +108,7 @@ def test_slices_really_ran(both: Any) -> None:
 def test_slices_of_a_list_that_reads_in_two_ways_are_those_of_its_samples(tmp_path: Path, cache: Path) -> None:
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     plain = launch(*ONE, PICTURES, "--out", one, cache=cache, guarded=False)
-    options = ("--budget", "50MiB", "--margin", "0", "--allow", "accumulate")
+    options = ("--budget", "50MiB", "--margin", "0", "--allow", "slices")
     guarded = launch(*ONE, *options, PICTURES, "--out", two, cache=cache)
     assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
     assert "fits with: 3 micro-batches of 1" in " ".join(guarded.stderr.split())
@@ -122,7 +122,7 @@ def test_slices_of_a_list_that_reads_in_two_ways_are_those_of_its_samples(tmp_pa
 def launched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
     """`vram-guard launch`, from the command line to the end of the script."""
     out = tmp_path_factory.mktemp("launched") / "plain.pt"
-    options = (*ONE, "--budget", "45MiB", "--margin", "0", "--allow", "accumulate")
+    options = (*ONE, "--budget", "45MiB", "--margin", "0", "--allow", "slices")
     return launch(*options, TRAINING, "plain", "--out", out, cache=cache), out, options
 
 
@@ -247,7 +247,7 @@ def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> No
     )
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     plain = launch(*ONE, TRAINER, *arguments, "--out", one, cache=cache, guarded=False, libraries=TRAINER_LIBRARIES)
-    options = ("--budget", "80MiB", "--margin", "0", "--allow", "accumulate")
+    options = ("--budget", "80MiB", "--margin", "0", "--allow", "slices")
     guarded = launch(*ONE, *options, TRAINER, *arguments, "--out", two, cache=cache, libraries=TRAINER_LIBRARIES)
     assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
     as_written, sliced = torch.load(one), torch.load(two)

@@ -61,7 +61,7 @@ def run(configs: dict[int, Path], processes: int, out: Path, *own: str, guarded:
 
 def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(configs: Any, tmp_path: Path) -> None:
     plain = run(configs, 1, tmp_path / "plain.pt", *MODULE)
-    options = ("--budget", "60MiB", "--margin", "0", "--allow", "accumulate")
+    options = ("--budget", "60MiB", "--margin", "0", "--allow", "slices")
     found = run(configs, 1, tmp_path / "guarded.pt", "-v", *options, *MODULE, guarded=True)
     assert "micro-batch size" in found["said"]
     assert (found["package"], found["precision"], found["processes"]) == ("packaged", "bf16", 1)

@@ -47,16 +47,16 @@ TRAINER_ARGUMENTS = {
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
-    cases.request(asked / "by_hand", OPTIONS, "by_hand", "--out", "never.pt", budget="45MiB", allow=("accumulate",))
-    cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "accumulate"))
+    cases.request(asked / "by_hand", OPTIONS, "by_hand", "--out", "never.pt", budget="45MiB", allow=("slices",))
+    cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "slices"))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("accumulate",))
+    cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("slices",))
     words = [word for name, value in given.items() if "compile" not in name for word in (f"--{name}", str(value))]
     cases.request(asked / "trainer_mixed", TRAINER, *words, budget="90MiB", allow=("precision",))
     settings = folder / "settings.json"
     settings.write_text(json.dumps(given))
-    cases.request(asked / "from_a_file", TRAINER, settings, budget="80MiB", allow=("accumulate",))
+    cases.request(asked / "from_a_file", TRAINER, settings, budget="80MiB", allow=("slices",))
     return cases.dry_runs(asked)
 
 
@@ -103,7 +103,7 @@ def test_no_options_are_told_of_a_file_of_settings(answers: Any) -> None:
 
 
 def test_the_command_that_was_not_tried_is_printed_whole(tmp_path: Path) -> None:
-    words = ("--budget", "45MiB", "--margin", "0", "--allow", "accumulate", "--dry-run", OPTIONS, "by_hand")
+    words = ("--budget", "45MiB", "--margin", "0", "--allow", "slices", "--dry-run", OPTIONS, "by_hand")
     done = launch(*ONE, *words, "--out", tmp_path / "never.pt", cache=tmp_path)
     assert done.returncode == 0, done.stderr
     typed = " ".join(map(str, ("vram-guard launch", *ONE, *words, "--out", tmp_path / "never.pt")))

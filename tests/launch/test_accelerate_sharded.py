@@ -57,12 +57,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("checkpoints", "transformers", "--checkpointing", budget="80MiB")
     ask("trainer", "trainer", "--output_dir", asked.parent / "trainer")
     for ranks in (2, 8):
-        ask(f"configured{ranks}", "configured", ranks=ranks, budget="1GiB", allow=("accumulate", "checkpoint", *NAMED))
+        ask(f"configured{ranks}", "configured", ranks=ranks, budget="1GiB", allow=("slices", "checkpoint", *NAMED))
     trainer = (cases.TRAINER, "--output_dir", asked.parent / "flag", "--out", "never.pt", "--report_to", "none")
     sharded = '{"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": false}'
-    cases.request(asked / "whole", *trainer, ranks=2, allow=("accumulate",))
+    cases.request(asked / "whole", *trainer, ranks=2, allow=("slices",))
     flags = ("--fsdp", "full_shard auto_wrap", "--fsdp_config", sharded)
-    cases.request(asked / "flag", *trainer, *flags, ranks=2, allow=("accumulate",))
+    cases.request(asked / "flag", *trainer, *flags, ranks=2, allow=("slices",))
     return cases.dry_runs(asked)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import nn
 from vram_guard.errors import RecomputationError, UnsupportedStepError
 from vram_guard.plan import PlanOptions, plan
 from vram_guard.plan.descriptions import Why
-from vram_guard.plan.source import Source, TraceRequest, source_of
+from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.simulate.tracing.run import run_step, with_built_model
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe, find_blocks, install
@@ -470,18 +469,3 @@ def test_impure_blocks_are_offloaded_and_the_others_are_checkpointed() -> None:
     assert made.fits
     assert set(made.checkpointed_modules) <= {"0", "2", "4"}
     assert "1, 3 cannot be checkpointed" in made.explain()
-
-
-@pytest.mark.parametrize(("again", "possible"), [(True, False), (False, True)])
-def test_slices_whose_forward_runs_twice_need_a_pure_model(again: bool, possible: bool) -> None:
-    own = source_of(step_of(FillsQueue, Block), (8, 0), lambda _model: [""])
-
-    def follow(request: TraceRequest) -> Any:
-        return own.trace(replace(request, slices=min(request.slices, 2), sliced_by="loop", forward_again=False))
-
-    source = Source(own.model, follow, sliced_by="model", forward_again=again)
-    usable = own.trace(TraceRequest(30000, "32-true")).at(30000).peak_reserved - 1
-    made = plan(source, 30000, usable, margin=0, allow=["accumulate"])
-    assert made.fits is possible
-    said = "smaller micro-batches are not possible here: slices run the model's forward twice, and it changes 0.queue"
-    assert (said in " ".join(made.reasons)) is not possible

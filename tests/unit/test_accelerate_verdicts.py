@@ -1,4 +1,4 @@
-"""What is concluded of what was seen: proofs, relaunches, time on this CPU, and variables of a launch."""
+"""What is concluded of what was seen: relaunches, time on this CPU, and variables of a launch."""
 
 from __future__ import annotations
 
@@ -13,58 +13,20 @@ import pytest
 pytest.importorskip("accelerate")
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402 - what is tested has to be there
-
-from vram_guard.codec import to_json  # noqa: E402
+from vram_guard.codec import to_json  # noqa: E402 - what is tested has to be there
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard_accelerate import _signals  # noqa: E402
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words  # noqa: E402
-from vram_guard_accelerate._settings import LOSS_WEIGHT  # noqa: E402
 from vram_guard_accelerate._sharding_change import INTRODUCED, ShardingChange  # noqa: E402
 from vram_guard_accelerate.cli import _launchers, agreed_plan  # noqa: E402
 from vram_guard_accelerate.dry_run import own_ranks  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
-from vram_guard_accelerate.planning._proven import Judge  # noqa: E402
 from vram_guard_accelerate.relaunch import relaunch as relaunches  # noqa: E402
 from vram_guard_accelerate.relaunch.relaunch import LaunchChange, Relaunch  # noqa: E402
 
 RECIPE = LaunchPlan().recipe
-SLICED = LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=2)
-
-
-def judged(plan: LaunchPlan, **more: Any) -> Any:
-    settings: Any = SimpleNamespace(loss_weight=more.get("weight"))
-    return Judge(settings, lambda: more.get("why", ""), lambda: ("remark",), lambda _: more.get("steps")).of(plan)
-
-
-def test_a_plan_that_leaves_every_number_is_not_looked_at() -> None:
-    found = judged(LaunchPlan(batch_size=4, grown_batch_size=4, micro_batch_size=4), why="it is unknown")
-    assert (found.refused, found.notes) == ({}, ())
-
-
-def test_the_loss_graph_proves_slices() -> None:
-    found = judged(SLICED)
-    assert (found.refused, len(found.notes), found.notes[-1]) == ({}, 2, "remark")
-    found = judged(SLICED, why="it is unknown")
-    assert found.refused["accumulate"].startswith("it is unknown")
-    assert LOSS_WEIGHT in found.refused["accumulate"]
-
-
-def test_as_the_user_said_slices_are_not_proven() -> None:
-    found = judged(SLICED, weight="mean", why="it is unknown")
-    assert ["--loss-weight mean" in note for note in found.notes] == [True]
-    found = judged(replace(SLICED, recipe=RECIPE.with_(checkpoint=("0",))), weight="mean")
-    assert len(found.notes) == 2  # as said, compared in the training
-
-
-def test_small_steps_of_an_optimizer_are_judged_beside() -> None:
-    steps = SimpleNamespace(refutation="", words=lambda: "its steps are as large")
-    assert judged(SLICED, steps=steps).notes[-1] == "its steps are as large"
-    steps.refutation = "its steps are larger"
-    eight = replace(SLICED, recipe=RECIPE.with_(optimizer="8bit"))
-    assert list(judged(eight, steps=steps).refused.values()) == ["its steps are larger"]
 
 
 # --- relaunches ----------------------------------------------------------------------------------------------------
@@ -239,10 +201,6 @@ def test_ranks_are_named_for_scripts_that_read_them_themselves(
     assert not {*names} & kept.keys()
 
 
-def test_only_a_model_within_its_own_distribution_takes_slices() -> None:
-    assert "holds only a part" in own_ranks.why_not_within(nn.Linear(1, 1))
-
-
 def test_exit_codes_and_the_signals_that_end() -> None:
     assert [_signals.exit_code(code) for code in (0, 3, -9, -2)] == [0, 3, 137, 130]
     assert not _launchers._in_front(SimpleNamespace(pid=-1))  # type: ignore[arg-type]
@@ -262,7 +220,7 @@ class Store:
         return self.kept[key].encode()
 
 
-@pytest.mark.parametrize("found", [LaunchPlan(micro_batch_size=3), None, DryRunFailure("DoesNotFitError", "too large")])
+@pytest.mark.parametrize("found", [LaunchPlan(grown_batch_size=3), None, DryRunFailure("DoesNotFitError", "too large")])
 def test_all_ranks_hold_the_plan_of_the_first(monkeypatch: Any, found: Any) -> None:
     store, planned = Store(), []
     monkeypatch.setattr(agreed_plan, "_store", lambda: store)

@@ -25,7 +25,7 @@ from vram_guard.step import checked_count
 
 #: Sizes at which batches are looked at; the first five are seldom those of anything but a batch, the even ones are
 #: for loaders that make no others.
-PROBED_SIZES = (5, 7, 11, 13, 17, 10, 14, 22)
+_PROBED_SIZES = (5, 7, 11, 13, 17, 10, 14, 22)
 
 _PLAIN = (str, bytes, numbers.Number, enum.Enum, type(None), dt.date, dt.timedelta, type)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.Size)
@@ -74,17 +74,6 @@ class Layout:
     def has_rows(self) -> bool:
         """True where anything is cut."""
         return self.rows or any(child.has_rows for child in (self.parts or {}).values())
-
-    def to_json(self) -> Any:
-        """Plain values that JSON can hold, where keys are strings and numbers."""
-        return self.rows if self.parts is None else [[key, child.to_json()] for key, child in self.parts.items()]
-
-    @classmethod
-    def from_json(cls, value: Any) -> Layout:
-        """The layout that :meth:`to_json` wrote down."""
-        if isinstance(value, bool):
-            return cls(rows=value)
-        return cls(parts={key: cls.from_json(child) for key, child in value})
 
 
 _SHARED, _ROWS = Layout(), Layout(rows=True)
@@ -198,7 +187,7 @@ def probe_layout(make: Callable[[int], Any]) -> Layout:
     """
     readings: list[Layout] = []
     failure: Exception | None = None
-    for size in PROBED_SIZES:
+    for size in _PROBED_SIZES:
         try:
             example = make(size)
         except Exception as error:  # noqa: BLE001 - the user's collate_fn, at a size that the training may never ask for

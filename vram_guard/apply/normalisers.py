@@ -64,16 +64,6 @@ class Normaliser:
         samples = (attributes(_at(batch, self.path[:at])) or {}).values()
         return torch.cat([self._values_at(one, self.path[at + 1 :]).flatten() for one in samples])
 
-    def is_in(self, batch: Any) -> bool:
-        """Check whether a batch has the part that is counted in."""
-        for key in self.path:
-            parts = attributes(batch) or {}
-            key = next(iter(parts), None) if key is None else key  # noqa: PLW2901
-            if key not in parts:
-                return False
-            batch = parts[key]
-        return isinstance(batch, torch.Tensor)
-
     def _values_at(self, part: Any, path: tuple[Any, ...]) -> torch.Tensor:
         values = torch.as_tensor(_at(part, path)).detach()
         return values[..., 1:] if self.shifted else values

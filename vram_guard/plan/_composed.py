@@ -131,8 +131,6 @@ class Composer:
             return False
         if recipe.optimizer_in_backward or recipe.chunked_head:
             return False  # gradients die within the backward pass, and the loss is no part of a block
-        if request.slices > 1 and request.sliced_by != "loop":
-            return False
         checkpointed, offloaded = frozenset(recipe.checkpoint), frozenset(recipe.offload_activations)
         if checkpointed and offloaded:
             return checkpointed | offloaded == blocks.checkpoint

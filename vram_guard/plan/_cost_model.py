@@ -106,9 +106,6 @@ class CostModel:
         if recipe.slices is not None:
             again = recipe.slices.again / recipe.slices.count
             time += self._recomputed(base, size, (recipe.slices.body.name,), ()).times(rounds * again)
-        if option.splits > 1 and self._source.forward_again:
-            forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
-            time += sum(forward.values(), StepTime()).times(rounds)
         if recipe.chunked_head:  # the layer's forward once more, chunk by chunk
             forward = forward_seconds_by_module(timeline.exact(size).work, size, self._gpu)
             time += forward.get(recipe.chunked_head, StepTime()).times(rounds)

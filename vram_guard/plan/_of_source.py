@@ -15,7 +15,7 @@ from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan._compiled import with_compiled
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
-from vram_guard.plan._purity import check_pinned_blocks, why_not_again, why_not_checkpointed
+from vram_guard.plan._purity import check_pinned_blocks, why_not_checkpointed
 from vram_guard.plan._request import PlanRequest
 from vram_guard.plan._search import search
 from vram_guard.plan._space import parts_of, space_of
@@ -178,9 +178,6 @@ def _request(asked: PlanRequest, source: Source, explored: _Explored, shardings:
     may_choose = "checkpoint" in techniques and asked.pins.checkpoint is None
     # A step that could not be followed does not say what its blocks keep.
     no_blocks = may_choose and bool(written.work) and not parts.saving
-    if source.forward_again and (again := why_not_again(changes)) is not None:
-        techniques -= {"accumulate"}
-        reasons["accumulate"] = refused_reason("accumulate", again)
     refusal = _no_selective_checkpointing(source)
     if refusal and asked.pins.checkpoint_keeps:
         raise UnsupportedStepError(_("{pin} is pinned, but {refusal}", pin="checkpoint_keeps", refusal=refusal))
@@ -267,9 +264,6 @@ def _environment_settings() -> AllocatorSettings | None:
 
 def _incompatible(source: Source) -> Callable[[Option], str]:
     def why(option: Option) -> str:
-        if source.sliced_by == "model" and option.splits > 1 and option.recipe.parameters_on_host:
-            # Slices take the gradients of parameters by themselves, which FSDP2 has replaced by then.
-            return _("FSDP2 gathers a model's parameters once for its forward and backward, not for slices within it")
         return incompatible(
             option.recipe,
             clip=source.clips,

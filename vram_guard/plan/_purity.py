@@ -59,12 +59,6 @@ def why_not_checkpointed(changes: Iterable[StateChange]) -> tuple[Reason, ...]:
     )
 
 
-def why_not_again(changes: Iterable[StateChange]) -> Message | None:
-    """The reason why the model's own forward cannot run twice; None where it can."""
-    does = next((_does(change.kind, change.name) for change in changes if not change.module), None)
-    return None if does is None else Message("slices run the model's forward twice, and it {does}", does=does)
-
-
 def check_pinned_blocks(pins: Pins, blocks: Sequence[str], changes: Sequence[StateChange]) -> None:
     """Check that the blocks that are to be checkpointed can be.
 

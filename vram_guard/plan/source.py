@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
-#: Who makes micro-batches of a loaded batch. "loop": the training loop cuts the batch, which stays on the device
-#: meanwhile. "model": the model's forward passes the batch through in slices.
-SlicedBy = Literal["loop", "model"]
-
-
 #: What is followed. "whole": two optimizer steps; "first": the first of them; "weights": two, with a loss that uses
 #: each weight once instead of the step's own, where only the optimizer is asked about.
 Part = Literal["whole", "first", "weights"]
@@ -39,21 +34,12 @@ class TraceRequest:
     recipe: Recipe = AS_WRITTEN
     slices: int = 1
     """Micro-batches of a loaded batch."""
-    sliced_by: SlicedBy = "loop"
-    """Of no meaning for one slice."""
-    forward_again: bool = False
-    """True if slices run their forward once more in the backward pass."""
     part: Part = "whole"
     """Others than the whole are asked of a source with marks alone."""
     watched: bool = True
     """False: what forwards change is not looked at."""
     compiled: bool = False
     """True: code under ``torch.compile`` is compiled and followed, of a source that ``compiles``."""
-
-    @property
-    def slices_of_model(self) -> int:
-        """Slices in which the model takes each batch that is loaded."""
-        return self.slices if self.sliced_by == "model" else 1
 
 
 @dataclass(frozen=True)
@@ -88,9 +74,6 @@ class Source:
     """True if gradients are clipped."""
     sharded: bool = False
     """True if parameters on the host are sharded over the ranks by the tracing code (FSDP2)."""
-    sliced_by: SlicedBy = "loop"
-    forward_again: bool = False
-    """True if slices run their forward once more in the backward pass."""
     topology: Topology | None = None
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None
@@ -105,7 +88,7 @@ class Source:
     whole: Callable[[Job], Callable[[TraceRequest], Timeline]] | None = None
     """As ``trace``, with the steps' job, or another like it; None where there is none."""
     batch_slices: int = 1
-    """For "loop": slices that the step as written makes of a loaded batch; each of them is cut again."""
+    """Slices that the step as written makes of a loaded batch; each of them is cut again."""
     compiles: bool = False
     """True if ``torch.compile`` compiles the model or parts of it, and its timelines can show that."""
     copies: bool = False
@@ -120,11 +103,8 @@ class Source:
     """What plans of it have found out, by batch size, for those that follow; None: each begins anew."""
 
     def request(self, precision: str, splits: int, recipe: Recipe, size: int) -> TraceRequest:
-        """The request that is traced for an option: two micro-batches stand for any number, unless the model slices."""
-        if splits == 1:
-            return TraceRequest(size, precision, recipe)
-        slices = splits if self.sliced_by == "model" else 2
-        return TraceRequest(size, precision, recipe, slices, self.sliced_by, self.forward_again)
+        """The request that is traced for an option: two micro-batches stand for any number."""
+        return TraceRequest(size, precision, recipe, min(splits, 2))
 
 
 def source_of(

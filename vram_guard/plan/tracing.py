@@ -331,7 +331,7 @@ class Traces:
 
     def _resident(self, timeline: Timeline, option: Option) -> Timeline:
         """The timeline with the whole of a loaded batch on the device, where the loop cuts it."""
-        if option.splits == 1 or self.source.sliced_by != "loop":
+        if option.splits == 1:
             return timeline
         return resident_batch(timeline, traced=2, resident=option.splits * self.source.batch_slices)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vram_guard.apply.loss_terms import parts_of
+from vram_guard.state.containers import parts_of
 
 
 class BatchState:

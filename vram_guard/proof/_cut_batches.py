@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import Layout, Splitter
 from vram_guard.capture.apart import leaf_shapes
+from vram_guard.state.containers import parts_of
 
 
 def of_whole_batch(make: Callable[[int], Any], batch_size: int, micro_batch_size: int, layout: Layout) -> str:

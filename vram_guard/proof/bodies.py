@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +27,7 @@ from vram_guard.limits import MOST_CANDIDATES
 from vram_guard.patching import replaced
 from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import told, unknown_functions
-from vram_guard.proof.later_changes import CodeRun
+from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
@@ -45,6 +48,26 @@ _HARMLESS_HOOKS = frozenset(("transformers.utils.output_capturing",))
 _PLAIN = (type(None), bool, int, float, str)
 
 
+class Watch(Protocol):
+    """What is looked at in a step: it can be sent to another process, and so can what it has found."""
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+
+    def around(self) -> TorchDispatchMode:
+        """The mode that is on while a loss is computed."""
+
+    def installed(self, model: nn.Module) -> Callable[[], None]:
+        """Watch forwards of the model; a function that puts them back."""
+
+    def found(self) -> Any:
+        """What was seen while losses were computed.
+
+        Raises:
+            UnsupportedTechniqueError: what stands in the way of slices.
+        """
+
+
 def find_body(step: TrainingStep, batch_size: int, companions: tuple[object, ...] = ()) -> Body:
     """The body of a step. Call it where the step may be run symbolically.
 
@@ -57,16 +80,31 @@ def find_body(step: TrainingStep, batch_size: int, companions: tuple[object, ...
         UnsupportedTechniqueError: there is none; names what stands in the way.
         Exception: whatever the user's code raises.
     """
+    return body_of(partial(_look, step), batch_size, lambda: functions_of(companions)).body
+
+
+def body_of(
+    look: Callable[[Watch, int], Any], batch_size: int, between_steps: Callable[[], Iterable[FunctionType]]
+) -> BodyFacts:
+    """The same of a step that is run elsewhere.
+
+    Args:
+        look: runs two symbolic steps at a batch size; what the watch has found in the second.
+        batch_size: of a whole batch.
+        between_steps: functions of the user's that run between steps, asked for where the step is run.
+
+    Raises:
+        UnsupportedTechniqueError: there is none; names what stands in the way.
+        Exception: whatever ``look`` raises.
+    """
     large, small = sizes_of_looks(batch_size)
-    calls = _ModuleCalls()
-    _run(step, large, calls.around, calls.installed)
     refusal = ""
-    for name in itertools.islice(_candidates(calls.outermost), MOST_CANDIDATES):
-        look = _BodyCalls(name, companions)
+    for name in look(_ModuleCalls(), large)[:MOST_CANDIDATES]:
+        watch = _BodyCalls(name, between_steps)
         try:
-            found = [look.at(step, size) for size in (large, small)]
+            found: list[BodyFacts] = [look(watch, size) for size in (large, small)]
             if found[0] == found[1]:
-                return found[0].body
+                return found[0]
             why = _("it computes something else for other numbers of samples")
         except UnsupportedTechniqueError as error:
             why = str(error)
@@ -74,24 +112,21 @@ def find_body(step: TrainingStep, batch_size: int, companions: tuple[object, ...
     raise UnsupportedTechniqueError(refusal or _("no module of it returns a row for each sample"))
 
 
-def _run(
-    step: TrainingStep,
-    size: int,
-    around: Callable[[], TorchDispatchMode],
-    install: Callable[[nn.Module], Callable[[], None]],
-) -> None:
+def _look(step: TrainingStep, watch: Watch, size: int) -> Any:
     """Two symbolic steps, the model's forwards patched while the loss is computed."""
     from vram_guard.simulate.tracing.run import run_step
 
     def loss(model: Any, batch: Any) -> Any:
-        undo = install(model)
+        watch.reset()
+        undo = watch.installed(model)
         try:
-            with around():
+            with watch.around():
                 return step.loss(model, batch)
         finally:
             undo()
 
     run_step(step.with_(loss=loss, job=None), size, (8, 0))
+    return watch.found()
 
 
 # --- which modules are called -----------------------------------------------------------------------------------------
@@ -109,21 +144,28 @@ class _ModuleCall:
 
 
 class _ModuleCalls:
-    """The calls of a model's modules in the last step that was run."""
+    """The calls of a model's modules."""
 
     def __init__(self) -> None:
         self.outermost: list[_ModuleCall] = []
         self._open: list[_ModuleCall] = []
 
+    def reset(self) -> None:
+        """Forget them."""
+        self.outermost.clear()
+
     def around(self) -> TorchDispatchMode:
         """The mode that counts what is computed."""
-        self.outermost.clear()
         return _Counting(self._open)
 
     def installed(self, model: nn.Module) -> Callable[[], None]:
         """Watch every module of the model."""
-        names = {id(module): name for name, module in model.named_modules() if has_forward(module)}
+        names = {id(part): name for name, part in model.named_modules() if _may_be_patched(part)}
         return patch_forwards(model, names.values(), lambda module: _CountedForward(module, names[id(module)], self))
+
+    def found(self) -> list[str]:
+        """Names of modules that may be a body, the best first."""
+        return list(_candidates(self.outermost))
 
     def begin(self, name: str) -> _ModuleCall:
         """Enter a module."""
@@ -135,6 +177,11 @@ class _ModuleCalls:
     def end(self) -> None:
         """Leave the innermost module."""
         self._open.pop()
+
+
+def _may_be_patched(module: nn.Module) -> bool:
+    """False for what replicates the module that it holds, and is called once for each batch."""
+    return has_forward(module) and not isinstance(module, (nn.DataParallel, DistributedDataParallel))
 
 
 class _CountedForward(PatchedForward):
@@ -191,12 +238,14 @@ def _candidates(calls: list[_ModuleCall]) -> Iterator[str]:
 # --- what one of them does --------------------------------------------------------------------------------------------
 
 
-class _Facts(NamedTuple):
+class BodyFacts(NamedTuple):
     """What is the same for every number of samples."""
 
     body: Body
     results: tuple[int, ...]
     """Keys of how each result was computed."""
+    random: bool
+    """True if it draws random numbers."""
 
 
 class _BodyCalls:
@@ -204,23 +253,26 @@ class _BodyCalls:
 
     Args:
         name: of the module.
-        companions: objects of the training whose functions run between steps.
+        between_steps: functions of the user's that run between steps.
     """
 
-    def __init__(self, name: str, companions: tuple[object, ...]) -> None:
+    def __init__(self, name: str, between_steps: Callable[[], Iterable[FunctionType]]) -> None:
         self.name = name
-        self.companions = companions
-        self.facts: list[_Facts] = []
+        self.between_steps = between_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.facts: list[BodyFacts] = []
         self.leaving = _Leaving()
         self._refusal: UnsupportedTechniqueError | None = None
 
-    def at(self, step: TrainingStep, size: int) -> _Facts:
-        """What every call in the second step does.
+    def found(self) -> BodyFacts:
+        """What every call does.
 
         Raises:
             UnsupportedTechniqueError: it joins rows, or does something that slices would do otherwise.
         """
-        _run(step, size, self._around, self._installed)
         if self._refusal is not None:
             raise self._refusal
         if self.leaving.waits:
@@ -233,13 +285,15 @@ class _BodyCalls:
             )
         if len({facts.body for facts in self.facts}) != 1:
             raise UnsupportedTechniqueError(_("it is called with different arguments"))
-        return _Facts(self.facts[0].body, tuple(key for facts in self.facts for key in facts.results))
+        results = tuple(key for facts in self.facts for key in facts.results)
+        return BodyFacts(self.facts[0].body, results, any(facts.random for facts in self.facts))
 
-    def _around(self) -> TorchDispatchMode:
-        self.facts, self.leaving, self._refusal = [], _Leaving(), None
+    def around(self) -> TorchDispatchMode:
+        """The mode that sees what leaves the module."""
         return self.leaving
 
-    def _installed(self, model: nn.Module) -> Callable[[], None]:
+    def installed(self, model: nn.Module) -> Callable[[], None]:
+        """Follow the module's forward."""
         return patch_forwards(model, [self.name], lambda module: _FollowedForward(module, model, self))
 
     def refuse(self, error: UnsupportedTechniqueError) -> None:
@@ -268,7 +322,8 @@ class _FollowedForward(PatchedForward):
         self._look.leaving.returned(out)
         try:
             self._check(state, apart, ran, functions, heard)
-            self._look.facts.append(_Facts(self._body(called, rows), tuple(_results(out, rows, apart))))
+            results = tuple(_results(out, rows, apart))
+            self._look.facts.append(BodyFacts(self._body(called, rows), results, heard.random))
         except UnsupportedTechniqueError as error:
             self._look.refuse(error)
         return out
@@ -286,7 +341,7 @@ class _FollowedForward(PatchedForward):
             heard.written,
             ran.takes_gradients(),
             unknown_functions(functions),
-            ran.changed_later(self._model, self._look.companions),
+            ran.changed_later(self._model, self._look.between_steps()),
         )
         for why in reasons:
             raise UnsupportedTechniqueError(why)
@@ -340,7 +395,8 @@ def _hooks(module: nn.Module) -> Iterator[str]:
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for name, one in module.named_modules():
         for hook in (hook for kind in kinds for hook in vars(one)[kind].values()):
-            if getattr(hook, "__module__", "") in _HARMLESS_HOOKS:
+            where = getattr(hook, "__module__", "") or ""
+            if where in _HARMLESS_HOOKS or where.startswith("vram_guard"):  # ours, in a symbolic run
                 continue
             said = getattr(hook, "__qualname__", type(hook).__qualname__)
             yield _("a hook of '{module}' ({hook}) would see slices of the batch", module=name, hook=said)

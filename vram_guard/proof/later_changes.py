@@ -5,11 +5,11 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, FunctionType
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.user_code import is_users_file
+from vram_guard.user_code import is_users_file, is_users_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,16 +68,15 @@ class CodeRun:
                 yield _("{function} uses {name}, by which a backward pass may join samples",
                         function=code.co_name, name=name)  # fmt: skip
 
-    def changed_later(self, model: nn.Module, others: Iterable[object] = ()) -> Iterator[str]:
+    def changed_later(self, model: nn.Module, others: Iterable[FunctionType] = ()) -> Iterator[str]:
         """Sentences about what the functions read and other code changes.
 
         Args:
             model: that is trained.
-            others: objects with functions that run between steps.
+            others: functions that run between steps, beside those of the model.
         """
         read = {name for code in self._codes for name in _attributes(code, "LOAD")}
-        kinds = {kind for one in (*model.modules(), *others) for kind in type(one).__mro__}
-        functions = [function for kind in kinds for function in _functions(kind)]
+        functions = [*functions_of(model.modules()), *others]
         iterators = dict(self._iterators)
         for part in model.modules():
             iterators.update((name, None) for name in read & vars(part).keys() if _goes_on(vars(part)[name]))
@@ -93,12 +92,42 @@ class CodeRun:
                 yield _("the step reads {name}, which {function} changes", name=name, function=function.__qualname__)
 
 
+def functions_of(objects: Iterable[object]) -> list[FunctionType]:
+    """The methods of the user's in the classes of objects."""
+    return [function for kind in {kind for one in objects for kind in type(one).__mro__} for function in _methods(kind)]
+
+
+def functions_around() -> list[FunctionType]:
+    """Functions of the user's that are running, and those of the imported modules that they may call."""
+    known: dict[str, list[FunctionType]] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if is_users_module(name) and isinstance(file, str) and is_users_file(file):
+            for value in list(vars(module).values()):
+                for function in _methods(value) if isinstance(value, type) else (value,):
+                    if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
+                        known.setdefault(function.__name__, []).append(function)
+    found = list[FunctionType]()
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what calls is what runs between steps
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            # What a script defines is among the functions of its module.
+            own = (None if isinstance(one, CodeType) else one for one in frame.f_code.co_consts)
+            cells = tuple(CellType() for _name in frame.f_code.co_freevars)
+            found.append(FunctionType(frame.f_code.replace(co_consts=tuple(own)), {}, closure=cells))
+        frame = frame.f_back
+    for function in found:  # those that are added in the loop too
+        for name in _attributes(function.__code__, "NAME"):
+            found += known.pop(name, [])
+    return found
+
+
 def _goes_on(value: Any) -> bool:
     kind = type(value)
     return hasattr(kind, "__next__") and hasattr(kind, "__iter__")
 
 
-def _functions(kind: type) -> Iterator[FunctionType]:
+def _methods(kind: type) -> Iterator[FunctionType]:
     for method in vars(kind).values():
         method = getattr(method, "__func__", getattr(method, "fget", method))  # noqa: PLW2901 - out of its descriptor
         method = getattr(method, "__wrapped__", method)  # noqa: PLW2901 - as no_grad wraps it
@@ -125,13 +154,20 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
+_OPERATIONS = {
+    "LOAD": ("LOAD_ATTR", "LOAD_METHOD"),
+    "STORE": ("STORE_ATTR", "DELETE_ATTR"),
+    "NAME": ("LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME", "LOAD_GLOBAL"),
+}
+
+
 def _attributes(code: CodeType, how: str) -> set[str]:
-    """Names of attributes that a function loads or stores; of what ``setattr`` is given, those that are written out."""
-    operations = {"LOAD": ("LOAD_ATTR", "LOAD_METHOD"), "STORE": ("STORE_ATTR", "DELETE_ATTR")}[how]
+    """Names of attributes that a function loads or stores, or all that it loads; of ``setattr``, those written out."""
+    operations = _OPERATIONS[how]
     found = {one.argval for one in dis.get_instructions(code) if one.opname in operations}
     if how == "STORE" and "setattr" in code.co_names:
         found |= {one for one in code.co_consts if isinstance(one, str)}
     for inner in code.co_consts:
-        if isinstance(inner, CodeType):
+        if isinstance(inner, CodeType) and (how != "STORE" or inner.co_name not in _BEFORE):
             found |= _attributes(inner, how)
     return found

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from vram_guard.apply.loss_terms import parts_of
 from vram_guard.apply.microbatch import CannotSplitError, Layout, MicroBatch, Splitter
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.errors import UnsupportedStepError
@@ -17,10 +16,11 @@ from vram_guard.patching import replaced
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
 from vram_guard.proof.functions import told, unknown_functions
-from vram_guard.proof.later_changes import CodeRun
+from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
 from vram_guard.proof.step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
+from vram_guard.state.containers import parts_of
 from vram_guard.state.modules import normalisation_buffers
 from vram_guard.step import TrainingStep
 from vram_guard.tensors import storage_of
@@ -198,7 +198,7 @@ class LossGraph:
             own = self._as_written.model
             later = [_("the step reads {name}, which moves on with the training", name=n) for n in self._effects.reads]
             if isinstance(own, torch.nn.Module):
-                later += ran.changed_later(own, self._effects.companions)
+                later += ran.changed_later(own, functions_of(self._effects.companions))
             own_backward = tuple(unknown_functions(functions))
             later += [*ran.takes_gradients(), *own_backward]
             if heard.of_python:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vram_guard.apply.loss_terms import parts_of
 from vram_guard.state.modules import normalisation_buffers
 from vram_guard.state.reached import OF_EVERY_MODULE, ReachedState, has_state
 from vram_guard.tensors import storage_of, version_of
@@ -35,7 +34,6 @@ class StepState:
     """
 
     def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._model = model
         self._optimizer = optimizer
         self._settings = _settings(optimizer)
         roots = [(path, part) for path, part in model.named_modules() if _is_users(part)]
@@ -65,27 +63,11 @@ class StepState:
         now = _settings(self._optimizer)
         yield from ((name, None) for name in {**self._settings, **now} if self._settings.get(name) != now.get(name))
 
-    def numbers(self) -> Iterator[tuple[str, str]]:
-        """Names and numbers that they hold; buffers of one element as well, where that is known."""
-        for name, value in (*self._reached.content(), *self._model.named_buffers()):
-            yield from numbers_in(value, name)
-
     def written(self, storages: Container[int]) -> Iterator[str]:
         """The names of tensors that were written in place, also past autograd into one of these storages."""
         for name, one, version in self._tensors:
             if version_of(one) != version or storage_of(one) in storages:
                 yield name
-
-
-def numbers_in(part: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Names and numbers in nested containers; tensors of one element as well, where that is known."""
-    from vram_guard.simulate.device.constants import compute
-
-    for path, one in parts_of(part):
-        known = compute(one) if isinstance(one, torch.Tensor) and one.numel() == 1 else None
-        number = one if known is None or known.is_meta else known.item()
-        if isinstance(number, (int, float)):
-            yield name + "".join(f"[{key!r}]" for key in path), repr(number)
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

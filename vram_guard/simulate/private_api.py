@@ -52,11 +52,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "test_an_impure_block_is_left_out_or_put_back",
     ),
     PrivateName("torch._C:_current_autograd_node", "whose backward is running", _NAMED),
-    PrivateName(
-        "torch._C._functions:AccumulateGrad._sequence_nr",
-        "a value is known again by its node",
-        "test_a_loss_is_known_by_what_it_is_made_of",
-    ),
+    PrivateName("torch._C._functions:AccumulateGrad._sequence_nr", "which forward made an autograd node", _NAMED),
     PrivateName("torch._C._autograd:_get_sequence_nr", "which forward made an autograd node", _NAMED),
     PrivateName(
         "torch.autograd.graph:_engine_run_backward",

@@ -170,3 +170,13 @@ def contents_of(values: Iterable[Any]) -> list[tuple[Any, Any]]:
             found.append((value, value.copy()))
         pending += value.values() if isinstance(value, dict) else value
     return found
+
+
+def parts_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every part of a batch that is no container, with its path."""
+    parts = children(batch)
+    if parts is None:
+        yield path, batch
+    else:
+        for key, part in parts.items():
+            yield from parts_of(part, (*path, key))

@@ -6,11 +6,11 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.apply.microbatch import Layout
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
@@ -115,12 +115,12 @@ class PlanInstaller:
         with sharding(accelerator, new, self.plan.sharding), engine.changed(accelerator, new, self.plan.sharding):
             prepared = original(accelerator, *args, **kwargs)
         for model in new:
-            self._treat(accelerator, model)
+            self._treat(model)
         techniques.set_optimizers(accelerator, self.plan.recipe)
         self._scale(accelerator)
         return prepared
 
-    def _treat(self, accelerator: Any, model: nn.Module) -> None:
+    def _treat(self, model: nn.Module) -> None:
         from vram_guard.techniques import AS_WRITTEN, install
 
         recipe = self._recipe_of(model)
@@ -138,30 +138,11 @@ class PlanInstaller:
         if not self._undo:
             budget = AS_WRITTEN.with_(activation_memory_budget=recipe.activation_memory_budget)
             self._undo.append(install(model, budget))
-        plan = self.plan
-        if plan.slices:
-            techniques.set_slices(
-                accelerator,
-                [(model, self._layout_of(model))],
-                plan.grown_batch_size,
-                plan.micro_batch_size,
-                loss_weight=plan.loss_weight,
-                compares=not plan.loss_said,
-                returns_loss=plan.returns_loss,
-            )
 
     def _end_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         while self._undo:
             self._undo.pop()()
         return original(*args, **kwargs)
-
-    def _layout_of(self, model: nn.Module) -> Layout | None:
-        """A script that trains several times over prepares models of the same kinds anew, in the same order."""
-        if not self.plan.layouts:
-            return None
-        number = self._number_of(model) % len(self.plan.layouts)
-        layout = self.plan.layouts[number]
-        return Layout.from_json(layout) if layout is not None and type(model) is type(self._models[number]) else None
 
     def _number_of(self, model: nn.Module) -> int:
         return next(at for at, known in enumerate(self._models) if known is model)
@@ -170,16 +151,21 @@ class PlanInstaller:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
         recipe = self.plan.recipe
         if self.plan.models == 1:
-            nothing = recipe.with_(checkpoint=(), offload_activations=(), chunked_head="")
+            nothing = recipe.with_(checkpoint=(), offload_activations=(), chunked_head="", slices=None)
             return recipe if model is self._models[0] else nothing
-        number = self._number_of(model)
+        prefix = f"{self._number_of(model)}."
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
         own = {
-            key: tuple(name.removeprefix(f"{number}.") for name in value if name.startswith(f"{number}."))
+            key: tuple(name.removeprefix(prefix) for name in value if name.startswith(prefix))
             for key, value in names.items()
         }
-        head = recipe.chunked_head if recipe.chunked_head.startswith(f"{number}.") else ""
-        return recipe.with_(**own, chunked_head=head.removeprefix(f"{number}."))
+        head = recipe.chunked_head if recipe.chunked_head.startswith(prefix) else ""
+        slices = recipe.slices
+        if slices is not None:
+            name = f"{slices.body.name}."
+            body = replace(slices.body, name=name.removeprefix(prefix).removesuffix("."))
+            slices = replace(slices, body=body) if name.startswith(prefix) else None
+        return recipe.with_(**own, chunked_head=head.removeprefix(prefix), slices=slices)
 
     # --- a larger batch ---------------------------------------------------------------------------------------
 

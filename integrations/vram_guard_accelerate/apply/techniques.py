@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.apply.loss_graphs import LossGraphs
-from vram_guard.apply.sliced_forward import slice_forward
-
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from vram_guard.apply.microbatch import Layout
     from vram_guard.techniques import Recipe
 
 # ruff: noqa: SLF001 - every private name of Accelerate used here is listed in private_api.py
@@ -48,44 +42,6 @@ def set_precision(accelerator: Any, precision: str) -> None:
         optimizer._accelerate_step_called = False
         optimizer._optimizer_original_step_method = optimizer.optimizer.step
         optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
-
-
-def set_slices(
-    accelerator: Any,
-    models: Iterable[tuple[nn.Module, Layout | None]],
-    batch_size: int,
-    micro_batch_size: int,
-    *,
-    compares: bool = False,
-    **how: Any,
-) -> None:
-    """Every trained model works in slices of so many samples, inside DistributedDataParallel.
-
-    Args:
-        accelerator: the script's.
-        models: each with the layout of its arguments; None: each call is read by itself.
-        batch_size: samples of a full batch.
-        micro_batch_size: samples of a slice.
-        compares: whether each loss that a model returns is compared with those before it.
-        **how: the other arguments of :func:`slice_forward`.
-    """
-
-    def scale() -> float:
-        scaler = accelerator.scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
-    for model, layout in models:
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            graphs = LossGraphs(model) if compares else None
-            inner = within(model)
-            slice_forward(inner, batch_size, micro_batch_size, layout=layout, scale=scale, graphs=graphs, **how)
-
-
-def within(model: nn.Module) -> nn.Module:
-    """The module of a script's own DistributedDataParallel, which would reduce the gradients of every slice."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def set_optimizers(accelerator: Any, recipe: Recipe) -> None:

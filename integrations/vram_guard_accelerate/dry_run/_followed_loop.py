@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from vram_guard.apply.sliced_forward import by_name
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
@@ -133,20 +132,15 @@ class FollowedLoop:
         return prepared
 
     def _watch(self, model: nn.Module) -> None:
-        def calling(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._run.phase.calling(model, by_name(args, kwargs))
-
-        def returned(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        def returned(*_call: Any) -> None:
             self.forwards += 1
-            self._run.phase.returned(model, by_name(args, kwargs), out)
 
-        model.register_forward_pre_hook(calling, with_kwargs=True)
-        model.register_forward_hook(returned, with_kwargs=True)
+        model.register_forward_hook(returned)
         if self.by_itself and model is self.models[0]:
-            self._watch_calls()
+            self.watch_calls()
 
-    def _watch_calls(self) -> None:
-        """Not by hooks: the module has chosen its forward by then, which a plan may replace."""
+    def watch_calls(self) -> None:
+        """From now on. Not by hooks: the module has chosen its forward by then, which a plan may replace."""
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -181,16 +175,10 @@ class FollowedLoop:
         prepared = self.accelerator._optimizers
         return any(self._steps.get(id(getattr(one, "optimizer", one)), 0) < 2 for one in prepared)
 
-    @property
-    def updates_others(self) -> bool:
-        """True if an optimizer updates parameters of none of the prepared models."""
-        own = {id(parameter) for model in self.models for parameter in model.parameters()}
-        return any(
-            id(parameter) not in own
-            for optimizer in self.accelerator._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, positional ones by their number: a tuple of them is no tuple of samples."""
+    return {**{str(at): value for at, value in enumerate(args)}, **kwargs}
 
 
 class LoopPhase(DryRunPhase):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vram_guard.apply.microbatch import Layout
 from vram_guard.plan.source import TraceRequest
+from vram_guard.proof.bodies import Watch
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,6 @@ class ForkTask:
     """Run the loop under these settings, for two optimizer steps."""
 
     request: TraceRequest
-    compares_samples: bool = False
-    """True if the loop as written compares the samples of its batch."""
-    layouts: tuple[Layout | None, ...] = ()
-    """How the arguments of the models are cut into slices, where they are."""
     longest: tuple[int, ...] = ()
     """Numbers of the samples of which batches are made; empty: those that were read."""
     batch_size: int = 0
@@ -25,5 +21,5 @@ class ForkTask:
     """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
     most: int | None = None
     """Samples of a batch of evaluations; None: as many as their loaders deliver."""
-    listens: bool = False
-    """True if it is to be heard whether models draw random numbers."""
+    watch: Watch | None = None
+    """What is looked at in each forward of the loop; None: nothing."""

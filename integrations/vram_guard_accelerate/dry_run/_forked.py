@@ -14,19 +14,17 @@ import torch
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
-from vram_guard.limits import ROUNDS_FOLLOWED, TRACE_SECONDS
-from vram_guard.proof.effects import Listening
+from vram_guard.limits import TRACE_SECONDS
 from vram_guard.proof.functions import unknown_functions
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
-from vram_guard.tensors import tensors_of
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
-from vram_guard_accelerate.dry_run._advancing_state import ChangesInCalls, changed, state_of
+from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
-from vram_guard_accelerate.dry_run._model_calls import ModelCall, read_call
+from vram_guard_accelerate.dry_run._watched_forwards import WatchedForwards
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import batches_of
@@ -61,15 +59,9 @@ class ForkedPhase(LoopPhase):
         self._request = task.request
         self._parent = parent
         self._clips = False
-        self._returns_loss = True
-        self._compares = task.compares_samples
-        self._calls: list[ModelCall] = []
         self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
-        self._changes = ChangesInCalls()
-        self._listens = task.listens
-        self._heard: Listening | None = None
-        self._random = False
+        self._watching = None if task.watch is None else WatchedForwards(task.watch, loop)
         self.left = Leftovers(loop.tracer.recorder)
         self._compared: object = None
         """The optimizer whose steps are compared, the first that stepped: others step at other places of the loop."""
@@ -90,28 +82,10 @@ class ForkedPhase(LoopPhase):
             self.loop.tracer.compile(_ADAPTER)
         elif compiled:
             self.loop.tracer.recorder.note(EAGER, tier="partly symbolic")
-        self.run.observer.reads_losses = request.slices_of_model == 1 and not request.recipe and not request.compiled
-        if self.run.observer.reads_losses:
-            self._watch()
+        if not request.recipe and not request.compiled:
+            self.loop.tracer.watch(self.loop.root, [block.name for block in find_blocks(self.loop.root)])
         install(self.loop.root, request.recipe)
         techniques.set_optimizers(accelerator, request.recipe)
-        if request.slices_of_model > 1:
-            techniques.set_slices(
-                accelerator,
-                zip(self.loop.models, self._task.layouts, strict=True),
-                request.slices * request.batch_size,
-                request.batch_size,
-                returns_loss=not request.forward_again,
-                at_most=ROUNDS_FOLLOWED,
-                on_slice=lambda *_slice: self.loop.tracer.forward_begins(),
-            )
-
-    def _watch(self) -> None:
-        """Find out whose forward must not run twice: blocks that may be checkpointed, and models that run in slices."""
-        self.loop.tracer.watch(self.loop.root, [block.name for block in find_blocks(self.loop.root)])
-        if self.run.sharding.configured is None:  # a model that is divided does not run in slices
-            for model in self.loop.models:
-                self.loop.tracer.watch(model, [""])
 
     # --- the places of the script ----------------------------------------------------------------------------
 
@@ -130,52 +104,11 @@ class ForkedPhase(LoopPhase):
         self.loop.batches += 1
         if self.loop.by_itself:
             self.loop.tracer.batch_begins()
-        return self._sample.make(self._request.batch_size * self._request.slices_of_model)
+        return self._sample.make(self._request.batch_size)
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Notify the tracer."""
         return self.loop.tracer.loading()
-
-    def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
-        """Follow what it computes without a graph."""
-        if self.run.observer.reads_losses:
-            self._changes.begin(model, called, self._request.batch_size, stepped=bool(self._state))
-            if self._listens and self._heard is None:
-                self._heard = Listening().__enter__()
-            self.run.observer.returned.begin(model, called, self._request.batch_size)
-
-    def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
-        """Look whether the model returns one scalar to differentiate, whether it compares samples, how it is called."""
-        made = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
-        self._changes.end(model, self.run.observer.returned.end(model))
-        if self._heard is not None:
-            heard, self._heard = self._heard, None
-            heard.__exit__(None, None, None)
-            self._random = self._random or heard.random
-        if not made:
-            return
-        self._returns_loss = self._returns_loss and sum(tensor.dim() == 0 for tensor in made) == 1
-        if self.run.observer.reads_losses:
-            self.run.observer.returned.look(model, called, made)
-        # A model whose outputs are as wide as its batch, or its slice, compares samples (CLIP): no slices for it.
-        size = self._request.batch_size
-        wide = any(tensor.dim() > 1 and tensor.shape[1] == size for tensor in made)
-        if self._request.slices_of_model == 1:
-            self._compares = self._compares or wide
-            self._look_at_call(model, called)
-        elif wide and self._compares and size != self._sample.batch_size:
-            stopped(_("the model compares the samples of a batch with each other, which slices would separate"))
-
-    def _look_at_call(self, model: nn.Module, called: dict[str, Any]) -> None:
-        if model.training and any(parameter.requires_grad for parameter in model.parameters()):
-            call = read_call(self._number(model), called, self._request.batch_size)
-            self._calls += [call] if call not in self._calls else []
-
-    def _number(self, model: nn.Module) -> int:
-        """Of a model among those that are prepared."""
-        # Accelerate's regional compilation makes another module of the same parts, which names its original.
-        same = (model, vars(model).get("_orig_mod"))
-        return next(at for at, one in enumerate(self.loop.models) if any(one is known for known in same))
 
     def clips(self, parameters: Iterable[Any]) -> Any:
         """Remember it; under FSDP2, what is clipped must be what is trained."""
@@ -197,12 +130,22 @@ class ForkedPhase(LoopPhase):
         """A loop that updates weights without an optimizer has done so when it calls its model again."""
         if not (torch.is_grad_enabled() and model.training):
             return
+        if self._watching is not None:
+            self._watching.begin()
+        if not self.loop.by_itself:
+            return
         own = self.loop.accelerator
         if self.loop.differentiated and not own._optimizers:  # noqa: SLF001 - named as Accelerate names it
             self.stepped(own)
         self.loop.differentiated = False
         if self._sample.loader is None:
             self.loop.batches += 1
+
+    def differentiates_for_real(self) -> None:
+        """A loss has been computed."""
+        if self._watching is not None:
+            self._watching.end()
+        super().differentiates_for_real()
 
     def stepped(self, optimizer: object) -> None:
         """Answer after the second step of every optimizer."""
@@ -270,19 +213,11 @@ class ForkedPhase(LoopPhase):
         facts = LoopFacts(
             batches_per_step=between,
             clips_gradients=self._clips,
-            updates_others=self.loop.updates_others,
-            returns_loss=self._returns_loss and not observer.returned.beside,
-            compares_samples=self._compares,
-            forms=observer.returned.forms,
-            joined=observer.returned.joined,
-            counts_items=observer.returned.items,
-            calls=tuple(self._calls),
             advances=changed(self._state, state_of(self.loop.models)),
-            changed_in_calls=self._changes.names,
-            numbers=self._changes.numbers,
             own_backward=tuple(unknown_functions(observer.functions)),
         )
-        return TraceResult(timeline, facts, observer.profile(self._sample, between), random=self._random)
+        watched = None if self._watching is None else self._watching.found()
+        return TraceResult(timeline, facts, observer.profile(self._sample, between), watched=watched)
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from vram_guard.apply.microbatch import Layout
 from vram_guard.capture.loader import Sample
-from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError, VramGuardError
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS, COPY_SECONDS, TRACE_SECONDS
 from vram_guard.longest.choice import choose
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.plan.source import TraceRequest
+from vram_guard.proof.bodies import BodyFacts, Watch, body_of
+from vram_guard.proof.later_changes import functions_around
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
-from vram_guard_accelerate.dry_run._model_calls import agreed_layouts
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import Fork
-from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult
+from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 
 #: What is asked of a copy, whether of the whole job, and samples of the largest batch of its evaluations.
 _TraceKey = tuple[TraceRequest, bool, int | None]
@@ -40,16 +41,10 @@ class ForkedTraces:
 
     def __init__(self, first: FirstBatch) -> None:
         self._first = first
-        self._compares_samples = False
         self._answers: dict[_TraceKey, TraceResult] = {}
         self._running: dict[_TraceKey, Fork] = {}
-        self._others: dict[int, TraceResult] = {}
-        self.layouts: tuple[Layout | None, ...] = (None,) * len(first.models)
-        """How the models' arguments are cut in copies that work in slices."""
-        self.why_not_sliced = ""
-        """The reason why a copy that worked in slices came to no answer; "" where none failed."""
         self.why_not_sharded = ""
-        """The same of a copy whose parameters are kept on the host."""
+        """The reason why a copy whose parameters are kept on the host came to no answer; "" where none failed."""
         self.fails_at_others = ""
         """The same of the loop as written, at another batch size than its own."""
 
@@ -59,35 +54,25 @@ class ForkedTraces:
         if asked not in self._answers:
             what = _("the copy that would have followed the script as it is written")
             self._answers[asked] = _answer_of(partial(self._fork, *asked), what)
-            self._compares_samples = self._answers[asked].facts.compares_samples
         return self._answers[asked]
 
-    def facts_at(self, batch_size: int) -> LoopFacts:
-        """The loop as written, at another size of batches."""
-        return self._answer(TraceRequest(batch_size, self._first.precision)).facts
+    def body(self) -> BodyFacts:
+        """The module of the loop's models that may run over slices of a batch.
 
-    def second_trace(self, samples: int | None = None) -> tuple[int, TraceResult]:
-        """The loop as written with another batch, to be compared with the first trace.
-
-        Args:
-            samples: of that batch; None: half as many as the script's own, or twice those of a small one.
-
-        Returns:
-            The samples, and the answer.
+        Raises:
+            UnsupportedTechniqueError: there is none; names what stands in the way.
+            VramGuardError: a copy came to no answer.
         """
-        size = self._first.sample.batch_size
-        other = samples or (size // 2 if size > 3 else 2 * size)
-        if other not in self._others:
-            request = TraceRequest(other, self._first.precision)
-            ask = partial(self._fork, request, False, None, listens=True)
-            self._others[other] = _answer_of(ask, _what(request))
-        return other, self._others[other]
 
-    def read_layouts(self) -> str:
-        """Find out how the models' arguments are cut; why they cannot be ("" where they can)."""
-        found, why = agreed_layouts(lambda size: self.facts_at(size).calls, len(self.layouts))
-        self.layouts = self.layouts if why else found
-        return why
+        def look(watch: Watch, size: int) -> Any:
+            request = TraceRequest(size, self._first.precision)
+            ask = partial(self._fork, request, False, None, watch=watch)
+            found = _answer_of(ask, _what(request)).watched
+            if isinstance(found, UnsupportedTechniqueError):
+                raise found
+            return found
+
+        return body_of(look, self._first.sample.batch_size, functions_around)
 
     def trace(self, request: TraceRequest) -> Timeline:
         """:attr:`vram_guard.plan.source.Source.trace` of the script's loop."""
@@ -134,25 +119,15 @@ class ForkedTraces:
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
                 self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
-            self.why_not_sliced = str(error) if request.slices_of_model > 1 else self.why_not_sliced
             self.why_not_sharded = str(error) if request.recipe.parameters_on_host else self.why_not_sharded
             raise
         return answer
 
-    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, *, listens: bool = False) -> Fork:
+    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, watch: Watch | None = None) -> Fork:
         """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
         sample = self._first.sample
         numbers = next((part.numbers for part in sample.parts), ())
-        task = ForkTask(
-            request,
-            self._compares_samples,
-            self.layouts,
-            numbers,
-            sample.batch_size,
-            whole_job=whole_job,
-            most=most,
-            listens=listens,
-        )
+        task = ForkTask(request, numbers, sample.batch_size, whole_job=whole_job, most=most, watch=watch)
         if request.recipe.parameters_on_host and self._first.fork_server is not None:
             return self._first.fork_server.fork(task)
         return forks.fork(task)
@@ -185,8 +160,7 @@ def longest_again(sample: Sample, task: ForkTask) -> Sample:
 
 def _what(request: TraceRequest) -> str:
     """A copy, in words."""
-    count = request.batch_size * request.slices_of_model
-    return _("the copy that would have tried batches of {count} samples", count=count)
+    return _("the copy that would have tried batches of {count} samples", count=request.batch_size)
 
 
 def _answer_of(

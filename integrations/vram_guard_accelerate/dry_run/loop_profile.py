@@ -7,24 +7,18 @@ A launch in another way may be another training: two dry runs are compared by th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vram_guard.apply.loss_terms import is_made_of, number_of
 from vram_guard.patching import replace_attributes
 from vram_guard.proof.functions import told
-from vram_guard.proof.samples_apart import LossForm, SamplesApart
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate.apply.techniques import within
-from vram_guard_accelerate.dry_run._model_calls import single_samples
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vram_guard.capture.loader import Sample
 
 
@@ -55,7 +49,6 @@ class LoopObserver:
     """Observes the loop of one process."""
 
     def __init__(self) -> None:
-        self.returned = ReturnedLosses()
         self.functions: list[type] = []
         """Functions with a backward pass of their own that were called."""
         self._events: list[_Event] = []
@@ -63,9 +56,6 @@ class LoopObserver:
         """Indices of the events at which optimizer steps end."""
         self._scaled: tuple[Any, Any] = (None, None)
         self._inside = Counter[str]()
-        self.reads_losses = False
-        """Off where techniques are on: to look at what is saved for the backward pass would bring it back from the
-        host."""
 
     def install(self) -> None:
         """Permanently: the process has no other purpose."""
@@ -120,11 +110,9 @@ class LoopObserver:
 
     def _differentiated(self, _result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("tensors")
-        given = given if self.reads_losses else None
         for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
             loss = self._scaled[1] if root is self._scaled[0] else root
             self._events.append(_Event("loss", "" if loss.grad_fn is None else loss.grad_fn.name()))
-            self.returned.differentiated(loss)
         self._scaled = (None, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
@@ -155,74 +143,3 @@ def batches_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-
-
-class ReturnedLosses:
-    """The numbers that models return and that carry gradient: their losses."""
-
-    def __init__(self) -> None:
-        self._forms: dict[int, tuple[LossForm, ...]] = {}
-        self._joined: dict[int, tuple[str, ...]] = {}
-        self._apart: dict[int, SamplesApart] = {}
-        self._entered: set[int] = set()
-        self._numbers: set[int] = set()
-        self.beside = False
-        """True if something else was differentiated than the losses that the models returned."""
-        self.items = False
-        """True if the models are given a number to divide their loss by."""
-
-    def begin(self, model: nn.Module, called: dict[str, Any], samples: int) -> None:
-        """Before a forward: of the first one of each model, what it calls is taken down.
-
-        Args:
-            model: that is called.
-            called: its arguments by name.
-            samples: of the training's batch.
-        """
-        if id(model) not in self._apart:
-            single = single_samples(called, samples)
-            self._apart[id(model)] = SamplesApart(called, samples, single, within(model))
-            self._apart[id(model)].__enter__()  # type: ignore[no-untyped-call]
-            self._entered.add(id(model))
-
-    def end(self, model: nn.Module) -> Container[int]:
-        """A forward has ended; storages that the first one has written in place."""
-        apart = self._apart.get(id(model))
-        if apart is None or id(model) not in self._entered:
-            return ()
-        self._entered.discard(id(model))
-        apart.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return apart.written
-
-    def look(self, model: nn.Module, called: dict[str, Any], out: list[torch.Tensor]) -> None:
-        """After a forward.
-
-        Args:
-            model: that was called.
-            called: its arguments by name.
-            out: the tensors that it returned.
-        """
-        from vram_guard.apply.sliced_forward import ITEMS_IN_BATCH
-
-        self.items = self.items or called.get(ITEMS_IN_BATCH) is not None
-        self._numbers |= {number_of(one) or 0 for one in out if one.dim() == 0}
-        if id(model) not in self._forms:
-            losses = [one for one in out if one.dim() == 0 and one.requires_grad and one.is_floating_point()]
-            others = [one for one in out if one.dim() and one.requires_grad and one.is_floating_point()]
-            apart = self._apart[id(model)]
-            self._forms[id(model)] = tuple(map(apart.form, losses))
-            self._joined[id(model)] = tuple(map(apart.joined, others))
-
-    def differentiated(self, loss: torch.Tensor) -> None:
-        """A backward pass begins."""
-        self.beside = self.beside or not is_made_of(loss, self._numbers)
-
-    @property
-    def forms(self) -> tuple[LossForm, ...]:
-        """How each of these numbers adds up its samples, model by model."""
-        return tuple(form for of in self._forms.values() for form in of)
-
-    @property
-    def joined(self) -> tuple[str, ...]:
-        """Why samples are joined in each model's outputs for each sample; "" where they are not."""
-        return tuple(why for of in self._joined.values() for why in of)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.simulate.parallel.groups import pretended_group
-from vram_guard.simulate.parallel.own_replicas import replacements, replicas_in
+from vram_guard.simulate.parallel.own_replicas import replacements
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate._patching import wrap
@@ -72,17 +71,6 @@ def refuse_divided_models() -> None:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is not None and alive(kind):
         _refuse_division()
-
-
-def why_not_within(root: nn.Module) -> str:
-    """The reason why the script's own DistributedDataParallel takes no slices; "" where its module works in them."""
-    if not isinstance(root, DistributedDataParallel):
-        return _("DistributedDataParallel holds only a part of what the script calls, and would reduce every slice")
-    options = dict(replicas_in(root)[0][1])
-    for name in ("find_unused_parameters", "static_graph"):
-        if options.get(name):
-            return _("DistributedDataParallel with {name} looks through the graph, which slices hide", name=name)
-    return ""
 
 
 def _refuse_division(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -171,12 +171,6 @@ class DryRunPhase:
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""
 
-    def calling(self, model: nn.Module, called: dict[str, Any]) -> None:
-        """A prepared model is about to run with these arguments."""
-
-    def returned(self, model: nn.Module, called: dict[str, Any], out: Any) -> None:
-        """A prepared model, called with these arguments (positional ones by their number), has returned."""
-
     def failed(self, error: BaseException, script: str) -> None:
         """The script has raised this. Does not return in a copy, which sends it to its original."""
         copy = self.run.sharding.copy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback as tracebacks
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,10 +11,8 @@ from vram_guard import errors
 from vram_guard.errors import UnsupportedStepError, VramGuardError
 from vram_guard.forks.side_effects import why_not_written
 from vram_guard.language import _
-from vram_guard.proof.samples_apart import LossForm
 from vram_guard.timeline import Timeline
 from vram_guard.user_code import is_of_stand_ins, line_of_error, line_of_frame, not_followed, with_line
-from vram_guard_accelerate.dry_run._model_calls import ModelCall
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 
 
@@ -40,28 +37,10 @@ class LoopFacts:
     batches_per_step: int
     """Training batches from the first optimizer step to the second."""
     clips_gradients: bool
-    updates_others: bool
-    """An optimizer updates parameters of none of the prepared models."""
-    returns_loss: bool
-    """The models return their loss, so that slices need not run forward twice."""
-    compares_samples: bool
-    """An output is as wide as the batch: samples may be compared with each other."""
-    forms: tuple[LossForm, ...]
-    """How each loss that models return adds up its samples; none where the script computes them."""
-    joined: tuple[str, ...]
-    """Why samples are joined in each of the models' outputs for each sample; "" where they are not."""
-    counts_items: bool
-    """Models are given the number of items that their loss is divided by."""
-    calls: tuple[ModelCall, ...]
-    """The ways in which models that are trained are called."""
     advances: tuple[str, ...]
     """Attributes and buffers of models that are others after every optimizer step: each call may move them on."""
-    changed_in_calls: tuple[str, ...] = ()
-    """The names of what models hold otherwise after one of their own calls."""
     own_backward: tuple[str, ...] = ()
     """Sentences about functions of whose backward pass nothing is known."""
-    numbers: AbstractSet[tuple[str, str]] = frozenset()
-    """Names and numbers that the models are given and find, beside the samples."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +54,8 @@ class TraceResult:
     """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
     kept_outputs: int = 0
     """Bytes that a Trainer keeps on the GPU of all batches of an evaluation, and would not with another argument."""
-    random: bool = False
-    """True if models were heard to draw random numbers, where that was listened for."""
+    watched: Any = None
+    """What the task's watch has found, in every forward alike."""
 
 
 @dataclass(frozen=True)

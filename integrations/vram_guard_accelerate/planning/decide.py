@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Literal, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
-from vram_guard.apply.normalisers import Normaliser
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
 from vram_guard.errors import VramGuardError
-from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout, splitting_notes
+from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan, PlanOptions, plan
 from vram_guard.plan.descriptions import Reason, Why
+from vram_guard.plan.descriptions import refused as refused_reason
 from vram_guard.plan.source import Source, TraceRequest
-from vram_guard.plan.techniques import TECHNIQUES, splits_of
-from vram_guard.proof.effects import unless_said
+from vram_guard.plan.techniques import FORMS, TECHNIQUES, splits_of
+from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
 from vram_guard.proof.small_steps import SmallSteps, small_steps
-from vram_guard.techniques import Recipe, find_blocks
+from vram_guard.techniques import Body, Recipe, find_blocks
 from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate._precision import ACCELERATES
-from vram_guard_accelerate._settings import LOSS_WEIGHT, NOT_HERE, LaunchSettings
+from vram_guard_accelerate._settings import NOT_HERE, LaunchSettings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
-from vram_guard_accelerate.dry_run import own_ranks
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.planning._by_graph import GraphProof
-from vram_guard_accelerate.planning._proven import Judge, PlanVerdict
 from vram_guard_accelerate.planning._sharding_notes import (
     SHARDINGS,
     divided_notes,
@@ -132,46 +129,16 @@ def _decided(
     trace = traces.first_trace()
     if current is not None:
         current.check(first.precision, trace.profile)
-    by_graph = GraphProof(traces, first.sample.batch_size)
-    weigh = cache(lambda: _loss_weight(by_graph, trace.facts, settings))
-    judge = Judge(
-        settings,
-        lambda: _why_not_by_graph(by_graph.why_not),
-        by_graph.remarks,
-        lambda recipe: _small_steps(first, recipe),
-    )
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
     may_relaunch = may_relaunch and alone and not first.why_one_size
     candidates = RelaunchCandidates(first, trace, settings) if may_relaunch else None
     without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
-    refused = {name: why for name, why in _refused(first, traces, trace.facts, settings) if name not in without}
+    refused = {name: why for name, why in _refused(first, trace.facts) if name not in without}
     planner = _Planner(first, settings, budget, traces, trace.facts, refused, frozenset(without))
-    fitting: Plan | None = None
-    while True:
-        made = planner.plan()
-        launch_plan = replace(_launch_plan(made, first), returns_loss=trace.facts.returns_loss)
-        if launch_plan.slices:
-            weight, unclear = weigh()
-            layouts = tuple(one and one.to_json() for one in traces.layouts)
-            launch_plan = replace(
-                launch_plan, loss_weight=weight, loss_said=settings.loss_weight is not None, layouts=layouts
-            )
-        unknown = launch_plan.slices and unclear
-        verdict = PlanVerdict({"accumulate": unclear}) if unknown else judge.of(launch_plan)
-        if not verdict.refused:
-            break
-        if "accumulate" in verdict.refused:
-            fitting, before = made, planner.refused
-        planner = replace(planner, refused={**planner.refused, **verdict.refused})
-    if fitting is not None and not made.fits:
-        others = {name: why for name, why in planner.refused.items() if name != "accumulate"}
-        if others != before:
-            fitting = replace(planner, refused=others).plan()
-        if fitting.fits:
-            made = made.proposing(fitting, planner.refused["accumulate"])
-    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made), *verdict.notes]
-    if isinstance(launch_plan.loss_weight, Normaliser):
-        notes.append(_("the losses of micro-batches are weighted by {count}", count=launch_plan.loss_weight.words()))
+    made, planner, steps = _settled(planner)
+    launch_plan = _launch_plan(made, first)
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made)]
+    notes += [steps.words()] if steps is not None else []
     relaunches: tuple[Relaunch, ...] = ()
     if candidates is not None:
         if not made.fits or (made.changed and not _grows(made)):
@@ -179,7 +146,7 @@ def _decided(
         notes += candidates.notes
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
-    own = _own_options(first, trace.facts, settings, made, 1 if fitting is None else fitting.splits)
+    own = _own_options(planner, made)
     if current is None:
         return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunches, told, own)
     if current.change.sharding.introduced:
@@ -192,32 +159,41 @@ def _decided(
     return ScriptPlan(combined, changed, tuple(dict.fromkeys(notes)), relaunches, told, own)
 
 
-def _own_options(
-    first: FirstBatch, facts: LoopFacts, settings: LaunchSettings, made: Plan, splits: int
-) -> tuple[str, ...]:
-    """What the script's own options for smaller batches would be, where the guard does not do as well.
+def _settled(planner: _Planner) -> tuple[Plan, _Planner, SmallSteps | None]:
+    """The best plan that leaves what is learned as it was, how it was made, and what its optimizer was seen to do."""
+    while True:
+        made = planner.plan()
+        if not made.fits and planner.body is None and "slices" not in planner.refused:
+            planner = planner.with_body()
+            if planner.body is not None:
+                continue
+        steps = _small_steps(planner.first, made.recipe)
+        if steps is None or not steps.refutation:
+            break
+        planner = planner.refusing(FORMS[made.recipe.optimizer], steps.refutation)
+    if not made.fits and "slices" in planner.refused:
+        reason = refused_reason("slices", planner.refused["slices"])
+        made = replace(made, reason_values=(*made.reason_values, reason))
+    return made, planner, steps
 
-    Args:
-        first: the script.
-        facts: of its loop.
-        settings: what may be changed.
-        made: its plan.
-        splits: micro-batches of a plan that would fit, and cannot be used; 1: there is none.
-    """
+
+def _own_options(planner: _Planner, made: Plan) -> tuple[str, ...]:
+    """What the script's own options for smaller batches would be, where nothing that the guard does fits."""
+    first, facts = planner.first, planner.facts
     batch, accumulation = first.batch_size_option, first.script.options.accumulation(facts.batches_per_step)
-    again = made.splits > 1 and not facts.returns_loss
-    if not (batch and accumulation and "accumulate" in settings.techniques) or (made.fits and not again):
+    if made.fits or first.why_one_size or not (batch and accumulation and planner.settings.asks("accumulate")):
         return ()
-    size, wanted = first.sample.batch_size, max(2, made.splits, splits)
-    count = next((one for one in splits_of(size) if one >= wanted), 0)
-    if not count:
-        return ()
-    return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
+    size = first.sample.batch_size
+    for count in splits_of(size):
+        request = TraceRequest(size // count, first.precision)
+        if planner.traces.trace(request).at(size // count).peak_reserved <= planner.budget.usable:
+            return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
+    return ()
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans for a script, whose models may pass their batches through in slices."""
+    """Plans for a script."""
 
     first: FirstBatch
     settings: LaunchSettings
@@ -228,6 +204,24 @@ class _Planner:
     """Technique -> why it cannot be applied to this script."""
     without: frozenset[str]
     """Techniques that are not to be planned here, and of which nothing is said."""
+    body: Body | None = None
+    """The module that may run over slices of a batch; None: none is known."""
+    random: bool = False
+    """True if it draws random numbers."""
+
+    def refusing(self, technique: str, why: str) -> _Planner:
+        """Without this technique."""
+        return replace(self, refused={**self.refused, technique: why})
+
+    def with_body(self) -> _Planner:
+        """With the module that may run over slices of its batch; where there is none, slices are refused."""
+        if "slices" not in self.settings.techniques - self.without:
+            return self
+        try:
+            found = self.traces.body()
+        except VramGuardError as error:
+            return self.refusing("slices", str(error))
+        return replace(self, body=found.body, random=found.random)
 
     def plan(self) -> Plan:
         """The cheapest plan that fits."""
@@ -242,8 +236,7 @@ class _Planner:
             sharded=first.fork_server is not None,
             compiles=first.compiles,
             copies=True,
-            sliced_by="model",
-            forward_again=not self.facts.returns_loss,
+            body=self.body,
             job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda job: cast("_OwnJob", job.play).trace,
         )
@@ -270,6 +263,10 @@ class _Planner:
         return replace(made, reason_values=reasons)
 
 
+#: What a plan says of itself, where it would help.
+_SAID_BY_PLANS = ("accumulate", "evaluation", "slices")
+
+
 def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
     first, settings, traces = planner.first, planner.settings, planner.traces
@@ -280,15 +277,12 @@ def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
             "its argument eval_accumulation_steps moves them to host memory after so many batches"
         )
     for name, why in planner.refused.items():
-        if settings.asks(name) and name != "evaluation":  # the plan says it, where it would help
+        if settings.asks(name) and name not in _SAID_BY_PLANS:
             yield Refusal(name, why).words()
-    if made.splits == 1 and traces.why_not_sliced:
-        yield Refusal("accumulate", traces.why_not_sliced).words()
-    if made.splits > 1:
-        if not planner.facts.returns_loss:
-            yield _("the script computes its loss outside the model: the forward of each micro-batch runs twice")
-        # Slices are weighed by what the model's loss was seen to be, not by a setting.
-        yield from splitting_notes(first.root, "sum", first.sample.make, first.sample.batch_size)
+    if made.recipe.slices is not None and planner.random:
+        yield other_draws_of_slices()
+    if made.recipe.checkpoint or made.recipe.slices is not None:
+        yield compared_while_training()
     yield from sharding_notes(first, made, settings, traces.why_not_sharded)
 
 
@@ -301,7 +295,6 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
         precision_option=script.precision_option if mixed else "",
         batch_size=made.batch_size_before,
         grown_batch_size=made.batch_size,
-        micro_batch_size=made.micro_batch_size,
         # Where the script scales by that option too, rates would be scaled twice: the loader is made larger.
         batch_option=first.batch_size_option if _grows(made) and not script.options.scales_rates else "",
         loader=first.loader_place or LoaderPlace(),
@@ -334,28 +327,6 @@ def _grows(made: Plan) -> bool:
     return made.batch_size != made.batch_size_before
 
 
-def _loss_weight(
-    by_graph: GraphProof, facts: LoopFacts, settings: LaunchSettings
-) -> tuple[Literal["mean", "sum"] | Normaliser, str]:
-    """The reduction of the losses that models return, or what they are divided by.
-
-    And the reason why slices are not possible as that is unknown ("" where it is known).
-    """
-    if settings.loss_weight is not None:
-        return settings.loss_weight, ""
-    if not facts.forms:
-        return "mean", ""
-    try:
-        weight, why = by_graph.loss_weight()
-    except VramGuardError as error:
-        weight, why = "mean", str(error)
-    if not why:
-        # Of a number that the loss is divided by, slices see by themselves whether it was used.
-        return ("mean" if facts.counts_items else weight), ""
-    why = _("cannot tell whether the model's loss is a mean or a sum: {reason}", reason=why)
-    return weight, unless_said(why, LOSS_WEIGHT)
-
-
 def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
     """Of the prepared optimizer that differs most; None where the recipe leaves them as they are."""
     found = []
@@ -373,9 +344,7 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # --- what cannot be done ----------------------------------------------------------------------------------------
 
 
-def _refused(
-    first: FirstBatch, traces: ForkedTraces, facts: LoopFacts, settings: LaunchSettings
-) -> Iterator[tuple[str, str]]:
+def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
     """Techniques that cannot be applied to this script, each with the reason."""
     clips = _("the script clips gradients, which a fused optimizer unscales itself")
     reasons = {
@@ -386,17 +355,12 @@ def _refused(
         "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
         "offload_activations": next(iter(facts.own_backward), ""),
-        "accumulate": _why_not_sliced(first, traces, facts) if settings.asks("accumulate") else "",
+        "slices": _why_not_sliced(first),
     }
     if first.by_itself:
         reasons["offload_parameters"] = reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.sharded:
         reasons |= _beside_shards(first)
-        reasons["accumulate"] = (
-            _("the model is divided over the processes, and gathered again for every slice")
-            if first.engine is None
-            else _("DeepSpeed's engine reduces each gradient once in a backward pass, and slices make it several times")
-        )
     return ((name, reason) for name, reason in reasons.items() if reason)
 
 
@@ -425,28 +389,10 @@ def _why_not_grown(first: FirstBatch) -> str:
     )
 
 
-def _why_not_sliced(first: FirstBatch, traces: ForkedTraces, facts: LoopFacts) -> str:
-    if first.fails_at_others:
-        return first.fails_at_others
-    if facts.own_backward:
-        return facts.own_backward[0]
-    if facts.updates_others:
-        return _("an optimizer updates parameters of a model that was not handed to Accelerator.prepare")
+def _why_not_sliced(first: FirstBatch) -> str:
     if first.compiled:
         return _("a model that torch.compile compiles as a whole is not cut open")
-    if first.by_itself and first.shape.ranks > 1 and (why := own_ranks.why_not_within(first.root)):
-        return why
-    if first.sample.loader is None:
-        return _("the script makes its batches without a DataLoader: how samples lie in them is not known")
-    return traces.read_layouts()
-
-
-def _why_not_by_graph(reason: Callable[[], str]) -> str:
-    """What a graph's proof answers, or why it came to no answer."""
-    try:
-        return reason()
-    except VramGuardError as error:
-        return str(error)
+    return first.why_one_size
 
 
 def _why_not_mixed(first: FirstBatch) -> str:
