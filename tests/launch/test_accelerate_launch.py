@@ -49,7 +49,7 @@ from vram_guard_accelerate.planning import prediction  # noqa: E402
 LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
 LOOPS = ("plain", "clipping", "accumulate", "modulo", "adversarial", "diffusion")
-SLICED = LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=5)
+SLICED = LaunchPlan(batch_size=16, grown_batch_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes
 
 def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
     """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
-    plan = LaunchPlan(batch_size=8, grown_batch_size=16, micro_batch_size=16, learning_rate_factor=2.0)
+    plan = LaunchPlan(batch_size=8, grown_batch_size=16, learning_rate_factor=2.0)
     more = {VARIABLE: to_json(plan)}
     first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
     own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
@@ -631,7 +631,7 @@ def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path:
 
 def test_a_launch_plan_travels_as_text() -> None:
     plan = LaunchPlan(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
-                    micro_batch_size=4, recipe=Recipe(checkpoint=("blocks.0",)))  # fmt: skip
+                    recipe=Recipe(checkpoint=("blocks.0",)))  # fmt: skip
     again = from_json(LaunchPlan, to_json(plan))
     assert again == plan
     assert again.recipe.checkpoint == ("blocks.0",)
