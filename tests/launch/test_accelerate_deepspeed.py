@@ -219,9 +219,7 @@ def test_a_real_launch_keeps_states_on_the_host_where_it_is_named(tmp_path: Path
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_path: Path) -> None:
     """Blocks checkpointed."""
-    plan = LaunchPlan(
-        batch_size=4, grown_batch_size=4, micro_batch_size=4, recipe=Recipe(checkpoint=("blocks.0", "blocks.1"))
-    )
+    plan = LaunchPlan(batch_size=4, grown_batch_size=4, recipe=Recipe(checkpoint=("blocks.0", "blocks.1")))
     variables = {**by_engine(tmp_path, stage), "DS_ACCELERATOR": "cpu"}
     written, found = (cases.trained(tmp_path, "in_batches", plan=one, **variables) for one in ("", to_json(plan)))
     assert (written["forwards"], found["forwards"]) == (["method"] * 3, ["Checkpointed", "Checkpointed", "method"])
@@ -242,7 +240,7 @@ def test_two_processes_under_another_stage_and_with_states_on_the_host_train_to_
         ShardingChange(stage=3),
         ShardingChange(stage=3, states_on_host=True),
     ):
-        plan = LaunchPlan(batch_size=2, grown_batch_size=2, micro_batch_size=2, sharding=change)
+        plan = LaunchPlan(batch_size=2, grown_batch_size=2, sharding=change)
         found = cases.trained(tmp_path, *words, plan=to_json(plan), **variables)
         assert found["zero"] == (change.stage or 1, change.states_on_host, "AdamW")
         assert len(found["losses"]) == len(written["losses"])
@@ -305,7 +303,6 @@ def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_wit
     plan = LaunchPlan(
         batch_size=4,
         grown_batch_size=4,
-        micro_batch_size=4,
         recipe=Recipe(checkpoint=("transformer.h.0", "transformer.h.1")),
         sharding=ShardingChange(stage=3, states_on_host=True),
     )

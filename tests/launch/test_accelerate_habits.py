@@ -23,6 +23,7 @@ from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 
 from vram_guard.codec import from_plain, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
+from vram_guard.techniques import Body, Slices  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate._script_guard import guard  # noqa: E402
 from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
@@ -33,7 +34,9 @@ LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes
 #: Whose models do not say at the first batch that they train.
 TOLD_LATE = ("ahead", "evaluated_first", "in_evaluation_mode")
 REFUSED = ("runs", "runs_in_a_shell", "starts")
-SLICED = LaunchPlan(batch_size=8, grown_batch_size=8, micro_batch_size=3)
+SLICED = LaunchPlan(
+    batch_size=8, grown_batch_size=8, recipe=LaunchPlan().recipe.with_(slices=Slices(Body("", ("0",)), 3, 1))
+)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +199,7 @@ def test_a_checkpoint_of_a_larger_batch_is_seen_before_it_is_loaded(answers: Any
 
 def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, cache: Path) -> None:
     """Two steps with four times the rate and a checkpoint; two more under a plan that changes nothing."""
-    grown = LaunchPlan(batch_size=8, grown_batch_size=8, micro_batch_size=8, learning_rate_factor=4.0)
+    grown = LaunchPlan(batch_size=8, grown_batch_size=8, learning_rate_factor=4.0)
     out = tmp_path / "project"
     out.mkdir()
     own = (*ONE, "--budget", "1GiB", HABITS, "resumes", "--out", out)

@@ -17,7 +17,7 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import difference, launch  # noqa: E402
 
 from vram_guard.codec import to_json  # noqa: E402
-from vram_guard.techniques import Recipe  # noqa: E402
+from vram_guard.techniques import Body, Recipe, Slices  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
 MODULE = ("-m", "packaged.train")
@@ -63,7 +63,7 @@ def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(confi
     plain = run(configs, 1, tmp_path / "plain.pt", *MODULE)
     options = ("--budget", "60MiB", "--margin", "0", "--allow", "slices")
     found = run(configs, 1, tmp_path / "guarded.pt", "-v", *options, *MODULE, guarded=True)
-    assert "micro-batch size" in found["said"]
+    assert "slices of the batch" in found["said"]
     assert (found["package"], found["precision"], found["processes"]) == ("packaged", "bf16", 1)
     assert 0 < difference(plain, found) < 1e-4  # gradients of bfloat16
 
@@ -74,7 +74,6 @@ def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, tmp_pa
         plan = LaunchPlan(
             batch_size=16,
             grown_batch_size=16,
-            micro_batch_size=16,
             recipe=Recipe(checkpoint=blocks, checkpoint_keeps=keeps),
         )
         planned = {VARIABLE: to_json(plan)}
@@ -85,6 +84,6 @@ def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, tmp_pa
 
 def test_a_module_behind_the_guards_own(configs: Any, tmp_path: Path) -> None:
     """``accelerate launch -m vram_guard_accelerate -m package.module``, two processes by the config file."""
-    sliced = {VARIABLE: to_json(LaunchPlan(batch_size=16, grown_batch_size=16, micro_batch_size=8))}
+    sliced = {VARIABLE: to_json(LaunchPlan(recipe=Recipe(slices=Slices(Body("", ("0",)), 2, 1))))}
     found = run(configs, 2, tmp_path / "out.pt", "-m", "vram_guard_accelerate", *MODULE, **sliced)
     assert (found["package"], found["precision"], found["processes"]) == ("packaged", "bf16", 2)

@@ -49,7 +49,7 @@ def answers(folder: Path) -> dict[str, Any]:
     for name, gpu in (("on_t4", "T4"), ("on_4090", "RTX 4090")):
         cases.request(folder / name, *sizes_itself, gpu=gpu, whole_job=False)
     cases.request(folder / "on_budget", *sizes_itself, budget="20GiB", whole_job=False)
-    cut = {**tight, "allow": ("accumulate",)}
+    cut = {**tight, "allow": ("slices",)}
     cases.request(folder / "spread_tight", SCRIPT, "spread", "never.pt", ranks=4, **cut)
     for name in ("random", "time_first", "default", "named"):
         cases.request(folder / name, SCRIPT, name, "never.pt", **cut)
@@ -240,7 +240,7 @@ def test_a_proven_plan_is_carried_out(answers: Any, folder: Path, name: str, hab
 
 def test_a_loop_without_a_loader_is_not_cut(answers: Any) -> None:
     for name in ("random", "time_first"):
-        refused = [note for note in answers[name]["notes"] if "micro-batches are not possible" in note]
+        refused = [said for said in answers[name]["plan"]["reasons"] if "slices of the batch are not" in said]
         assert not answers[name]["fits"]
         assert "without a DataLoader" in refused[0]
 

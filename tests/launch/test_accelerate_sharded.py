@@ -129,7 +129,7 @@ def test_checkpointing_goes_with_it_and_slices_do_not(answers: Any) -> None:
     planned(answers["checkpointed"])
     orders = answers["checkpointed"]["launch_plan"]
     assert orders["recipe"]["checkpoint"]
-    assert orders["micro_batch_size"] == 1024
+    assert orders["batch_size"] == 1024
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,6 @@ def test_a_launch_with_fsdp2_is_predicted_as_it_is_configured(answers: Any, rank
 def test_what_would_change_how_it_is_sharded_is_refused(answers: Any) -> None:
     notes = answers["configured2"]["notes"]
     assert any("parameters on the host are not possible" in note and "--fsdp_offload_params" in note for note in notes)
-    assert any("smaller micro-batches are not possible" in note and "gathered again" in note for note in notes)
 
 
 def test_trainers_own_flag_is_followed(answers: Any) -> None:

@@ -211,7 +211,6 @@ def test_all_changes_of_a_launch_that_shards_itself_train_to_equal_weights(writt
     plan = LaunchPlan(
         batch_size=4,
         grown_batch_size=4,
-        micro_batch_size=4,
         recipe=Recipe(checkpoint=BLOCKS[:2]),
         sharding=ShardingChange(reshard=True, offload=True),
     )
@@ -230,7 +229,6 @@ def test_changes_of_a_launch_with_the_first_version_of_fsdp_train_to_equal_weigh
     plan = LaunchPlan(
         batch_size=4,
         grown_batch_size=4,
-        micro_batch_size=4,
         recipe=Recipe(checkpoint=BLOCKS[:2]),
         sharding=ShardingChange(reshard=True, strategy="FULL_SHARD"),
     )

@@ -9,7 +9,7 @@ from types import CellType, CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.user_code import is_users_file, is_users_module
+from vram_guard.user_code import is_users_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,9 +100,9 @@ def functions_of(objects: Iterable[object]) -> list[FunctionType]:
 def functions_around() -> list[FunctionType]:
     """Functions of the user's that are running, and those of the imported modules that they may call."""
     known: dict[str, list[FunctionType]] = {}
-    for name, module in list(sys.modules.items()):
+    for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if is_users_module(name) and isinstance(file, str) and is_users_file(file):
+        if isinstance(file, str) and is_users_file(file):
             for value in list(vars(module).values()):
                 for function in _methods(value) if isinstance(value, type) else (value,):
                     if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
