@@ -110,6 +110,9 @@ OBJECTS_REACHED = 5000
 ITEMS_REACHED = 10_000
 #: Bytes of a NumPy array that is copied before every batch: a tenth of a millisecond.
 ARRAY_REACHED = 2**20
+#: Bytes of a buffer that is copied before every batch where it is, a microsecond on a GPU; of a larger one there is a
+#: copy on the host, made anew only when the buffer has changed.
+COPIED_IN_PLACE = 2**20
 #: Items of a container: longer ones hold data, not switches.
 LONGEST_SWITCHES = 64
 

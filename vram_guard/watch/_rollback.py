@@ -22,13 +22,10 @@ import torch
 from torch import nn
 
 from vram_guard.language import _
-from vram_guard.limits import NAMED
+from vram_guard.limits import COPIED_IN_PLACE, NAMED
 from vram_guard.state.random_generators import RandomState
 from vram_guard.state.reached import LIBRARIES, RECORDERS, ReachedState, home_of
 from vram_guard.tensors import version_of
-
-#: Tensors up to so many bytes are copied where they are; larger ones to the host, and only when they have changed.
-COPIED_IN_PLACE = 2**20
 
 
 class CannotRollBackError(Exception):
