@@ -19,7 +19,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.plan import Plan, plan
 from vram_guard.report import text
 from vram_guard.report.as_json import as_dict
-from vram_guard.simulate.compiled import Compiler, NotCompiledError, allowed_seconds
+from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, allowed_seconds
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe, install
 from vram_guard.timeline import CompiledCode, Timeline, merge_affine
@@ -448,3 +448,53 @@ def test_the_pages_uncompiled_figures_are_what_is_predicted_today(row: str, samp
     page = (Path(__file__).parents[2] / "docs" / "lab" / "compiled.md").read_text(encoding="utf-8")
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {row}"))
     assert said in line
+
+
+class Positions(nn.Module):
+    """A break in a function that has made a tensor: Dynamo's guards there hold what the factory looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x + torch.arange(WIDTH, device=x.device))
+        torch._dynamo.graph_break()
+        return x * torch.arange(WIDTH, device=x.device)
+
+
+def test_what_a_trace_does_around_factories_compiles_nothing_anew() -> None:
+    made = followed(step_of(torch.compile(Positions())))
+    assert made.compiled is not None
+    assert made.compiled.graphs == 4  # two steps, but each graph and its backward once
+
+
+def test_compiled_flex_attention_takes_the_same_blocks_where_a_trace_runs_uncompiled() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    step = attending(torch.compile(flex_attention))
+    uncompiled, compiled = run_step(step, 4, CAPABILITY), followed(step, 4)
+    assert compiled.compiled == CompiledCode(graphs=2)
+
+    def blocks(timeline: Timeline) -> list[tuple[str, int]]:
+        sizes = timeline.sizes(4)
+        found = zip(timeline.blocks, sizes, strict=True)
+        return sorted((block.category, size) for block, size in found if size > 4096)  # scalars lie below
+
+    assert blocks(uncompiled) == blocks(compiled)
+
+
+def test_a_compiled_loss_that_is_not_followed_is_said() -> None:
+    made = run_step(step_of(blocks(1), compiled_loss), 4, CAPABILITY)
+    assert made.tier == "partly symbolic"
+    assert [note.said for note in made.notes] == [EAGER]
+
+
+def test_checkpointed_blocks_that_draw_are_compiled_too() -> None:
+    model = nn.Sequential(*(Random() for _ in range(3)))
+    for block in model:
+        block.compile()
+    step = step_of(model)
+    made = followed(step.with_(recipe=Recipe(checkpoint=("0", "1", "2"))))
+    assert made.compiled == CompiledCode(graphs=2)
+    assert bytes_of(made, "activations") < bytes_of(followed(step), "activations")

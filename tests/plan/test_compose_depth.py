@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 from vram_guard import Parallel, Plan, Timeline, TrainingStep, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, DepthLaw  # noqa: E402
-from vram_guard.plan import _depth  # noqa: E402
+from vram_guard.plan import PlanOptions, _depth  # noqa: E402
 from vram_guard.plan.source import TraceRequest, source_of  # noqa: E402
 from vram_guard.simulate.tracing import run  # noqa: E402
 from vram_guard.techniques.equal_blocks import equal_blocks, with_depth  # noqa: E402
@@ -218,3 +218,49 @@ def test_a_plan_for_one_gpu_by_the_law_is_the_plan_without_it(since: int, monkey
     assert (said.fits, said.recipe, said.splits, said.peak) == (True, direct.recipe, direct.splits, direct.peak)
     assert said.estimate == direct.estimate
     assert said.before.peak_reserved == direct.before.peak_reserved
+
+
+def test_blocks_that_checkpoint_themselves_are_equal_too() -> None:
+    model = Net(blocks=4)
+    model.blocks.gradient_checkpointing = True
+    blocks = equal_blocks(model)
+    assert blocks is not None
+    assert blocks.stacks == ("blocks",)
+
+
+def planned(since: int) -> Plan:
+    asked = late(since)
+    options = PlanOptions(link="nvlink4", layouts=["fsdp2"])
+    # Twelve blocks fit as they are where none keeps more, which is what five, six and eight say.
+    budget = "140MiB" if since == DEPTH else "165MiB"
+    return plan(asked, 1, budget, margin=0.0, gpus=8, allow=["checkpoint"], options=options)
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.parametrize("since", [DEPTH, 9], ids=["the law holds", "the law breaks unseen"])
+def test_a_plan_by_the_law_is_the_plan_without_it(since: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = planned(since)
+    depths: list[int] = []
+    followed = run.run_step
+
+    def counted(asked: TrainingStep, *args: Any, **kwargs: Any) -> Timeline:
+        depths.append(len(asked.model.net.blocks))
+        return followed(asked, *args, **kwargs)
+
+    monkeypatch.setattr(_depth, "LEAST_BLOCKS", DEPTH)
+    monkeypatch.setattr(_depth, "LEAST_DEPTH", DEPTH)
+    monkeypatch.setattr(run, "run_step", counted)
+    made = planned(since)
+
+    assert 5 in depths
+    assert made.fits
+    assert made.recipe.checkpoint
+    assert (made.recipe, made.splits, made.peak) == (direct.recipe, direct.splits, direct.peak)
+    assert made.spread is not None
+    assert direct.spread is not None
+    assert made.spread.layout == direct.spread.layout
+    assert made.spread.seconds == pytest.approx(direct.spread.seconds)
+    assert made.timeline is not None
+    assert made.timeline.work  # of a trace with all blocks: nothing composed has any
+    if since == DEPTH:
+        assert depths.count(DEPTH) == 1  # what is taken; the nearest miss is made of the same, which the trace confirms

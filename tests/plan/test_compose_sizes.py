@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402, TC002
 
 from vram_guard import Timeline, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, of_every_size  # noqa: E402
-from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES  # noqa: E402
+from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES, by_depth  # noqa: E402
 from vram_guard.plan.source import Source, TraceRequest, source_of  # noqa: E402
 from vram_guard.plan.tracing import Traces  # noqa: E402
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Work  # noqa: E402
@@ -210,3 +210,26 @@ def test_a_trace_of_some_equal_blocks_stands_for_the_nearest_miss(monkeypatch: p
     assert 0 < len(made.checkpointed_modules) < DEPTH
     assert (traced, both) == (1, 2)
     assert (made.changes(), made.peak) == (without.changes(), without.peak)
+
+
+def traces_of(one: Source, batch: int = BATCH) -> Traces:
+    return Traces(one, batch, lambda _line: None)
+
+
+def padded(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+    """Of a batch of eight and more, more is allocated than the batch alone says."""
+    out = model(words)
+    if len(words) >= 8:
+        out = out.clone()
+    return out.flatten(0, 1).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("batch", [2, 3, BATCH])
+@pytest.mark.parametrize("deep", [True, False])
+def test_what_differs_in_large_batches_is_found(deep: bool, batch: int) -> None:
+    one = source(loss=padded)
+    traces, request = traces_of(by_depth(one) if deep else one, batch), TraceRequest(0, "32-true")
+    assert traces._law_of_part(request) is None
+    law = traces._law(request)
+    assert law.retrace is not None
+    assert law.at(64).peak_allocated == one.trace(TraceRequest(64, "32-true")).at(64).peak_allocated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from vram_guard.plan._order import STEP, TOLERANCE, Key, key, kinds
 from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.search_space import BlockPrefix, LowerBound, Option, Request, Space
-from vram_guard.plan.techniques import mixed_precision, resident_batch, splits_of
+from vram_guard.plan.techniques import growth_multiples, mixed_precision, resident_batch, splits_of
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Timeline
 
 if TYPE_CHECKING:
@@ -595,3 +596,31 @@ def test_what_was_composed_wrong_is_found_by_traces(wrong: int, share: float) ->
         assert composed.traced or not composed.trusted
     if not wrong:
         assert len(composed.traced) <= 2, "the option that is taken, and the nearest miss"
+
+
+def test_offload_is_taken_where_it_costs_less_or_nothing_else_is_allowed() -> None:
+    prefixes = (BlockPrefix("checkpoint", BLOCKS), BlockPrefix("offload_activations", BLOCKS))
+    source = Source(p32_true=line(10 * MIB, 2 * MIB))
+    both = find(request(60 * MIB, mixed=False, accumulates=False, prefixes=prefixes), source)
+    assert both.checkpointed_modules
+    assert not both.offload
+    alone = find(request(60 * MIB, mixed=False, accumulates=False, prefixes=prefixes[1:]), source)
+    assert len(alone.recipe.offload_activations) == 5
+    assert alone.slowdown == pytest.approx(1.5)
+
+
+def test_micro_batches_are_equal() -> None:
+    plan = find(request(60 * MIB, batch_size=45, mixed=False), Source(**HALF))
+    assert plan.splits == 3  # 22 or 23 samples would fit too, but not in equal parts
+    assert plan.micro_batch_size * plan.splits == 45
+    assert list(splits_of(12)) == [2, 3, 4, 6, 12]
+    assert list(splits_of(7)) == [7]
+    assert list(splits_of(1)) == []
+
+
+def test_growth_multiples_do_not_leave_large_gaps() -> None:
+    multiples = list(growth_multiples(5000))
+    assert multiples[:15] == list(range(2, 17))
+    assert multiples == sorted(set(multiples))
+    assert all(after / before <= 1.125 + 1e-9 for before, after in pairwise(multiples[14:]))
+    assert list(growth_multiples(1)) == []

@@ -469,3 +469,29 @@ def test_impure_blocks_are_offloaded_and_the_others_are_checkpointed() -> None:
     assert made.fits
     assert set(made.checkpointed_modules) <= {"0", "2", "4"}
     assert "1, 3 cannot be checkpointed" in made.explain()
+
+
+TABLES: list[torch.Tensor] = []
+
+
+def test_what_a_forward_writes_of_others() -> None:
+    class WritesInput(Block):
+        def forward(self, x):
+            return self.linear(x.add_(1))
+
+    class WritesTable(Block):
+        def extra(self, x):
+            return x + TABLES[0].add_(1).clone()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = WritesInput(), WritesTable()
+
+        def forward(self, x):
+            TABLES[:] = [torch.zeros(WIDTH, device=x.device)]
+            return self.second(self.first(x * 1.0))
+
+    step = TrainingStep(Whole(), lambda size: torch.randn(size, WIDTH), square, sgd)
+    changes = run_step(step, 2, (8, 0), ["first", "second"]).changes
+    assert changes == (StateChange("first", "input", ""), StateChange("second", "elsewhere", ""))

@@ -16,7 +16,7 @@ import lightning_cases as cases
 
 from vram_guard.errors import DeviceMismatchError, UnsupportedStepError
 from vram_guard.simulate import trace
-from vram_guard_lightning import _capture
+from vram_guard_lightning import _capture, _sample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMESPACE = cases.NAMESPACE
@@ -222,3 +222,112 @@ def test_on_a_cpu_trainer_the_modules_own_tensors_are_on_the_device(tmp_path: An
     assert (found.timeline.tier, found.timeline.notes) == ("symbolic", ())
     with pytest.raises(DeviceMismatchError), found.capture.symbolic_run():
         trace(found.capture.step.with_(device="cuda"))
+
+
+def test_pictures_for_the_logger_go_nowhere_during_the_trace(tmp_path: Any) -> None:
+    written = tmp_path / "written.txt"
+
+    def write(line: object) -> None:
+        with written.open("a") as out:
+            out.write(f"{line}\n")
+
+    class Recorder(pl.loggers.logger.Logger):  # type: ignore[misc]
+        name, version = "recorder", "0"
+        experiment = SimpleNamespace(add_image=lambda name: write(name))
+
+        def log_hyperparams(self, *_: Any) -> None:
+            pass
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "own" in metrics:
+                write(step)
+
+    class Writing(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.logger.log_metrics({"own": 1.0}, step=self.global_step)
+            self.logger.experiment.add_image("picture")
+            return super().training_step(batch, batch_idx)
+
+    found = captured(tmp_path, Writing(), logger=Recorder(), log_every_n_steps=1000)
+    assert found.timeline.tier == "symbolic"
+    assert written.read_text().split() == ["0", "picture", "1", "picture"]
+
+
+class Consumed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream with a position of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.values = torch.arange(100.0)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= len(self.values):
+            raise StopIteration
+        self.at += 1
+        return self.values[self.at - 1 : self.at]
+
+
+def test_a_stream_stays_where_it_is() -> None:
+    stream = Consumed()
+    found = _sample.read(torch.utils.data.DataLoader(stream, batch_size=4))
+    assert found.make(6).shape == (6, 1)
+    assert (found.batch_size, found.dataset_size, stream.at) == (4, None, 0)
+
+
+def test_a_stream_that_cannot_be_copied_is_refused() -> None:
+    class Holding(Consumed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines = (line for line in "abc")
+
+    with pytest.raises(UnsupportedStepError, match="__iter__"):
+        _sample.read(torch.utils.data.DataLoader(Holding(), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (lambda: cases.loader(3, 8, drop_last=True), "3 samples, no whole batch of 8"),
+        (lambda: {"a": cases.loader(40, 8), "b": cases.loader(40, 4)}, "different sizes"),
+        (lambda: iter([torch.zeros(4, 2)]), "only once"),
+        (list, "empty collection"),
+        (lambda: torch.utils.data.DataLoader([torch.zeros(1)], batch_sampler=[]), "delivers no batch"),
+    ],
+)
+def test_loaders_that_are_refused(data: Any, says: str) -> None:
+    with pytest.raises(UnsupportedStepError, match=says):
+        _sample.read(data())
+
+
+def test_a_dataset_smaller_than_the_batch_is_the_batch() -> None:
+    assert _sample.read(cases.loader(3, 8)).batch_size == 3
+
+
+def test_loaders_of_ready_batches() -> None:
+    batches = [[torch.zeros(6, 2), torch.zeros(6)] for _ in range(3)]
+    for loader in (torch.utils.data.DataLoader(batches, batch_size=None), iter_anew(batches)):
+        found = _sample.read(loader)
+        assert found.batch_size == 6
+        assert found.make(9)[0].shape == (9, 2)
+        assert "ready batches" in found.growable
+
+
+class iter_anew:  # noqa: N801 - reads as a function above
+    """Iterable, and no DataLoader."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+def test_collections_keep_their_structure() -> None:
+    combined = pl.utilities.combined_loader.CombinedLoader({"a": cases.loader(40), "b": [cases.loader(24)]})
+    found = _sample.read(combined)
+    batch = found.make(3)
+    assert (found.batch_size, found.dataset_size) == (8, 40)
+    assert batch["a"][0].shape == batch["b"][0][0].shape == (3, 6)

@@ -149,3 +149,24 @@ def test_a_validation_that_never_runs_is_not_read(tmp_path: Any, how: dict[str, 
     trainer = cases.make_trainer(NAMESPACE, tmp_path, [probe], **how)
     trainer.fit(cases.make_module(), cases.loader(16, 8), cases.loader(16, 8, shuffle=False))
     assert (probe.validations > 0, probe.found is not None) == (validates, validates)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most", "norm", "value"),
+    [
+        ({}, 1, None, None),
+        ({"accumulate_grad_batches": 3}, 3, None, None),
+        ({"callbacks": lambda: pl.callbacks.GradientAccumulationScheduler({0: 2, 4: 5, 8: 3})}, 5, None, None),
+        ({"gradient_clip_val": 0.5}, 1, 0.5, None),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm"}, 1, 0.5, None),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, 1, None, 0.5),
+        ({"gradient_clip_val": 0, "gradient_clip_algorithm": "value"}, 1, None, None),
+    ],
+)
+def test_accumulation_and_clipping_are_the_trainers(
+    tmp_path: Any, settings: dict[str, Any], most: int, norm: float | None, value: float | None
+) -> None:
+    callbacks = [settings.pop("callbacks")()] if "callbacks" in settings else []
+    trainer = cases.make_trainer(NAMESPACE, tmp_path, callbacks, **settings)
+    assert _capture.accumulation(trainer) == most
+    assert (_capture._clipping(trainer, "norm"), _capture._clipping(trainer, "value")) == (norm, value)

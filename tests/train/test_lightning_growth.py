@@ -302,3 +302,48 @@ def test_learning_rate_finder_is_not_doubled(tmp_path: Any, capsys: Any) -> None
     assert module.loaded[-1] == 64
     assert module.rates[-1] == pytest.approx(module.lr)
     assert "LearningRateFinder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("sqrt", 0.02 * 8**0.5), ("none", 0.02)])
+def test_other_rules(tmp_path: Any, rule: str, rate: float) -> None:
+    assert fit(tmp_path, growing(lr_rule=rule)).rates == pytest.approx([rate] * 3)
+
+
+def test_saving_changes_nothing_of_the_run(tmp_path: Any) -> None:
+    """Rates that are tensors, and the schedulers' own lists, stay the run's."""
+
+    class Tensors(type(cases.make_module())):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.02))
+            return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5), "interval": "step"}]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.rates.append(float(optimizer.param_groups[0]["lr"]))
+
+    keep = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1
+    )
+    module = fit(tmp_path, growing(), module=Tensors(), callbacks=[keep], enable_checkpointing=True, max_epochs=4)
+    assert module.rates == pytest.approx([0.16, 0.08, 0.04, 0.02])
+    content = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    assert float(content["optimizer_states"][0]["param_groups"][0]["lr"]) == pytest.approx(0.02 / 4)
+
+
+@pytest.mark.parametrize(("written", "taken", "share"), [(57, 6, "105%"), (54, 5, "93%"), (50, 5, "")])
+def test_a_limit_in_batches_keeps_the_nearest_number_of_samples(
+    tmp_path: Any, written: int, taken: int, share: str, capsys: Any
+) -> None:
+    """57 batches of which ten make a larger one became 5: 12% of an epoch were left out, and nothing said so."""
+    data = cases.loader(1000, 2, shuffle=False)
+    guard = growing()
+
+    def ten_times(*_: Any, **__: Any) -> Any:
+        return iter(range(2, 11))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("vram_guard.plan._growth"), "growth_multiples", ten_times)
+        module = fit(tmp_path, guard, data, max_epochs=1, limit_train_batches=written)
+    assert module.loaded == [20] * taken
+    said = capsys.readouterr().out
+    assert f"limit_train_batches counts larger batches: {written} -> {taken}" in said
+    assert (f"rounded: {share} of the samples as written" in said) is bool(share)

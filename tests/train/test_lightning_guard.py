@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("lightning")
 
+import contextlib
+
 import lightning_cases as cases
 from guard_arguments import in_advanced
 
@@ -487,3 +489,86 @@ def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:
     with pytest.warns(UserWarning, match="does nothing under Fabric"):
         optimizer.step()
     optimizer.step()  # a second warning would be an error
+
+
+def test_nothing_is_read_and_the_modules_attributes_stay(tmp_path: Any) -> None:
+    data = cases.loader(40)
+
+    class Look(importlib.import_module(INSTALLED[0]).Callback):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.reads = data.dataset.reads
+            self.attributes = {name: dict(vars(part)) for name, part in pl_module.named_modules()}
+            self.gradients = [parameter.grad for parameter in pl_module.parameters()]
+
+    look = Look()
+    fit(tmp_path, VramGuard(budget="64GiB", mode="report"), data=data, callbacks=[look], max_steps=1)
+    assert look.reads == 0
+    assert not any("log" in attributes for attributes in look.attributes.values())
+    assert all(gradient is None for gradient in look.gradients)
+
+
+def test_registered_twice_works_once(tmp_path: Any, capsys: Any) -> None:
+    first, second = VramGuard(budget="64GiB"), VramGuard(budget="1MiB")
+    fit(tmp_path, first, callbacks=[second, first], max_steps=1)
+    assert first.plan is not None
+    assert second.plan is None
+    assert capsys.readouterr().out.count("\nFull report") == 1
+
+
+def test_fast_dev_run(tmp_path: Any, tight: int) -> None:
+    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
+    module, _ = fit(tmp_path, guard, module=cases.make_module(**WIDE), data=wide_loader(), fast_dev_run=True)
+    assert guard.plan.splits > 1
+    assert len(module.rates) == 1
+    grown = VramGuard(budget="64GiB", grow=True)
+    module, _ = fit(tmp_path, grown, fast_dev_run=True)
+    assert module.loaded == [8]
+
+
+def test_manual_optimization_is_checkpointed_where_it_does_not_fit(tmp_path: Any) -> None:
+    def deep() -> Any:
+        torch.manual_seed(0)
+        module = manual(**WIDE)
+        blocks = (torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4))
+        module.net = torch.nn.Sequential(*blocks, torch.nn.Linear(512, 2))
+        return module
+
+    report = VramGuard(budget="64GiB", mode="report")
+    plain, _ = fit(tmp_path, report, module=deep(), data=wide_loader(), max_steps=2)
+    guard = VramGuard(budget=report.plan.before.peak_reserved - 1, margin=0, allow=("checkpoint", "offload"))
+    guarded, _ = fit(tmp_path, guard, module=deep(), data=wide_loader(), max_steps=2)
+    assert guard.plan.fits
+    assert guard.plan.changed
+    assert_equal_training(plain, guarded)
+
+
+def test_manual_optimization_is_reported_and_not_split(tmp_path: Any, capsys: Any) -> None:
+    guard = VramGuard(budget="64GiB")
+    module, _ = fit(tmp_path, guard, module=manual(), max_epochs=1)
+    assert set(module.seen) == {8}
+    assert guard.plan is not None
+    out = capsys.readouterr().out
+    assert "manual optimization" in out
+
+
+def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(tmp_path: Any) -> None:
+    """A GPU without bfloat16, on which only float16 would fit; its gradient scaler refuses LBFGS."""
+
+    def of(optimizer: str, **settings: Any) -> VramGuard:
+        guard = VramGuard(**in_advanced({"margin": 0, "allow": ["precision"], **settings}))
+        module = cases.make_module(width=64, hidden=4096, optimizer=optimizer)
+        data = cases.loader(dataset=cases.Vectors(4096, 64), batch_size=4096)
+        with contextlib.suppress(UserWarning):
+            fit(tmp_path, guard, module=module, data=data, max_steps=1)
+        return guard
+
+    from vram_guard import Budget
+
+    for optimizer, planned in (("sgd", "16-mixed"), ("lbfgs", "32-true")):
+        whole = of(optimizer, budget=Budget.resolve("4GiB", "T4", 0), mode="report").plan
+        assert whole is not None
+        tight = Budget.resolve(whole.before.peak_reserved - 1, "T4", 0)
+        made = of(optimizer, budget=tight, mode="report").plan
+        assert made is not None
+        assert (made.precision, made.fits) == (planned, planned != "32-true")
+        assert ("LBFGS does not work with the gradient scaling" in made.explain()) is (optimizer == "lbfgs")

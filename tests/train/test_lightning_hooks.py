@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("lightning")
 
+import warnings
+
 import lightning_cases as cases
 from guard_arguments import in_advanced
 
@@ -309,3 +311,78 @@ def test_a_count_in_the_outputs_is_added_up_and_said(tmp_path: Any) -> None:
 
     with pytest.warns(UserWarning, match="samples of what the step returns"):
         run(tmp_path, Counting(), guard(), samples=40)
+
+
+class NoneForSome(Editing):
+    """Returns no loss where the micro-batch's number says so."""
+
+    without: tuple[int, ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if (len(self.seen) - 1) % 4 in self.without else loss
+
+    def on_after_backward(self) -> None:
+        self.rates.append(-1.0)
+
+
+@pytest.mark.parametrize("recover", [False, True], ids=["", "recovery armed"])
+@pytest.mark.parametrize(("without", "calls"), [((3,), 5), ((0, 1), 5), ((0, 1, 2, 3), 0)])
+def test_hooks_after_backward_where_some_micro_batches_have_no_loss(
+    tmp_path: Any, without: Any, calls: int, recover: bool
+) -> None:
+    """The last one's backward may not be the last backward."""
+    module = NoneForSome()
+    trainer = run(tmp_path, module, samples=40, max_epochs=0)
+    del trainer
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "vram_guard")
+        # What the callback sets is not followed: a step without a loss cannot be.
+        armed = guard(recover=recover, micro=2, advanced={"whole_job": False})
+        sets = type("Sets", (LIGHTNING.Callback,), {"on_train_start": lambda *_: _set(module, without)})()
+        run(tmp_path, module, armed, callbacks=[sets], samples=40, max_epochs=1)
+    assert armed.plan is not None
+    assert armed.plan.splits == 4
+    assert module.rates.count(-1.0) == calls
+
+
+def _set(module: Any, without: Any) -> None:
+    module.without = without
+    module.seen.clear()
+
+
+def test_hooks_get_all_kinds_of_outputs_of_the_whole_batch(tmp_path: Any) -> None:
+    class Returning(type(cases.make_module(PL))):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            x, y = batch
+            wrong = (self.net(x) - y).abs().detach()
+            return {
+                "loss": loss,
+                "names": [f"{first:.3f}" for first in x[:, 0].tolist()],
+                "array": wrong.numpy(),
+                "nested": {"pair": (wrong, float(wrong.mean())), "error": wrong.mean().numpy()},
+                "epoch": 100 + self.current_epoch,
+                "stage": "train",
+                "nothing": None,
+            }
+
+    class Outputs(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            self.seen.append(outputs)
+
+    found = []
+    for guards in ([], [guard()]):
+        outputs = Outputs()
+        run(tmp_path, Returning(), *guards, callbacks=[outputs])
+        found.append(outputs.seen)
+    assert len(found[0]) == 10
+    for one, other in zip(*found, strict=True):
+        assert other.keys() == one.keys()
+        assert other["names"] == one["names"]
+        assert (other["epoch"], other["stage"], other["nothing"]) == (one["epoch"], "train", None)
+        for name in ("loss", "array", "nested"):
+            torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5)

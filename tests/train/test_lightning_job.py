@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pytest.importorskip("lightning")
 
+import itertools
+import logging
+
 import lightning_cases as cases
 from guard_arguments import in_advanced
 
@@ -594,3 +597,123 @@ def test_a_script_of_lightning_cli_is_predicted_with_the_optimizer_of_its_comman
     assert done.returncode == 0, done.stderr
     assert "optimizer states" in done.stderr + done.stdout
     assert "no prediction" not in done.stderr + done.stdout
+
+
+class Layered(Net):
+    """Four layers of one size, of which the head's is trained first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 4)
+
+
+class Gradually(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    """As ULMFiT: one more layer in every epoch, from the last one on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if 1 <= epoch <= 4:
+            self.unfreeze_and_add_param_group(pl_module.backbone[4 - epoch], optimizer)
+
+
+def test_layers_that_are_unfrozen_one_by_one_are_told_one_by_one(tmp_path: Any) -> None:
+    found = told(tmp_path, Layered(), Gradually(), max_epochs=8)
+    labels = dict.fromkeys(phase.label for phase in found.estimate.phases if phase.label)
+    assert list(labels) == [f"epoch {epoch}" for epoch in range(1, 5)]
+    by_epoch = [peaks(found)["training", label] for label in ("", *labels)]
+    more = [later - earlier for earlier, later in itertools.pairwise(by_epoch)]
+    weight, bias = WIDTH * WIDTH * 4, WIDTH * 4
+    states = 2 * (weight + bias)
+    assert all(states + weight <= one <= states + 2 * weight + 8 * 4096 for one in more), "a gradient, two states"
+    unfrozen = told(tmp_path, Layered(), max_epochs=8).plain.peak_allocated
+    assert by_epoch[-1] == pytest.approx(unfrozen, rel=0.05)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Samples of as many rows as it is told."""
+
+    rows = 1
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.ones(self.rows, WIDTH),)
+
+
+class Switching(pl.Callback):  # type: ignore[misc, name-defined]
+    """Changes the loader that is there: its batches from epoch 2 on, its samples in epoch 3."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        used = trainer.train_dataloader
+        used.batch_sampler.batch_size = 2048 if trainer.current_epoch >= 2 else SIZE
+        used.dataset.rows = 2 if trainer.current_epoch == 3 else 1
+
+
+def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
+    data = DataLoader(Rows(), SIZE)
+    found = told(tmp_path, Net(), Switching(), data=data)
+    step = found.capture.step.with_(job=None)
+    for epoch, rows in (("epoch 2", 2048), ("epoch 3", 4096)):
+        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated
+    assert (data.batch_sampler.batch_size, vars(data.dataset)) == (SIZE, {})
+    assert not [note for note in found.job.notes if "cannot be followed" in note.message]
+
+
+class Counters(pl.Callback):  # type: ignore[misc, name-defined]
+    """Logs what hooks see of the Trainer's counters: a log is kept where the callback's own state is put back."""
+
+    def note(self, name: str, trainer: Any) -> None:
+        epochs = trainer.fit_loop.epoch_progress.current
+        counted = (epochs.ready, epochs.started, epochs.processed, epochs.completed)
+        logging.getLogger("counters").info("%s", (name, trainer.current_epoch, counted, trainer.training))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_fit_start", trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_start", trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_epoch_start", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.note("on_train_epoch_end", trainer)
+
+
+def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "counters")
+
+    def seen() -> list[Any]:
+        found: list[Any] = [one.args[0] for one in caplog.records if one.name == "counters"]
+        caplog.clear()
+        return found
+
+    cases.make_trainer(NAMESPACE, tmp_path, [Counters()], max_epochs=3).fit(Net(), loader())
+    real = seen()
+    told(tmp_path, Net(), Counters(), max_epochs=3)
+    traced = seen()
+    assert {name for name, *_ in traced} == {name for name, *_ in real} != set()
+    assert not [one for one in traced if one not in real]
+
+
+def test_a_metric_that_keeps_everything(tmp_path: Any) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torchmetrics.CatMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.kept.update(self.backbone(batch[0]))
+            self.log("last", self.kept.value[-1].mean())
+
+    few, many = (told(tmp_path, Measured(), validation=loader(64 * count, 64)) for count in (60, 100))
+    grows = peaks(many)["validation", ""] - peaks(few)["validation", ""]
+    assert grows == 40 * 64 * 2048 * 4

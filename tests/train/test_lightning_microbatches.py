@@ -11,6 +11,9 @@ import torch
 
 pytest.importorskip("lightning")
 
+import gc
+import weakref
+
 import lightning_cases as cases
 
 from vram_guard.apply.microbatch import Splitter
@@ -345,3 +348,88 @@ def test_undo_leaves_the_trainer_as_it_was(tmp_path: Any) -> None:
 
 
 # --- values that are logged, by themselves ------------------------------------------------------------------------
+
+
+def test_lbfgs_calls_the_closure_as_often(tmp_path: Any) -> None:
+    how: dict[str, Any] = {"settings": {"optimizer": "lbfgs"}, "max_epochs": 1}
+    plain, _ = train(tmp_path, **how)
+    split, _ = train(tmp_path, micro=4, **how)
+    assert len(split.seen) == 2 * len(plain.seen)
+    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=1e-3, atol=1e-4)
+
+
+def test_gradient_accumulation_scheduler(tmp_path: Any) -> None:
+    scheduler = importlib.import_module("lightning.pytorch").callbacks.GradientAccumulationScheduler
+    plain, _ = train(tmp_path, callbacks=[scheduler({0: 1, 1: 2})])
+    split, _ = train(tmp_path, micro=2, callbacks=[scheduler({0: 1, 1: 2})])
+    assert_same_training(plain, split)
+
+
+def test_logged_values_hold_no_activations_while_the_next_micro_batch_runs(tmp_path: Any) -> None:
+    base = type(cases.make_module())
+
+    class Beside(base):  # type: ignore[misc, valid-type]
+        keeps = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.seen[-1:] == [3]:  # not the first micro-batch of a loaded batch
+                gc.collect()
+                alive.append(predictions[-1]() is not None)
+            prediction = self.net(batch[0])
+            predictions.append(weakref.ref(prediction))
+            size = prediction.pow(2).mean()  # not the loss: no backward frees what its graph holds
+            self.log("size", size, enable_graph=True)
+            own = prediction.detach().mean()
+            self.log("own", own)
+            own.zero_()  # Lightning's log has read it by now
+            self.kept = size if self.keeps else None
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    for micro in (0, 3):
+        predictions, alive = [], []
+        watch = Watching.callback("lightning.pytorch")
+        train(tmp_path, module=Beside(), micro=micro, callbacks=[watch], max_epochs=1)
+        seen.append([(values["size"], values["own"]) for values in watch.step_values])
+    assert seen[1] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in seen[0]]
+    assert alive == [False] * 10
+    Beside.keeps, alive = True, []
+    train(tmp_path, module=Beside(), micro=3, max_epochs=1)
+    assert alive == [True] * 10, "the check above could not fail"
+
+
+class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(index))
+
+
+def test_a_list_of_three_pictures_of_three_channels_is_cut_between_the_pictures(tmp_path: Any) -> None:
+    pl = importlib.import_module("lightning.pytorch")
+
+    class OfLists(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Conv2d(3, 2, 3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(torch.stack(batch)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def run(*guards: Any) -> Any:
+        module, trainer = OfLists(), cases.make_trainer("lightning.pytorch", tmp_path, [*guards], max_epochs=1)
+        module.net.register_forward_pre_hook(lambda _net, args: shapes.append(tuple(args[0].shape)))
+        trainer.fit(module, torch.utils.data.DataLoader(Pictures(), batch_size=3, collate_fn=list))
+        return module
+
+    shapes: list[Any] = []
+    guard = VramGuard(budget="4GiB", pin={"micro_batch_size": 1})
+    guarded = run(guard)
+    assert guard.plan.splits == 3
+    assert set(shapes[-9:]) == {(1, 3, 4, 4)}
+    torch.testing.assert_close(cases.weights(guarded), cases.weights(run()), rtol=2e-5, atol=2e-6)

@@ -11,11 +11,15 @@ from torch import nn
 
 pytest.importorskip("lightning")
 
+from types import SimpleNamespace
+
 import lightning_cases as cases
 from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard_lightning import VramGuard
+from vram_guard.guard.applied import Applied
+from vram_guard.techniques import Recipe
+from vram_guard_lightning import VramGuard, _apply
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
 INSTALLED = cases.INSTALLED
@@ -256,3 +260,31 @@ def test_a_loss_in_chunks_trains_the_same_weights(tmp_path: Any) -> None:
         )
         assert guard.plan is not None
         assert guard.plan.recipe.chunked_head == "head"
+
+
+def test_an_optimizer_on_the_host_is_not_planned_for_a_training_on_the_cpu(tmp_path: Any, capsys: Any) -> None:
+    """torchao's needs a GPU. Nearly all memory is in a weight and its states, so that no other technique helps."""
+    wide = cases.make_module(hidden=200_000)
+    budget = VramGuard(budget="64GiB", mode="report")
+    cases.make_trainer(INSTALLED[0], tmp_path, [budget], max_epochs=1).fit(wide, cases.loader(8))
+    assert budget.plan is not None
+    guard = VramGuard(budget=budget.plan.before.peak_reserved - 4 * 2**20, margin=0, allow=["offload_optimizer"])
+    with pytest.warns(UserWarning, match="not known to fit"):
+        cases.make_trainer(INSTALLED[0], tmp_path, [guard], max_epochs=1).fit(wide, cases.loader(8))
+    assert "an optimizer on the host is not possible here: this training runs on the CPU" in capsys.readouterr().out
+    pinned = VramGuard(budget="4GiB", pin={"optimizer_on_host": True}, mode="strict")
+    with pytest.raises(UnsupportedStepError):
+        fit(tmp_path, pinned)
+
+
+def test_schedulers_follow_the_optimizer_that_took_the_place_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
+    made = torch.optim.SGD(first.param_groups[0]["params"], lr=1.0)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in (first, second)]
+    configs = [SimpleNamespace(scheduler=one) for one in schedulers]
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(optimizers=[first, second], lr_scheduler_configs=configs))
+    monkeypatch.setattr(_apply._layouts, "whole", lambda _trainer: False)
+    monkeypatch.setattr(_apply, "optimizer_for", lambda one, _recipe: made if one is first else one)
+    _apply.after_setup(trainer, Recipe(), Applied())
+    assert trainer.strategy.optimizers == [made, second]
+    assert [one.optimizer for one in schedulers] == [made, second]

@@ -442,3 +442,86 @@ def test_what_cannot_be_pinned_here_is_refused_with_the_reason(pretrain: Style, 
     own = {"activation_checkpointing": ["layers.0"]} if "checkpoint" in pin else None
     with pytest.raises(UnsupportedStepError, match=says):
         cases.train(pretrain.guarded("refused", changes=own, budget="1GiB", pin=pin, mode="strict"))
+
+
+def test_auto_scale_lr_is_left_alone_by_accumulation(pretrain: Style) -> None:
+    options = {"auto_scale_lr.enable": True}
+    plain = cases.train(pretrain.cfg("auto", **options))
+    assert cases.diary(plain).rates != cases.diary(pretrain.plain).rates
+    same(plain, cases.train(pretrain.guarded("auto-split", changes=options, **PINNED)))
+
+
+def test_a_grown_training_of_iterations_is_the_one_written_so(styles: Callable[[str], Style]) -> None:
+    """PolyLR's absolute eta_min is scaled with the rest; max_iters and intervals count larger batches."""
+    seg = styles("mmseg")
+    settings = {"budget": int(seg.peak * 2.4), "grow": True, "target_utilization": 1.0}
+    runner = cases.train(seg.guarded("grown", **settings))
+    size = cases.guard(runner).plan.batch_size
+    assert size > 8
+    factor = size / 8
+    by_hand = {"train_dataloader.batch_size": size, "optim_wrapper.optimizer.lr": 0.01 * factor,
+               "param_scheduler.0.eta_min": 1e-4 * factor}  # fmt: skip
+    other = cases.train(seg.cfg("by-hand", **by_hand))
+    assert len(cases.diary(runner).rates) == 10
+    for one, written in zip(cases.diary(runner).rates, cases.diary(other).rates, strict=True):
+        assert one == pytest.approx(written, rel=1e-9)
+    assert torch.allclose(cases.weights(runner), cases.weights(other), rtol=0, atol=1e-6)
+    assert cases.diary(runner).validated_at == cases.diary(seg.plain).validated_at
+    text = next(Path(runner.log_dir).glob("*.log")).read_text()
+    assert f"max_iters, intervals and schedules count iterations of {size} samples" in text
+
+
+def test_a_base_file_of_new_keys(pretrain: Style) -> None:
+    path = write_base(pretrain.root)
+    assert path == pretrain.root / "_base_" / "vram_guard.py"
+    path.write_text(path.read_text() + f"\nvram_guard = dict({IN_A_FILE})\n")
+    leaf = (pretrain.root / "small.py").read_text().replace("_base_ = [", "_base_ = ['./_base_/vram_guard.py', ")
+    (pretrain.root / "guarded.py").write_text(leaf)
+    cfg = cases.load(pretrain.root, "guarded.py", pretrain.folder / "base")
+    runner = cases.train(cfg)
+    assert type(runner).__name__ == "GuardRunner"
+    assert cases.guard(runner).plan.splits > 1
+    same(pretrain.plain, runner)
+
+
+def test_cfg_options(pretrain: Style) -> None:
+    """As mmengine.config.DictAction reads them from the command line."""
+    import argparse
+
+    from mmengine.config import DictAction
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
+    options = parser.parse_args(
+        ["--cfg-options", f"runner_type={RUNNER}", "vram_guard.budget=1GiB", "vram_guard.margin=0",
+         "vram_guard.allow=[accumulate]", "vram_guard.pin.micro_batch_size=4"]
+    ).cfg_options  # fmt: skip
+    runner = cases.train(pretrain.cfg("options", **options))
+    assert cases.guard(runner).plan.splits > 1
+    same(pretrain.plain, runner)
+
+
+def test_mixed_precision_on_a_pretend_gpu(pretrain: Style) -> None:
+    batch = {"train_dataloader.batch_size": 16}  # of 8, mixed precision takes more: its copies, and workspaces
+    plain = cases.train(pretrain.cfg("mixed-plain", **batch))
+    runner = cases.train(pretrain.guarded("mixed", changes=batch, budget="80MiB", gpu="RTX 4090", allow=["precision"]))
+    plan = cases.guard(runner).plan
+    assert plan.precision == "bf16-mixed"
+    assert type(runner.optim_wrapper).__name__ == "CpuMixedOptimWrapper"
+    assert cases.diary(runner).rates == cases.diary(plain).rates
+    assert cases.diary(runner).losses != cases.diary(plain).losses
+    assert cases.diary(runner).losses == pytest.approx(cases.diary(plain).losses, abs=0.05)
+
+
+def test_a_dataset_smaller_than_the_batch(pretrain: Style) -> None:
+    options = {"train_dataloader.batch_size": 64, "train_dataloader.drop_last": True}
+    with pytest.raises(InvalidInputError, match="no whole batch of 64"):
+        cases.train(pretrain.guarded("small", changes=options, budget="1GiB"))
+
+
+def test_impossible_budgets(pretrain: Style) -> None:
+    runner = cases.train(pretrain.guarded("tiny", budget="1MiB", allow=["accumulate"]))
+    assert not cases.guard(runner).plan.fits
+    same(pretrain.plain, runner, tolerance=0)
+    with pytest.raises(DoesNotFitError):
+        cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict", allow=["accumulate"]))

@@ -30,6 +30,7 @@ from vram_guard.guard.evaluation import foresee
 from vram_guard_mmengine import _shadow
 from vram_guard_mmengine._capture import capture
 from vram_guard_mmengine._checkpoints import resumable
+from mmengine.optim import OptimWrapper
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
@@ -463,3 +464,63 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(build: Callable[..., Any],
     assert plan.splits > 1
     assert len(cases.diary(runner).batches) == 6
     assert all(parameter.requires_grad for parameter in runner.model.parameters())
+
+
+def test_a_test_that_the_script_calls_after_its_training_is_a_phase_of_it(build: Callable[..., Any]) -> None:
+    def runner(samples: int) -> Any:
+        own = {
+            "type": "VramGuardHook",
+            "budget": "1GiB",
+            "mode": "report",
+            "margin": 0,
+            "advanced": {"remember": False},
+        }
+        dataset = {"type": "Blobs", "serialize_data": False, "samples": samples, "size": 64}
+        loader = {"batch_size": 8, "num_workers": 0, "dataset": dataset, "sampler": {"type": "DefaultSampler"}}
+        test = {"test_dataloader": loader, "test_cfg": {}, "test_evaluator": {"type": "Keeping"}}
+        test["val_evaluator"] = test["test_evaluator"]
+        return build(own, model={**MODEL, "type": "Scoring"}, train_cfg__max_epochs=1, **test)
+
+    def tested(samples: int) -> Any:
+        made = runner(samples)
+        made.train()
+        made.test()
+        return cases.guard(made).plan.before.phases[-1]
+
+    few, many = tested(8 * 20), tested(8 * 50)
+    assert few.name == "test"
+    assert many.peak_allocated - few.peak_allocated == 30 * 8 * 4096
+
+
+def test_a_loss_of_every_third_epoch(look: Callable[..., Look]) -> None:
+    found = look(model={**MODEL, "type": "TwoLosses", "every": 3})
+    assert found.said("from epoch 3 on the step differs", "the model asks")
+    assert {phase.label for phase in found.phases if phase.label} == {"epoch 3"}
+    assert found.peak_phase.label == "epoch 3"
+
+
+@HOOKS.register_module(force=True)
+class Accumulate(Hook):
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 3:
+            runner.optim_wrapper._accumulative_counts = 4
+
+
+def test_accumulation_by_epoch(look: Callable[..., Look]) -> None:
+    found = look({"type": "Accumulate"})
+    assert found.said("from epoch 4 on the step differs", "accumulative_counts")
+    assert found.phase("training", "epoch 4").peak_allocated > found.phase("training").peak_allocated
+
+
+def test_an_optimizer_that_was_built_before_takes_what_one_of_a_config_takes(
+    build: Callable[..., Any], plain: Look
+) -> None:
+    given = build()
+    kind, settings = torch.optim.AdamW, dict(given.optim_wrapper["optimizer"])
+    assert settings.pop("type") == "AdamW"
+    made = kind(given.model.parameters(), **settings)
+    for wrapper in (given.optim_wrapper | {"optimizer": made}, OptimWrapper(made)):
+        given.optim_wrapper = wrapper
+        found = Look(given, whole_job=False)
+        assert found.peak == plain.phase("training").peak_allocated
+        assert not made.state

@@ -10,6 +10,8 @@ import pytest
 from pretended_nvml import GIB, MIB, NOT_SUPPORTED, Card, Library, Torch
 
 from vram_guard.budget import Budget, GpuProcess, find_gpu, nvml, torch_cuda
+from vram_guard.budget._device import cuda_ordinal
+from vram_guard.budget._visible import visible_devices
 from vram_guard.budget.catalogue import context_bytes
 from vram_guard.budget.host import HostMemory
 from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
@@ -329,3 +331,37 @@ def test_the_package_calls_only_functions_that_nvml_has():
     made = [name for name in vars(Library) if name.startswith("nvml")]
     assert len(made) > 15
     assert [name for name in made if not hasattr(pynvml, name)] == []
+
+
+def test_a_full_gpu_leaves_nothing(machine):
+    machine(Card(free=100 * MIB))
+    assert Budget.resolve().usable == 0
+
+
+@pytest.mark.parametrize(("device", "ordinal"), [(None, None), ("cuda", None), ("cuda:1", 1), (0, 0), (3, 3)])
+def test_devices_are_given_as_torch_does(device, ordinal):
+    assert cuda_ordinal(device) == ordinal
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        (None, None),
+        ("", []),
+        ("0,2", [0, 2]),
+        ("1gpu2,2ampere", [1, 2]),
+        ("0,-1,1", [0]),
+        ("0,1,0", []),
+        ("GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+        ("GPU-a,1", ["GPU-a"]),
+        ("MIG-x", ["MIG-x"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(text, devices):
+    assert visible_devices({} if text is None else {"CUDA_VISIBLE_DEVICES": text}) == devices
+
+
+def test_a_cpu_build_beside_a_gpu_is_said(machine):
+    machine(Card(), torch=Torch(initialized=False, available=False, cuda=None))
+    assert "this torch is a CPU build" in Budget.resolve().explain()

@@ -299,3 +299,62 @@ def test_what_the_driver_keeps_is_published_or_the_most_of_no_larger_cards():
     assert unpublished.cuda_memory_bytes is None
     smaller = [gpu for gpu in catalogue() if gpu.cuda_memory_bytes and gpu.nominal_gb <= 16]
     assert unpublished.driver_reserved == max(gpu.driver_reserved for gpu in smaller)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        ("GT 1030", "GTX 1050", "GTX 1050 Ti", "GTX 1060 6GB", "GTX 1070", "GTX 1070 Ti", "GTX 1080", "GTX 1080 Ti"),
+        ("RTX 3060 12GB", "RTX 3070", "RTX 3080 10GB", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti"),
+        ("RTX 4060", "RTX 4070", "RTX 4070 Ti", "RTX 4080", "RTX 4080 SUPER", "RTX 4090"),
+        ("RTX 5050", "RTX 5060", "RTX 5060 Ti 16GB", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090"),
+        ("A30", "A100 PCIe 40GB", "H100 PCIe", "H100 SXM", "B200"),
+        ("H100 SXM", "H200", "B200"),
+    ],
+)
+def test_no_figure_falls_from_one_card_of_a_family_to_the_next(family):
+    cards = [find_gpu(name) for name in family]
+    for figure in ("memory_bandwidth", "fp32_flops", "fp16_flops"):
+        figures = [getattr(card, figure) or 0 for card in cards]
+        assert figures == sorted(figures), figure
+
+
+def test_among_boards_of_one_memory_size_the_slowest_is_meant():
+    assert find_gpu("A100 80GB").memory_bandwidth < find_gpu("A100 SXM4 80GB").memory_bandwidth
+
+
+@each(
+    ("unknown", "never"),
+    [
+        *(("RTX 5040", "RTX 5090"), ("RTX 3040 Laptop", "RTX 4090"), ("RTX 2070 Max-Q", "RTX 4070")),
+        *(("RTX PRO 4000", "RTX 8000"), ("T1000", "A10"), ("MX450", "A40"), ("RTX 4080 Tii", "4080 Ti")),
+    ],
+)
+def test_no_larger_card_is_offered_for_a_smaller_one(unknown, never):
+    with pytest.raises(InvalidInputError, match="not in the catalogue") as refused:
+        find_gpu(unknown)
+    assert never not in str(refused.value).replace(unknown, "")
+
+
+@each("name", ["3050", "3060", "3070", "4050", "4060", "4070", "4080", "4090", "5050", "5060"])
+def test_a_laptop_card_is_not_the_desktop_card_of_its_number(name):
+    laptop = find_gpu(f"NVIDIA GeForce RTX {name} Laptop GPU")
+    assert laptop.name == f"RTX {name} Laptop"
+    if name not in ("3060", "4050"):  # the former has more multiprocessors than the desktop card
+        desktop = find_gpu(f"RTX {name}")
+        assert laptop.memory_bytes <= desktop.memory_bytes
+        assert laptop.fp32_flops < desktop.fp32_flops
+
+
+def test_the_guides_cards_are_known():
+    for name in (
+        "RTX 3090",
+        "RTX 4090",
+        "A100 40GB",
+        "V100 16GB",
+        "RTX 4080",
+        "RTX 4070",
+        "GTX 1080",
+        "RTX 5090",
+    ):
+        assert find_gpu(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -149,3 +150,49 @@ def test_a_plan_takes_it_where_it_is_allowed_and_a_cross_entropy_follows() -> No
     assert not plan(other, 256, "30MiB", margin=0, allow=["chunked_loss"]).fits
     with pytest.raises(InvalidInputError, match="no layer was found"):
         plan(other, 256, "30MiB", pin={"chunked_loss": True})
+
+
+def test_autocast_is_that_of_the_layer_wherever_the_loss_is_computed() -> None:
+    tokens = torch.randint(0, CLASSES, (2, 9))
+    model = Language(lambda logits, _tokens: logits)
+
+    def losses() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(tokens)
+        assert logits.dtype == torch.bfloat16
+        return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+    written = losses()
+    install(model, IN_CHUNKS)
+    torch.testing.assert_close(losses(), written, rtol=1e-6, atol=0)
+
+
+def test_whoever_reads_the_logits_gets_them() -> None:
+    tokens = torch.randint(0, CLASSES, (2, 9))
+    model = Language(lambda logits, _tokens: logits)
+    written = model(tokens)
+    install(model, IN_CHUNKS)
+    logits = model(tokens)
+    assert isinstance(logits, torch.Tensor)
+    assert torch.equal(logits.argmax(-1), written.argmax(-1))
+    assert torch.equal(logits + 1, written + 1)
+    assert torch.equal(pickle.loads(pickle.dumps(logits.detach() + 0)), written.detach())
+    (logits * written.detach()).sum().backward()
+    assert model.head.weight.grad is not None
+    with torch.no_grad():
+        assert type(model(tokens)) is torch.Tensor
+    model.eval()
+    assert type(model(tokens)) is torch.Tensor
+
+
+def test_a_loss_that_is_only_read_is_the_same_and_has_no_graph() -> None:
+    tokens = torch.randint(0, CLASSES, (2, 9))
+    model = Language(lambda logits, _tokens: logits)
+    written = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).detach()
+    install(model, IN_CHUNKS)
+    logits = model(tokens)
+    with torch.no_grad():
+        unrecorded = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    for loss in (unrecorded, functional.cross_entropy(logits.detach().flatten(0, 1), tokens.flatten())):
+        torch.testing.assert_close(loss, written)
+        assert not loss.requires_grad

@@ -232,3 +232,69 @@ def test_another_compiled_function_still_fails(library):
     compiled = library("mamba_ssm", "0.9", "selective_scan_cuda", "fwd", "bwd")
     with pytest.raises(TypeError, match="incompatible function arguments"):
         traced(*scan(compiled))
+
+
+@pytest.mark.parametrize(("release", "known"), [("0.0.32.post2", True), ("0.0.28", False)])
+def test_xformers_with_its_own_build_of_flash_attention(library, monkeypatch, release, known):
+    compiled = library("xformers", release, "xformers._C_flashattention", *FLASH[3:])
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.flash", ModuleType("xformers.ops.fmha.flash"))
+    sys.modules["xformers.ops.fmha.flash"]._C_flashattention = compiled
+    timeline = traced(*flash_attention(compiled, namespace="xformers_flash"))
+    assert timeline.tier == "symbolic"
+    assert count(timeline, BATCH * HEADS * 256 * 64 * 4) == int(known)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_causal_convolution(library, monkeypatch, deterministic):
+    monkeypatch.setenv("CAUSAL_CONV1D_DETERMINISTIC", str(int(deterministic)))
+    functions = "causal_conv1d_fwd", "causal_conv1d_bwd"
+    compiled = library("causal_conv1d", "1.6.1", "causal_conv1d_cuda", *functions)
+
+    class Convolution(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            out = torch.empty_like(x)
+            assert compiled.causal_conv1d_fwd(x, weight, None, None, None, out, None, True) is None
+            ctx.save_for_backward(x, weight)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            dx, by_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+            given = x, weight, None, grad.contiguous(), None, None, None, dx, by_weight
+            compiled.causal_conv1d_bwd(*given, None, None, True)
+            return dx, by_weight.to(weight.dtype)
+
+    def apply(x):
+        return Convolution.apply(x.transpose(1, 2).contiguous(), x.new_zeros(WIDTH, 4).requires_grad_())
+
+    timeline = traced(apply)
+    assert timeline.tier == "symbolic"
+    assert count(timeline, BATCH * WIDTH * 4 * 4) == int(deterministic)
+
+
+def test_causal_convolution_before_1_6_makes_its_results(library):
+    functions = "causal_conv1d_fwd", "causal_conv1d_bwd"
+    compiled = library("causal_conv1d", "1.5.2", "causal_conv1d_cuda", *functions)
+
+    class Convolution(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return compiled.causal_conv1d_fwd(x, weight, None, None, None, None, True)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            given = x, weight, None, grad.contiguous(), None, None, None, None, False, True
+            dx, by_weight, by_bias, states = compiled.causal_conv1d_bwd(*given)
+            assert (by_bias, states) == (None, None)
+            return dx, by_weight
+
+    def apply(x):
+        return Convolution.apply(x.transpose(1, 2).contiguous(), x.new_zeros(WIDTH, 40).requires_grad_())
+
+    timeline = traced(apply)
+    assert timeline.tier == "symbolic"
+    assert count(timeline, WIDTH * 40 * 4) == 1  # the gradient of the weight, summed in float32

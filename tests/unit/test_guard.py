@@ -17,6 +17,8 @@ from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, RecoveryFailedError, UnsupportedStepError
 from vram_guard.forks.fork import is_ours
+from vram_guard.guard._ranks import RankFailure, attempt
+from vram_guard.guard._verdict import judge
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
@@ -403,3 +405,50 @@ def test_memory_that_is_gone_at_the_start_is_said_and_what_runs_is_known() -> No
     guard.decision = guard.running = None
     guard.training_starts()
     assert guard.running is None, "where nothing is predicted"
+
+
+def plan(*, fits: bool, as_written: bool) -> Any:
+    return SimpleNamespace(fits=fits, fits_as_written=as_written, reasons=("Why.",), explain=lambda: "The plan.")
+
+
+def test_strict_raises_where_the_step_does_not_fit_as_written() -> None:
+    with pytest.raises(DoesNotFitError, match=r"^the training does not fit as written\.\nThe plan\.$"):
+        judge(plan(fits=False, as_written=False), "strict")
+    with pytest.raises(DoesNotFitError, match=r"as written\. The plan that would make it fit:\nThe plan\.$"):
+        judge(plan(fits=True, as_written=False), "strict")
+
+
+def test_a_failure_on_one_rank_is_everybodys() -> None:
+    elsewhere = RankFailure("InvalidInputError", "odd", 0)
+    found = attempt(Recorded(1, [elsewhere, None]), lambda: "value")
+    assert (found.value, found.failure, found.error) == (None, elsewhere, None)
+    with pytest.raises(InvalidInputError, match="rank 0 could not plan: odd"):
+        found.unwrap()
+
+    def fails() -> None:
+        raise KeyError("mine")
+
+    here = attempt(Recorded(1, [None, None, None]), fails)
+    line = f"test_guard.py, line {fails.__code__.co_firstlineno + 1}"
+    assert here.failure == RankFailure("KeyError", "'mine'", 1, line)
+    with pytest.raises(KeyError, match="mine"):
+        here.unwrap()
+    second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
+    assert (second.failure, second.error) == (elsewhere, None)
+    assert str(RankFailure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
+    assert type(RankFailure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
+
+
+def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
+    class OddError(UnsupportedStepError):
+        pass
+
+    def fails() -> None:
+        raise OddError("odd")
+
+    failure = attempt(Recorded(0, [None, None]), fails).failure
+    assert failure is not None
+    assert (failure.kind, failure.message, failure.rank) == ("UnsupportedStepError", "odd", 0)
+    assert failure.unsupported
+    assert not RankFailure("ValueError", "odd", 0).unsupported
+    assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3

@@ -14,12 +14,18 @@ import pytest
 import torch
 from architectures import Decoder, adamw
 from torch import nn
+from torch.autograd import grad as grad_imported_by_name
+from torch.cuda import nvtx
+from torch.cuda.nvtx import range_pop, range_push
 from torch.nn import functional as F
 
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.plan import plan
+from vram_guard.plan.step_time import step_seconds
 from vram_guard.simulate import estimate, trace
+from vram_guard.simulate.compiled import EAGER
+from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
 from vram_guard.techniques import Recipe
 
@@ -588,3 +594,279 @@ def test_sparse_gradients_are_followed_by_the_optimizers_that_take_them(kind: An
     timeline = trace(step)
     assert timeline.tier == "partly symbolic"
     assert category(timeline, "optimizer_states") >= 100 * 16 * 4
+
+
+AMPERE = (8, 0)
+
+
+def test_a_second_frozen_model_under_no_grad_keeps_no_activations() -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(16, 16), nn.Sequential(*[nn.Linear(16, 16) for _ in range(9)])
+            self.teacher.requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.teacher(x)
+            return F.mse_loss(self.student(x), target)
+
+    timeline = run_step(step_of(Distilled), 100, AMPERE)
+    teacher = [
+        b
+        for b in timeline.blocks
+        if b.module.startswith("teacher") and "addmm" in b.operator and b.size.base == 100 * 16 * 4
+    ]
+    kept = [b for b in teacher if b.category == "activations"]
+    assert len(teacher) == 18
+    assert len(kept) == 2  # its result, in each of two steps
+
+
+def test_in_place_operators_and_views_take_nothing() -> None:
+    def loss(model, batch):
+        out = model(batch)
+        out.mul_(2).add_(1).view(-1)[::2].relu_()
+        return out.T.reshape(16, -1).sum()
+
+    plain = run_step(step_of(linear), 64, AMPERE)
+    busy = run_step(step_of(linear, loss), 64, AMPERE)
+    forward_only = [b for b in busy.blocks if b.size.base == 64 * 16 * 4 and b.category == "activations"]
+    plain_only = [b for b in plain.blocks if b.size.base == 64 * 16 * 4 and b.category == "activations"]
+    assert len(forward_only) <= len(plain_only) + 2
+
+
+def test_buffers_that_are_replaced_in_forward_are_followed_and_restored() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, x):
+            out = self.linear(x)
+            self.mean = self.mean * 0.9 + out.detach().mean(0) * 0.1
+            return out - self.mean
+
+    model = Average()
+    buffer = model.mean
+    trace(step_of(model))
+    assert model.mean is buffer
+    assert torch.equal(buffer, torch.zeros(16))
+
+
+def test_several_losses_and_dictionaries_are_taken() -> None:
+    for result in (
+        lambda out: {"loss": out.sum(), "logits": out},
+        lambda out: (out.sum(), out.mean()),
+        lambda out: type("Output", (), {"loss": out.sum()})(),
+    ):
+        assert trace(step_of(linear, lambda m, b, r=result: r(m(b)))).tier == "symbolic"
+    with pytest.raises(UnsupportedStepError):
+        trace(step_of(linear, lambda m, b: "nothing"))
+
+
+def test_custom_autograd_functions_are_run() -> None:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return grad * 3 * x**2
+
+    timeline = trace(step_of(linear, lambda m, b: Cube.apply(m(b)).sum()))
+    assert timeline.tier == "symbolic"
+
+
+def test_a_step_without_operations_is_an_error() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(UnsupportedStepError):
+        trace(step_of(Nothing, lambda m, b: None, optimizer=None))
+
+
+def test_a_backward_pass_is_seen_however_its_function_was_imported() -> None:
+    def training(grad: Any) -> TrainingStep:
+        def train(model: nn.Module, batch: torch.Tensor) -> None:
+            with torch.enable_grad():
+                parameters = list(model.parameters())
+                for parameter, slope in zip(parameters, grad(model(batch).square().mean(), parameters), strict=True):
+                    parameter.grad = slope
+            made[-1].step()
+
+        made: list[torch.optim.Optimizer] = []
+        prepare = lambda model: made.append(torch.optim.SGD(model.parameters(), lr=0.1))  # noqa: E731
+        batch = lambda size: torch.zeros(size, 64)  # noqa: E731
+        return TrainingStep(deep_network, batch, train, None, keeps="nothing", prepare=prepare)
+
+    by_module = training(lambda *args: torch.autograd.grad(*args))
+    by_name = training(grad_imported_by_name)
+    assert phases_of(by_name) == phases_of(by_module) == ["batch", "forward", "backward", "optimizer"]
+    assert estimate(by_name, 4096).breakdown == estimate(by_module, 4096).breakdown
+
+
+def phases_of(step: TrainingStep) -> list[str]:
+    """The phases of the second step."""
+    return [phase.name for phase in trace(step).phases if phase.step == 2]
+
+
+def test_passes_over_several_losses_take_the_time_of_all_of_them() -> None:
+    """As a network is trained that tells real samples from made ones: two backward passes, one step."""
+
+    def training(passes: int) -> TrainingStep:
+        def train(model: nn.Module, batch: torch.Tensor) -> None:
+            optimizer = made[-1]
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    model(batch).square().mean().backward()
+                optimizer.step()
+
+        made: list[Any] = []
+        prepare = lambda model: made.append(torch.optim.SGD(model.parameters(), lr=0.1))  # noqa: E731
+        batch = lambda size: torch.zeros(size, 64)  # noqa: E731
+        return TrainingStep(deep_network, batch, train, None, keeps="nothing", prepare=prepare)
+
+    assert phases_of(training(2)) == ["batch", "forward", "backward", "forward", "backward", "optimizer"]
+    one, two, three = (step_seconds(trace(training(passes)), 4096, micro_batches=1).device for passes in (1, 2, 3))
+    assert two - one == pytest.approx(three - two, rel=0.05)
+    assert two > 1.7 * one
+
+
+def test_a_step_in_the_backward_pass_is_a_part_of_it() -> None:
+    made: dict[Any, torch.optim.Optimizer] = {}
+
+    def prepare(model: nn.Module) -> None:
+        def update(parameter: torch.Tensor) -> None:
+            made[parameter].step()
+            made[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            made[parameter] = torch.optim.AdamW([parameter])
+            parameter.register_post_accumulate_grad_hook(update)
+
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        with torch.enable_grad():
+            model(batch).square().mean().backward()
+
+    step = TrainingStep(deep_network, lambda size: torch.zeros(size, 64), train, None, keeps="nothing", prepare=prepare)
+    assert phases_of(step) == ["batch", "forward", "backward"]
+    assert estimate(step, 64).breakdown["optimizer_states"] > 0
+
+
+def test_what_an_optimizer_does_behind_its_closure_is_its_own() -> None:
+    def train(model: nn.Module, batch: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            made[-1].zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            made[-1].step(closure)
+
+    made: list[Any] = []
+    prepare = lambda model: made.append(torch.optim.AdamW(model.parameters()))  # noqa: E731
+    step = TrainingStep(deep_network, lambda size: torch.zeros(size, 64), train, None, keeps="nothing", prepare=prepare)
+    assert phases_of(step) == ["batch", "forward", "optimizer", "forward", "backward", "optimizer"]
+    updates = [work for work in trace(step).work if work.phase == "optimizer"]
+    assert any("addcdiv" in work.operator for work in updates)
+
+
+def test_an_example_batch_whose_size_cannot_be_told_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="different leading sizes"):
+        trace(step_of(linear, batch=(torch.randn(4, 16), torch.randn(5, 16))))
+    with pytest.raises(InvalidInputError, match="no tensor"):
+        trace(step_of(linear, batch={"path": "x"}))
+
+
+def test_compiled_functions_inside_a_step_run_eagerly() -> None:
+    compiled = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")
+    traced, written = (
+        trace(step_of(linear, loss)) for loss in (lambda m, b: compiled(m(b)), lambda m, b: m(b).sin().sum())
+    )
+    assert traced.events == written.events
+    assert traced.at(8).peak_reserved == written.at(8).peak_reserved
+    assert (traced.tier, written.tier) == ("partly symbolic", "symbolic")
+    assert EAGER in [note.said for note in traced.notes]
+
+
+def test_a_loss_of_none_is_said() -> None:
+    with pytest.raises(UnsupportedStepError, match="returned None"):
+        trace(step_of(linear, lambda m, b: m(b) and None if False else [m(b), None][1]))
+
+
+def test_a_weight_of_the_loss_outside_the_model_is_taken() -> None:
+    weights = torch.ones(16)
+
+    def loss(model, batch):
+        targets = torch.zeros(len(batch), dtype=torch.long, device=batch.device)
+        return F.cross_entropy(model(batch), targets, weights.to(batch.device))
+
+    assert trace(step_of(linear, loss)).tier in ("symbolic", "partly symbolic")
+
+
+def test_logsumexp_holds_a_copy_of_its_input() -> None:
+    timeline = run_step(step_of(linear, lambda m, b: m(b).logsumexp(-1).sum()), 64, AMPERE)
+    held = [b for b in timeline.blocks if "logsumexp" in b.operator and b.size.base == 64 * 16 * 4]
+    assert held
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_refused_with_the_reason():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+
+    class Flexible(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            return flex(q, k, v)
+
+    step = TrainingStep(
+        model=Flexible, batch=lambda b: torch.zeros(b, 16, 16), loss=lambda model, x: model(x).sum(), optimizer=adamw
+    )
+    with pytest.raises(UnsupportedStepError, match="flex_attention"):
+        trace(step)
+
+
+@nvtx.range("a decorated forward")
+def _decorated(model, batch):
+    return model(batch).sum()
+
+
+def _in_ranges(model, batch):
+    range_push("forward")
+    with torch.cuda.nvtx.range("layer {}", 1):
+        hidden = model(batch)
+    range_pop()
+    nvtx.mark("loss")
+    handle = nvtx.range_start("sum")
+    value = hidden.sum()
+    nvtx.range_end(handle)
+    return value
+
+
+def _profiled(model, batch):
+    torch.cuda.cudart().cudaProfilerStart()
+    with torch.cuda.profiler.profile():
+        value = model(batch).sum()
+    torch.cuda.cudart().cudaProfilerStop()
+    return value
+
+
+@pytest.mark.parametrize("loss", [_decorated, _in_ranges, _profiled])
+def test_ranges_for_a_profiler_stop_no_trace(loss) -> None:
+    plain = trace(step_of(linear))
+    timeline = trace(step_of(linear, loss))
+    assert (timeline.tier, timeline.notes) == ("symbolic", ())
+    assert [(block.size, block.category) for block in timeline.blocks] == [
+        (block.size, block.category) for block in plain.blocks
+    ]

@@ -14,6 +14,7 @@ from torch import nn
 from vram_guard import Budget, Job, TrainingStep, estimate, plan, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.job import Change, Evaluation, Resuming, Saving
+from vram_guard.simulate.memory import repeats
 from vram_guard.simulate.tracing.run import run_step
 
 MIB = 2**20
@@ -490,3 +491,73 @@ def test_what_grows_has_to_fit_until_the_last_step(steps, fits):
     assert made.fits is made.fits_as_written is fits
     assert at_first.fits(budget) is fits
     assert made.estimate.leaks == at_first.leaks
+
+
+def test_a_batch_is_told_from_what_is_computed_of_it():
+    def play(run):
+        run.train()
+        with run.phase("validation"):
+            kept = run.load(torch.ones(1000, 256))
+            run.hold(kept)
+
+    timeline = traced(play)
+    start = timeline.stretches[-1].start
+    assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
+
+
+def test_of_many_rounds_only_what_they_leave_behind_is_written_down(monkeypatch):
+    batch = torch.ones(300, 3, 16, 16)
+    changes = {"model": CONVOLUTIONS, "batch": torch.ones(2, 3, 16, 16)}
+    plays = [rounds_of(30, forward, batch, repeated=repeated) for repeated in (False, True)]
+    all_rounds = traced(plays[0], 16, **changes)
+    monkeypatch.setattr(repeats, "EVENTS_WRITTEN", 0)
+    short = traced(plays[1], 16, **changes)
+    assert len(short.events) < 0.6 * len(all_rounds.events)
+    assert short.at(16).peak_allocated == all_rounds.at(16).peak_allocated
+
+
+def test_a_checkpoint_that_is_held_stays_for_the_run():
+    plain, held = (trace(step_of(Resuming("cuda", keeps=keeps))).at(8) for keeps in (False, True))
+    assert held.peak_allocated - plain.peak_allocated == pytest.approx(2 * 256 * 1024 * 4, rel=0.02)
+
+
+def test_symbolic_tensors_do_not_stay_in_the_users_lists_without_a_job_either():
+    class Meter:
+        def __init__(self):
+            self.values, self.last = [0.5], None
+
+    losses, calls, meter = [torch.ones(())], [], Meter()
+
+    def kept(model, batch):
+        made = loss(model, batch)
+        losses.append(made)
+        meter.values.append(made.detach())
+        meter.last = made
+        calls.append(len(batch))
+        return made
+
+    before = losses[0]
+    trace(step_of(loss=kept))
+    assert (losses, meter.values, meter.last) == ([before], [0.5], None)
+    assert set(calls) >= {2, 3}  # numbers are the user's
+
+
+def test_an_evaluation_is_bounded_whatever_its_loader_does():
+    taken = []
+
+    def endless(size):
+        taken.append(size)
+        return torch.ones(size, 256)
+
+    def play(run):
+        Evaluation(endless, forward, batch_size=3, batches=10**6)(run)
+        assert taken == [3, 3]
+        run.train()
+
+    traced(play)
+
+
+def test_a_leak_in_a_job_is_told_too():
+    job = Job.of(Evaluation(ROWS, forward, batch_size=100, batches=5))
+    taken = trace(leaking("metric").with_(job=job)).at(1000)
+    assert [leak.bytes_per_step for leak in taken.leaks] == [1000 * 256 * 4]

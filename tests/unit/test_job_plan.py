@@ -255,3 +255,25 @@ def test_commands_show_the_phases_of_a_file_with_a_job(command, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert cli.main(command) == 0
     assert "validation, after step 2" in capsys.readouterr().out
+
+
+def test_validation_that_a_grown_batch_makes_too_large_is_said_with_its_size():
+    step, alone = (
+        plan(step_of(validation), 64, "1GiB", margin=0, grow=True, options=PlanOptions(target_utilization=1.0))
+        for validation in (validation_of(None, keeps="all"), None)
+    )
+    assert 64 < step.micro_batch_size < alone.micro_batch_size
+    assert f"in place of {alone.micro_batch_size}, validation fits" in "\n".join(step.reasons)
+
+
+def test_a_smaller_batch_that_is_proposed_fits_with_all_that_is_collected():
+    large = validation_of(40_000, keeps="all")
+    found = plan(step_of(large), 64, "800MiB", margin=0, allow=[])
+    size = int("\n".join(found.reasons).partition("With batches of ")[2].partition(" ")[0])
+    job = Job.of(large, Saving())
+
+    def fits(count):
+        return trace(step_of(large).with_(job=job.with_evaluation(large, count))).at(64).fits(found.budget)
+
+    assert fits(size)
+    assert not fits(2 * size)

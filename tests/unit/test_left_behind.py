@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from architectures import adamw
+from architectures import BY_NAME, adamw
 from torch import nn
 from torch.nn import functional as F
 
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.plan import plan
 from vram_guard.simulate import estimate, trace
 from vram_guard.simulate.device.fake_cuda import TENSOR_ATTRIBUTES
 from vram_guard.step import TrainingStep
+from vram_guard.techniques import Recipe
 
 
 class Untidy(nn.Module):
@@ -258,3 +264,204 @@ def test_a_trace_works_where_gradients_are_switched_off() -> None:
     with torch.no_grad():
         assert trace(untidy_step(nn.Linear(6, 6))).tier == "symbolic"
         assert not torch.is_grad_enabled()
+
+
+def state_of_torch() -> dict[str, object]:
+    """Modules' own state that outlives a trace: groups, tables, caches, switches, the environment."""
+    from torch._dynamo import config, trace_rules
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.tensor import _redistribute
+
+    backends = (torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn)
+    plain = (bool, int, float, str, type(None))
+    planned = getattr(_redistribute, "_planner_cache", {})
+    return {
+        "groups": (torch.distributed.is_initialized(), c10d._backend, c10d._default_pg_init_method, id(c10d._world)),
+        "tables": [
+            [*map(id, getattr(trace_rules, name)())]
+            for name in ("get_torch_obj_rule_map", "get_tensor_method", "get_legacy_mod_inlinelist")
+        ],
+        "planned": len(planned),
+        "switches": [[getattr(one, "enabled", None), getattr(one, "allow_tf32", None)] for one in backends],
+        "dynamo": {key: value for key, value in config.get_config_copy().items() if isinstance(value, plain)},
+        "environment": dict(os.environ),
+        "process": (sys.excepthook, torch.get_num_threads(), len(warnings.filters)),
+    }
+
+
+@pytest.mark.torch_since(2, 6)
+def test_nothing_of_torch_is_another_after_a_plan_over_several_gpus() -> None:
+    import torch.distributed.tensor  # what is imported and filled for good by the first look is no state of a trace
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    step = TrainingStep(model, torch.ones(2, 64), lambda model, batch: model(batch).square().mean(), adamw)
+    before, process = state_of_torch(), process_state()
+    trace(step)
+    assert before == state_of_torch()
+    plan(step, 8, "80GiB", gpus=2)
+    trace(step.with_(recipe=Recipe(parameters_on_host=("0", "2"))))
+    assert before == state_of_torch()
+    assert process == process_state()
+
+
+def test_hooks_of_other_libraries_survive() -> None:
+    model = BY_NAME["decoder"].model()
+    seen: list[str] = []
+    handle = model.norm.register_forward_hook(lambda *_: seen.append("hook"))
+    trace(BY_NAME["decoder"].step(model=model))
+    assert list(model.norm._forward_hooks) == [handle.id]
+    assert len(seen) == 6  # two steps at three sizes: hooks run as in training
+
+
+def test_hooks_that_write_to_their_module_leave_no_trace(untidy: Untidy) -> None:
+    def notes(module: nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        untidy.history.append(output)
+        untidy.settings["hooks"] = untidy.settings.get("hooks", 0) + 1
+        untidy.calls.add_(10)
+        module.weight_of_last = output.detach()
+
+    untidy.linear.register_forward_hook(notes)
+    untidy.linear.weight.register_hook(lambda grad: untidy.history.append(grad))
+    untidy.register_forward_pre_hook(lambda module, _inputs: setattr(module, "last", None))
+    before = fingerprint(untidy)
+    trace(untidy_step(untidy))
+    assert_same(before, fingerprint(untidy))
+    assert not hasattr(untidy.linear, "weight_of_last")
+
+
+def test_what_was_taken_from_torch_cuda_during_a_trace_stops_pretending() -> None:
+    """As a module does that is imported in the middle of a trace: ``from torch.cuda import ...``."""
+    taken = {}
+
+    def loss(model, batch):
+        from torch.cuda import Event, is_available
+
+        taken.update(is_available=is_available, Event=Event)
+        assert is_available()
+        assert Event(enable_timing=True).elapsed_time(None) == 0.0
+        return model(batch).sum()
+
+    real_event = torch.cuda.Event
+    trace(untidy_step(nn.Linear(6, 6), loss=loss))
+    assert taken["is_available"]() == torch.cuda.is_available()
+    assert issubclass(taken["Event"], real_event)
+    try:
+        made = taken["Event"]()
+    except RuntimeError:  # what the real class says on a torch without CUDA
+        return
+    assert type(made) is real_event
+
+
+def test_nested_containers_and_deques_are_put_back() -> None:
+    import collections
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.recent: collections.deque = collections.deque(maxlen=3)
+            self.nest: dict = {"a": {"b": [1]}, "c": ([],)}
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.recent.append(y)
+            self.nest["a"]["b"].append(y)
+            self.nest["c"][0].append(y)
+            return y
+
+    model = Remembers()
+    trace(untidy_step(model))
+    assert not model.recent
+    assert model.nest == {"a": {"b": [1]}, "c": ([],)}
+
+
+def test_an_optimizer_over_real_parameters_is_followed_over_the_models_own_and_trains_none() -> None:
+    """LightningCLI makes its optimizer over the model's parameters before the trace begins."""
+    model, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    model(torch.randn(2, 6)).sum().backward()
+    before = [one.detach().clone() for one in (model.weight, other.weight)]
+
+    def step(trained: nn.Module) -> TrainingStep:
+        optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
+        return TrainingStep(model, lambda b: torch.randn(b, 6), lambda m, b: m(b).sum(), lambda parameters: optimizer)
+
+    assert estimate(step(model), 2).breakdown["optimizer_states"] == 2 * 2 * 512  # two of each, in blocks
+    with pytest.raises(UnsupportedStepError):
+        trace(step(other))
+    assert all(torch.equal(one, now) for one, now in zip((model.weight, other.weight), before, strict=True))
+    assert model.weight.grad is not None
+
+
+LAZY = """
+import torch
+from lazily_imported_helper import ONES
+
+TABLE = torch.arange(4.0)
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.empty(1).device.type
+KNOWN = {torch.Tensor.to, torch.Tensor.cuda, torch.zeros}
+"""
+
+
+@pytest.mark.parametrize("where", ["constructor", "forward"])
+def test_a_module_that_is_imported_during_a_trace_is_a_real_one(where, tmp_path, monkeypatch):
+    (tmp_path / "lazily_imported.py").write_text(LAZY)
+    (tmp_path / "lazily_imported_helper.py").write_text("import torch\nONES = torch.ones(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Lazy(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            if where == "constructor":
+                self.forward(torch.zeros(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import lazily_imported  # type: ignore[import-not-found]
+
+            assert where == "constructor" or torch.cuda.is_available(), "the step itself believes in a GPU"
+            return super().forward(x + lazily_imported.TABLE.to(x.device))
+
+    try:
+        estimate(
+            TrainingStep(
+                model=Lazy, batch=lambda b: torch.zeros(b, 4), loss=lambda model, x: model(x).sum(), optimizer=adamw
+            ),
+            2,
+        )
+        import lazily_imported
+
+        assert lazily_imported.TABLE.tolist() == [0, 1, 2, 3]
+        assert lazily_imported.ONES.tolist() == [1, 1]
+        assert lazily_imported.DEVICE == "cpu"
+        assert torch.cuda.is_available() == lazily_imported.ON_GPU
+        assert {torch.Tensor.to, torch.Tensor.cuda, torch.zeros} == lazily_imported.KNOWN
+    finally:
+        for name in ("lazily_imported", "lazily_imported_helper"):
+            sys.modules.pop(name, None)
+
+
+def test_factories_follow_the_default_device_after_a_trace_as_before() -> None:
+    """In a process of its own: torch looks its factories up once, when a device is first used as a context."""
+    code = (
+        "import torch\n"
+        "from vram_guard import TrainingStep, trace\n"
+        "trace(TrainingStep(lambda: torch.nn.Linear(4, 4), lambda n: torch.zeros(n, 4), lambda m, b: m(b).sum()))\n"
+        "with torch.device('meta'):\n"
+        "    print(torch.tensor([1.0]).device, torch.as_tensor([1.0]).device, torch.empty(2).device)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["meta", "meta", "meta"]
+
+
+def test_the_environment_of_later_processes_is_as_before() -> None:
+    """In a process of its own: torch sets a variable when its compiler is first imported."""
+    code = (
+        "import os\n"
+        "before = dict(os.environ)\n"
+        "import torch\n"
+        "from vram_guard import TrainingStep, trace\n"
+        "trace(TrainingStep(lambda: torch.nn.Linear(4, 4), lambda n: torch.zeros(n, 4), lambda m, b: m(b).sum()))\n"
+        "print(sorted(name for name, value in os.environ.items() if before.get(name) != value))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -23,7 +23,7 @@ from vram_guard.apply.microbatch import (
     split,
     splitter_of,
 )
-from vram_guard.errors import UnsupportedStepError, VramGuardError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
 
 
 class Pair(NamedTuple):
@@ -228,3 +228,49 @@ def test_a_layout_that_changes_with_the_size_is_none() -> None:
         probe_layout(lambda size: {"x": torch.zeros(4, size), "y": torch.zeros(size)})
     with pytest.raises(CannotSplitError):
         probe_layout(lambda size: {f"x{size}": torch.zeros(size)})
+
+
+@dataclasses.dataclass
+class WithHidden(Record):
+    hidden: Any = dataclasses.field(default=None, init=False)
+
+
+def test_samples_of_a_list_keep_their_type() -> None:
+    parts = split(Record(X, list("abcdefgh"), scale=7.0), 8, 4)
+    assert parts[1].data.names == list("efgh")
+    assert parts[1].data.scale == 7.0
+
+
+def test_a_dataclass_with_fields_outside_its_constructor() -> None:
+    batch = WithHidden(X, list("abcdefgh"))
+    batch.hidden = Y
+    second = split(batch, 8, 4)[1].data
+    assert torch.equal(second.hidden, Y[4:])
+    assert torch.equal(batch.hidden, Y)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.5, float("nan"), 2**63, None, "8"])
+def test_sizes_that_are_none(wrong: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        split(X, wrong, 2)
+    with pytest.raises(InvalidInputError):
+        split(X, 8, wrong)
+    with pytest.raises(InvalidInputError):
+        Splitter(8, wrong)
+
+
+def test_a_splitter_reads_batches_of_another_structure_afresh() -> None:
+    splitter = Splitter(8, 4, [X, Y])
+    assert [part.samples for part in splitter.split({"x": X[:6]})] == [3, 3]
+
+
+def test_a_splitter_refuses_parts_that_disagree() -> None:
+    splitter = Splitter(8, 4, {"x": X, "y": Y})
+    with pytest.raises(CannotSplitError, match=r"batch\['y'\]: 3 samples, where batch\['x'\] has 8"):
+        splitter.split({"x": X, "y": Y[:3]})
+
+
+def test_lists_of_samples_whose_pictures_have_another_leading_size() -> None:
+    """As MMEngine's pseudo_collate makes them: six pictures of three channels are six samples."""
+    batch = {"inputs": [torch.zeros(3, 4, 4) for _ in range(6)], "data_samples": [object() for _ in range(6)]}
+    assert batch_size(batch) == 6

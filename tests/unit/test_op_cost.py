@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.simulate.tracing.run import run_step
-from vram_guard.timeline import Affine, Work
+from vram_guard.timeline import Affine, Work, merge_affine
 
 #: torch 2.4's own checkpoint.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")
@@ -221,3 +221,80 @@ def test_the_kind_of_network_is_told_by_what_computes():
     assert network(linear, 64) == "no convolutions, float32"
     assert network(linear, 64, precision="16-mixed") == "no convolutions, half precision"
     assert network(torch.nn.Identity(), 64) is None
+
+
+#: Results of float32 from operands of half precision; torch 2.8 and later.
+TO_FLOAT = {
+    "mm": lambda x, w: torch.mm(x, w, out_dtype=torch.float32),
+    "addmm": lambda x, w: torch.addmm(torch.zeros(48, device=x.device), x, w, out_dtype=torch.float32),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None], out_dtype=torch.float32)[0],
+    "baddbmm": lambda x, w: torch.baddbmm(
+        torch.zeros(1, 1, 48, device=x.device), x[None], w[None], out_dtype=torch.float32
+    )[0],
+}
+
+
+@pytest.mark.skipif("dtype" not in torch.ops.aten.mm.overloads(), reason="torch.mm has no out_dtype here")
+@pytest.mark.parametrize("name", TO_FLOAT)
+def test_products_with_a_dtype_of_their_own_by_hand(name):
+    class Product(torch.autograd.Function):  # torch has no derivative for them: who trains with them brings it along
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x)
+            return TO_FLOAT[name](x.half(), w.half())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, ctx.saved_tensors[0].t() @ grad
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 48))
+
+        def forward(self, x):
+            return Product.apply(x, self.weight)
+
+    timeline = traced(Head, lambda b: torch.randn(b, 64), size=16)
+    work = one(timeline, f"aten.{name}.dtype")
+    assert work.flops.base == 2 * 16 * 64 * 48
+    assert work.unit == "fp16"
+    (first, *_) = [
+        block for block in timeline.blocks if block.operator == f"aten.{name}.dtype" and block.size.base < 2**20
+    ]
+    assert first.size.base == 16 * 48 * 4
+    assert timeline.tier == "symbolic"
+
+
+def test_grouped_convolutions_by_hand():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), nn.Conv2d(16, 32, 3, stride=2, groups=4, bias=False))
+
+    timeline = traced(build, lambda b: torch.randn(b, 8, 9, 9), size=2)
+    last = [work for work in timeline.work if work.module == "1"]
+    forward = 2 * 2 * (4 * 4) * 32 * (16 // 4) * 9
+    assert [work.flops.base for work in last if work.phase == "forward"] == [forward]
+    assert [work.flops.base for work in last if "convolution" in work.operator and work.phase == "backward"] == [
+        2 * forward
+    ]
+    assert {work.unit for work in timeline.work if "convolution" in work.operator} == {"tf32"}
+
+
+def _timeline(size: int, flops_: int, operator: str = "aten.mm.default") -> Timeline:
+    work = Work(operator, "", "forward", False, Affine(flops_, 0), Affine(0, 0), "fp32")
+    return Timeline(blocks=(), events=(), phases=(), traced=(size,), work=(work,))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "line"),
+    [
+        (10, 15, Affine(0, 5)),
+        (14, 19, Affine(4, 5)),
+        (4, 9, Affine(0, 3)),  # the square of the batch: from 0 through the larger size
+        (7, 5, Affine(7, 0)),  # never less for more
+    ],
+)
+def test_work_that_is_not_affine_gets_a_line_that_never_falls(low, high, line):
+    merged = merge_affine(_timeline(2, low), _timeline(3, high))
+    assert merged is not None
+    assert merged.work[0].flops == line

@@ -14,9 +14,9 @@ import pytest
 import torch
 from parallel_cases import Net, step
 
-from vram_guard import Parallel, Timeline, trace
+from vram_guard import Parallel, Timeline, TrainingStep, trace
 from vram_guard.errors import InvalidInputError, UnsupportedStepError, UnsupportedTechniqueError
-from vram_guard.parallel.data_parallel import chosen_options, options_of
+from vram_guard.parallel.data_parallel import chosen_options, fullest_rank, options_of
 from vram_guard.simulate import holds_at
 from vram_guard.simulate.tracing.run import run_step
 
@@ -264,3 +264,40 @@ def test_fsdp1_with_offload_keeps_flat_shards_and_their_gradients_in_pinned_host
     assert sum(shards) == pytest.approx(sum(pinned), rel=0.15)
     gathers = [sum(one.name.startswith("all_gather") for one in each.collectives) for each in (written, offloaded)]
     assert gathers[0] == gathers[1]
+
+
+def test_methods_of_the_model_are_reduced_too() -> None:
+    """A framework's loss calls ``training_step``: no forward of the model itself runs."""
+
+    class Module(Net):
+        def training_step(self, words: torch.Tensor) -> torch.Tensor:
+            return self.forward(words).float().mean()
+
+    def loss(model: Any, words: torch.Tensor) -> torch.Tensor:
+        return model.training_step(words)
+
+    timeline = traced(model=Module, loss=loss, data_parallel_ranks=2, accumulate=3)
+    reduced = [one for one in timeline.collectives if one.name == "all_reduce"]
+    # As frameworks do: only the last micro-batch's.
+    assert [(one.step, one.micro_batch) for one in reduced] == [(1, 1), (2, 1)]
+    assert all(one.bytes.base == BYTES for one in reduced)
+
+
+def test_the_fullest_rank_is_the_one_with_the_largest_of_uneven_parts() -> None:
+    weights = [torch.empty(size) for size in (4, 4, 3, 3, 3)]
+    assert fullest_rank([{"params": weights}], 2) == 0  # 4 + 3 + 3 and 4 + 3
+    assert fullest_rank([{"params": [torch.empty(1), torch.empty(9)]}], 4) == 0
+    groups = [{"params": [torch.empty(5)]}, {"params": [torch.empty(4), torch.empty(3)]}]
+    assert fullest_rank(groups, 2) == 1  # 5, then 4 + 3
+
+
+def test_fsdp1_in_one_precision_leaves_batch_norms_in_their_block(recwarn: pytest.WarningsRecorder) -> None:
+    step = TrainingStep(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)),
+        batch=lambda size: torch.zeros(size, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        parallel=Parallel(gpus=8, kind="fsdp1"),
+    )
+    assert trace(step).at(4).peak_reserved > 0
+    assert not [str(one.message) for one in recwarn if "mixed precision" in str(one.message)]

@@ -15,7 +15,7 @@ from parallel_cases import Net, step
 
 from vram_guard import Parallel, trace
 from vram_guard.errors import InvalidInputError, MissingLibraryError, UnsupportedTechniqueError
-from vram_guard.parallel.deepspeed import STAGES, TESTED, check_config, placeholder
+from vram_guard.parallel.deepspeed import STAGES, TESTED, check_config, layout_of, placeholder
 from vram_guard.simulate import holds_at
 from vram_guard.simulate.tracing.run import run_step
 
@@ -212,3 +212,20 @@ def test_a_trace_leaves_nothing_behind(kind):
     assert torch.nn.functional.linear is linear
     assert run_step(given(kind, model=model), 2, (9, 0)).events == first.events
     model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+
+
+def test_a_release_that_was_not_tested_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.1.0")
+    with pytest.raises(UnsupportedTechniqueError, match=r"0\.19\.8"):
+        run_step(step(Parallel(8, kind="deepspeed2")), 2, (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [(0, UnsupportedTechniqueError), (4, InvalidInputError), ("2", InvalidInputError), (True, InvalidInputError)],
+)
+def test_a_stage_that_nobody_knows_is_refused(stage, error):
+    with pytest.raises(error, match="stage"):
+        layout_of(section(stage=stage), gpus=4)
+    assert layout_of(section(stage=3), gpus=4).kind == "deepspeed3"

@@ -62,3 +62,32 @@ def test_events_are_those_of_the_long_way(monkeypatch, counted, layout, model, o
     assert short.host_blocks == long.host_blocks
     assert short.collectives == long.collectives
     assert short.work == long.work
+
+
+def test_what_may_move_data_goes_the_long_way(monkeypatch, counted):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    seen = []
+
+    def apply(model, mesh):
+        shapes = {Shard(0): (1, 4), Shard(1): (4, 1)}
+
+        def of(*placements):
+            """Of four rows and columns each."""
+            parts = [(torch.zeros(shapes.get(p, (4, 4)), device="cuda"), p) for p in placements]
+            return [DTensor.from_local(part, mesh, [p], run_check=False) for part, p in parts]
+
+        for one, other in (
+            (of(Shard(0), Shard(0)), of(Shard(0), Shard(1))),
+            (of(Shard(0), Shard(0)), of(Replicate(), Shard(0))),
+            (of(Partial(), Partial()), of(Partial(), Partial())),
+        ):
+            torch._foreach_mul(one, other)
+        seen.extend(torch._foreach_mul(of(Shard(0)), of(Replicate())[0].sum()))
+        counted.append("then")
+        return model.to_empty(device="cuda")
+
+    run_step(step(Parallel(4, apply=apply)), 2, (9, 0))
+    assert counted[: counted.index("then")] == [False, False, False, True]
+    assert [tensor.placements for tensor in seen] == [(Shard(0),)]
+    assert seen[0].shape == (4, 4)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_cases import LENGTH, Net, step
+from parallel_cases import LENGTH, WORDS, Net, step
 from torch import nn
 
 from vram_guard import Parallel, trace
@@ -235,3 +235,82 @@ def test_a_trace_leaves_nothing_behind_even_after_an_error():
     first, again = traced(Parallel(8, kind="fsdp2"), model=model), traced(Parallel(8, kind="fsdp2"), model=model)
     assert first.events == again.events
     assert first.collectives == again.collectives
+
+
+def test_the_last_rank_pads_its_smaller_parts_and_gathers_as_much():
+    layout = LAYOUTS["uneven"]
+    first, last = traced(layout), traced(layout, rank=6)
+    assert Counter(sizes(first, "parameters")) == Counter(sizes(last, "parameters"))
+    states = [sum(b.size.base for b in one.blocks if b.category == "optimizer_states") for one in (first, last)]
+    assert states == [2 * sum(shard(p, 7, rank) for p in Net().parameters()) for rank in (0, 6)]
+    assert states[0] > states[1]
+    assert [c.bytes for c in first.collectives] == [c.bytes for c in last.collectives]
+    assert last.at(2).peak_allocated < first.at(2).peak_allocated < 1.05 * last.at(2).peak_allocated
+
+
+def test_the_loss_is_called_with_what_apply_returns():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, words):
+            return self.module(words) * 2
+
+    seen = []
+
+    def loss(model, words):
+        seen.append(type(model).__name__)
+        return model(words).sum()
+
+    def apply(model, mesh):
+        return Wrapper(model.to_empty(device="cuda"))
+
+    timeline = traced(Parallel(2, apply=apply), loss=loss)
+    assert seen == ["Wrapper", "Wrapper"]
+    assert any(b.operator == "aten.mul.Tensor" and b.size.base == 2 * LENGTH * WORDS * 4 for b in timeline.blocks)
+
+
+def test_more_ranks_than_rows_take_a_row_each():
+    timeline = traced(Parallel(2**10, kind="fsdp2"))
+    gathered = max(c.bytes.base for c in timeline.collectives)
+    assert gathered == 2**10 * sum(p[0].numel() for p in Net().blocks[0].parameters()) * 4
+
+
+def test_collectives_run_on_streams_of_their_own_and_gathered_memory_with_them():
+    timeline = traced(LAYOUTS["hsdp"])
+    streams = {(c.name, c.dimension): c.stream for c in timeline.collectives if c.phase != "optimizer"}
+    assert len(set(streams.values()) | {0}) == 4
+    sharded = streams["reduce_scatter_tensor", "shard"]  # where it is reduced, the gradient stays
+    assert {b.stream for b in timeline.blocks if b.category == "gradients"} == {0, sharded}
+    assert timeline.at(2).by_stream[sharded] > 0
+
+
+def test_more_ranks_than_rows_are_traced_as_quickly():
+    """torch's own list of parts has one for every rank and parameter; a trace makes those that are asked for."""
+    few, many = traced(Parallel(64, kind="fsdp2")), traced(Parallel(2**17, kind="fsdp2"))
+    assert many.events == few.events
+    rows = {name: parameter.shape[0] for name, parameter in Net().named_parameters()}
+    assert sum(sizes(many, "parameters")) == sum(shard(p, 2**17) for p in Net().parameters())
+    assert max(rows.values()) < 2**17
+
+
+def test_equal_meshes_of_two_traces_are_told_apart():
+    """DTensor remembers meshes, and these name groups, which are others in the next trace."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def applied(*, after_another):
+        def apply(model, mesh):
+            if after_another:
+                init_device_mesh("cuda", (4, 2))
+            pairs = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pairs", "fours"))
+            part = DTensor.from_local(torch.zeros(4, 4, device="cuda"), pairs, [Shard(0), Replicate()], run_check=False)
+            (part * 2).full_tensor()
+            return model.to_empty(device="cuda")
+
+        return traced(Parallel(8, apply=apply)).collectives
+
+    first, second = applied(after_another=False), applied(after_another=True)
+    assert {(c.name, c.ranks, c.dimension) for c in first} == {("all_gather_into_tensor", 2, "pairs")}
+    assert first == second

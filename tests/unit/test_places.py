@@ -10,6 +10,7 @@ import torch
 from architectures import adamw
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.errors import DeviceMismatchError
@@ -284,3 +285,38 @@ def test_a_constructor_computes_on_the_host(entries: int) -> None:
     )
     assert set(seen) == {8}
     assert timeline.tier == "symbolic"
+
+
+class Forwarding(TorchFunctionMode):
+    """A function mode that changes nothing, as profilers and loggers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_mode_that_is_on_changes_no_place(form: Any) -> None:
+    """torch hands each function to the modes once."""
+
+    def moving(net: Net, x: torch.Tensor) -> torch.Tensor:
+        table = net.table.to("cuda")
+        kept = x.detach().cpu()
+        assert (x.to("cuda").device.type, table.is_cuda, kept.is_cpu, kept.to(x).is_cuda) == ("cuda", True, True, True)
+        assert x.new_zeros(3).is_cuda
+        assert (table.is_meta, table.get_device()) == (False, 0)
+        assert torch.as_tensor(table, device="cuda").is_cuda
+        return x.double().to("cuda", torch.float32) @ table.type_as(x)
+
+    def by_way_of_a_mode(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with Forwarding() as mode:
+            moved = moving(net, x)
+        assert mode.called.count("to") == 4
+        return moved
+
+    plain = [(block.size, block.operator) for block in traced(form(moving)).blocks]
+    assert plain == [(block.size, block.operator) for block in traced(form(by_way_of_a_mode)).blocks]

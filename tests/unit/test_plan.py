@@ -499,3 +499,22 @@ def test_an_old_argument_works_with_a_warning_that_says_where_it_is_now() -> Non
     assert set(made.checkpointed_modules) <= {"layers.5"}
     with pytest.raises(TypeError, match="blockz"):
         plan(DEEP, 16, "60MiB", blockz=("layers.5",))  # type: ignore[call-arg]
+
+
+def test_a_number_that_lacks_a_unit_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="24 bytes"):
+        plan(STEP, 16, 24)
+
+
+def bounds(step: TrainingStep, option: Option, batch_size: int = 16) -> int:
+    """What the option takes at the least, in bytes."""
+    source = source_of(step, (8, 0))
+    return CostModel(source, Traces(source, batch_size, lambda _line: None), batch_size, None).lower_bound(option).size
+
+
+def test_weights_outside_fsdp2_s_units_wait_on_the_gpu_for_the_backward_pass() -> None:
+    every, few = (Recipe(parameters_on_host=tuple(f"layers.{n}" for n in range(count))) for count in (6, 3))
+    outside = sum(p.numel() for layer in Deep().layers[3:] for p in layer.parameters())
+    for precision, width in (("32-true", 4), ("bf16-mixed", 2)):
+        more = bounds(DEEP, Option(precision, 1, few)) - bounds(DEEP, Option(precision, 1, every))
+        assert more == outside * width

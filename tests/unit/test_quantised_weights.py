@@ -167,3 +167,9 @@ def test_configs_of_weights_that_nobody_can_follow_are_refused_by_name(method):
     pytest.importorskip("transformers")
     with pytest.raises(UnsupportedStepError, match=f"quantised by {method}: its layers run compiled kernels"):
         constructor({**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}})
+
+
+def test_layers_that_nobody_can_follow_are_refused_by_name():
+    layer = type("QuantLinear", (nn.Linear,), {"__module__": "gptqmodel.nn_modules.qlinear.torch"})(IN, OUT)
+    with pytest.raises(UnsupportedStepError, match="QuantLinear"):
+        trace(step(Net(layer)))

@@ -135,3 +135,38 @@ def test_the_passes_may_have_kernels_of_their_own(kind: str, hidden: int, forwar
     for is_forward, others in ((True, forward), (False, backward)):
         plain, own = (one.workspace(100 * 32, 32, H200, forward=is_forward) for one in (standard, layer))
         assert (own > plain) == others
+
+
+def test_autocast_runs_them_in_float16_over_a_flat_copy_of_the_weights() -> None:
+    """AutocastRNN.cpp: float16 in bfloat16's autocast, too."""
+    made = _traced(nn.LSTM, 8, 128, 256, 16, "bf16-mixed")
+    elements = sum(parameter.numel() for parameter in _Last(nn.LSTM, 128, 256).parameters())
+    flat = [block.size.base for block in made.blocks if block.operator == "aten.zeros.default"]
+    assert flat.count(elements * 2) == 2  # once in each of two steps
+    output, reserve = 8 * 16 * 256 * 2, 11 * 8 * 16 * 256 * 2 + 8 * 16 * 256 // 8 + 256
+    forward = _made(made, "forward")
+    assert output in forward
+    assert reserve in forward
+
+
+def test_the_states_of_dropout_are_taken_once() -> None:
+    made = _traced(nn.LSTM, 8, 128, 256, 16)
+    taken = [block for block in made.blocks if block.category == "workspace" and "_cudnn_rnn" in block.operator]
+    assert [block.bytes_at(16, H200) for block in taken] == [6488064]
+
+
+def test_weights_come_to_the_gpu_before_their_buffer() -> None:
+    """The recorded order of an LSTM: each weight, the buffer; then the weights are freed."""
+    made = _traced(nn.LSTM, 128, 512, 512, 1)
+    by_layer = [4194304, 4194304, 8192, 8192]
+    assert [block.size.base for block in made.blocks[:9]] == [*by_layer, *by_layer, 16809984]
+    assert made.events[:17] == (*range(9), *(~block for block in range(8)))
+
+
+def test_one_layer_in_float16_has_kernels_of_its_own_on_large_cards() -> None:
+    layer = _layer("LSTM", 1, 1, 256, 128, dtype="float16")
+    sizes = {
+        card: layer.workspace(50 * 64, 64, card, forward=True) for card in (H200, Card((8, 6), 82), Card((9, 0), 56))
+    }
+    assert sizes[H200] > 2 * sizes[Card((8, 6), 82)]
+    assert sizes[Card((8, 6), 82)] == sizes[Card((9, 0), 56)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import Budget, TrainingStep, plan, trace
@@ -382,3 +385,54 @@ def test_an_index_in_host_memory_is_copied_for_the_call() -> None:
 
     (on_gpu, back), (on_host, back_from_host) = held("cuda"), held("cpu")
     assert (on_host - on_gpu, back_from_host - back) == (2, -2)  # in each of two steps
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_each_result_gathers_the_same_elements_whatever_the_order(data: Any) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    order = data.draw(st.permutations(range(len(shape))))
+    back = [order.index(dim) for dim in range(len(shape))]
+    tensor = torch.empty([shape[dim] for dim in order]).permute(back)
+    dims = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
+    seen = reduced_iterator(tensor.shape, tensor.stride(), dims)
+    gathered: dict[int, set[int]] = {}
+    for places in itertools.product(*(range(dim.size) for dim in seen)):
+        out = sum(place * dim.out_stride for place, dim in zip(places, seen, strict=True))
+        read = sum(place * dim.stride for place, dim in zip(places, seen, strict=True))
+        gathered.setdefault(out, set()).add(read)
+    offsets = torch.empty(shape, dtype=torch.long)
+    results = torch.empty(shape, dtype=torch.long)
+    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    for places in itertools.product(*map(range, shape)):
+        offsets[places] = sum(place * stride for place, stride in zip(places, tensor.stride(), strict=True))
+        results[places] = sum(places[dim] * math.prod(shape[later] for later in kept if later > dim) for dim in kept)
+    expected = {int(one): {int(each) for each in offsets[results == one]} for one in results.unique()}
+    assert gathered == expected
+    assert [dim.out_stride == 0 for dim in seen] == sorted((dim.out_stride == 0 for dim in seen), reverse=True)
+    for one, other in itertools.pairwise(seen):
+        if (one.out_stride == 0) == (other.out_stride == 0):
+            key = "out_stride" if one.out_stride else "stride"
+            assert getattr(one, key) <= getattr(other, key), "the innermost comes first"
+            assert (one.size * one.stride, one.size * one.out_stride) != (other.stride, other.out_stride), "not joined"
+
+
+def test_counting_a_mask_makes_int64_of_it_first() -> None:
+    timeline = traced(Reduced(lambda x: (x > 0).sum()), lambda size: torch.zeros(size, 5000), lambda m, x: m(x))
+    sizes = [b.bytes_at(3) for b in timeline.blocks if b.operator == "aten.sum.default" and b.scratch is None]
+    assert 3 * 5000 * 8 in sizes
+
+
+@pytest.mark.parametrize(("norm", "weights"), [(nn.LayerNorm, 2), (getattr(nn, "RMSNorm", nn.LayerNorm), 1)])
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm_backward"), reason="a kernel of torch 2.8 and 2.9")
+def test_a_trace_has_the_parts_of_both_gradients(norm: Any, weights: int) -> None:
+    timeline = traced(norm(256), lambda size: torch.zeros(size, 256), lambda m, x: m(x).square().sum())
+    for operator in ("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"):
+        blocks = scratches(timeline, operator)
+        if blocks:
+            assert [block.bytes_at(65_536) for block in blocks] == [0] * 4 * weights
+            found = [block.bytes_at(2**20) for block in blocks]
+            assert found[:weights] == [4096 * 256 * 4] * weights
+            assert found[weights : weights + 3] == [1024, *reduction((4096, 256), {0})[:2]]
+            return
+    pytest.fail("no parts")

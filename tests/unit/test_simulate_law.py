@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, Architecture, adamw
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from vram_guard.scratch import EmbeddingGradient
 from vram_guard.simulate import law, trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
@@ -208,3 +211,48 @@ def test_a_check_of_the_first_step_alone_finds_a_law_that_breaks_there(breaks_in
     assert (found.retrace is not None) == (breaks_in == 1)
     assert found.at(48).peak_reserved == law(follow, check_at=48).at(48).peak_reserved or breaks_in == 2
     assert 48 not in law(lambda size: follow(size), check_at=7, first=lambda size: follow(size, 1)).traced
+
+
+@settings(max_examples=25, deadline=None)
+@given(small=st.integers(1, 4000), more=st.integers(1, 4000))
+def test_more_batch_never_asks_for_fewer_bytes(small: int, more: int) -> None:
+    """But for the gradient of an embedding, which has two ways, of which more samples may take the cheaper one."""
+    timeline = _decoder_timeline()
+    before, after = timeline.sizes(small), timeline.sizes(small + more)
+    rules = [block.scratch.rule if block.scratch is not None else None for block in timeline.blocks]
+    of_one_way = [not (isinstance(rule, EmbeddingGradient) and rule.stride) for rule in rules]
+    assert all(a <= b for a, b, same in zip(before, after, of_one_way, strict=True) if same)
+
+
+_memo: list[object] = []
+
+
+def _decoder_timeline():
+    if not _memo:
+        _memo.append(trace(BY_NAME["decoder"].step()))
+    return _memo[0]
+
+
+def test_gradients_that_others_hold_are_not_summed_in_place() -> None:
+    """``x + y`` hands one gradient tensor to both: summing into it would change the other's."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = F.relu(self.a(x))
+            return (h + self.b(h)) + h
+
+    step = TrainingStep(
+        model=Shared,
+        batch=lambda b: torch.randn(b, 64),
+        loss=lambda model, batch: model(batch).pow(2).mean(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    )
+    timeline = run_step(step, 32, AMPERE)
+    start = next(p.start for p in timeline.phases if p.step == 2 and p.name == "forward")
+    allocations = [timeline.blocks[e].size.base for e in timeline.events[start:] if e >= 0]
+    real = [size for size in _real_allocations(step, 32) if size > 0]
+    assert [size for size in allocations if size >= 1024] == real

@@ -524,3 +524,67 @@ def test_operators_that_cannot_be_kept_are_refused() -> None:
     assert Recipe(checkpoint_keeps=("mm",)) == Recipe()
     with pytest.raises(InvalidInputError, match="checkpoint_keeps"):
         Recipe(checkpoint=("h.0",), checkpoint_keeps=("addm",))
+
+
+def test_an_lstm_block_and_its_state() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(8, 8, batch_first=True, num_layers=2, dropout=0.2), nn.Linear(8, 8)
+
+        def forward(self, x, state=None):
+            x, state = self.lstm(x, state)
+            return self.out(x), state
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Cell(), Cell()
+
+        def forward(self, x):
+            x, state = self.first(x)
+            return self.second(x, state)[0]
+
+    assert_same_training(Two, torch.randn(4, 6, 8), total, ("first", "second"))
+
+
+def test_an_argument_that_is_changed_in_place_is_noticed_not_used() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Attended() for _ in range(2))
+
+        def forward(self, x):
+            scale = torch.ones(8)
+            out = self.layers[0](x, scale=scale, rotary=(x, x))[0]
+            scale += 1
+            return out
+
+    model = Careless()
+    checkpoint_modules(model, ["layers.0"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total(model, torch.randn(4, 8)).backward()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_more_checkpointed_blocks_never_take_more_and_keep_the_law(precision: str) -> None:
+    before = None
+    for count in (0, 2, 5):
+        timeline = trace(stack_step(precision=precision, recipe=Recipe(checkpoint=names(count))))
+        assert timeline.retrace is None
+        assert timeline.tier == "symbolic"
+        peak = timeline.at(64).peak_allocated
+        assert before is None or peak < before
+        before = peak
+
+
+def test_a_recipe_traces_as_the_same_technique_installed_by_hand() -> None:
+    def by_hand() -> nn.Module:
+        model = Stack()
+        checkpoint_modules(model, names(4))
+        return model
+
+    hand = run_step(stack_step().with_(model=by_hand), 8, AMPERE)
+    recipe = run_step(stack_step(recipe=Recipe(checkpoint=names(4))), 8, AMPERE)
+    assert recipe.events == hand.events
+    assert recipe.sizes(8) == hand.sizes(8)

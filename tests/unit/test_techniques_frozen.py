@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from vram_guard.errors import InvalidInputError, UnsupportedTechniqueError
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.frozen import frozen_candidates, keep_on_host
+from vram_guard.techniques.host_modules import keep_parameters_in_place
 
 pytest.importorskip("accelerate")
 
@@ -239,3 +242,54 @@ def test_a_trace_leaves_no_hook_and_no_moved_weight():
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
     assert not {"forward", "_apply", "_hf_hook", "_old_forward"} & set(vars(model.teacher))
     assert not model.teacher._forward_hooks
+
+
+def test_after_an_exception_in_the_forward_the_weights_are_back(monkeypatch):
+    model = Distilled()
+    keep_on_host(model, ["teacher"], "cpu")
+    waiting = [p.data_ptr() for p in model.teacher.parameters()]
+    copied = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: copied(self, *args, **kwargs).clone())
+
+    def fail(module, args, out):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    handle = model.teacher[2].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(4, WIDTH))
+    assert [p.data_ptr() for p in model.teacher.parameters()] == waiting
+    handle.remove()
+    model(torch.ones(4, WIDTH))
+
+
+def test_a_copy_of_the_model_moves_its_own_parameters_only():
+    module = nn.Linear(4, 4)
+    undo = keep_parameters_in_place(module)
+    copied = copy.deepcopy(module).half()
+    assert copied.weight.dtype == torch.float16
+    assert module.weight.dtype == torch.float32
+    undo()
+    assert "_apply" not in vars(module)
+
+
+def test_a_hook_that_was_there_before_stays():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Doubles(ModelHook):
+        def post_forward(self, module, output):
+            return 2 * output
+
+    model, written = Distilled(), Distilled()
+    add_hook_to_module(model.teacher, Doubles())
+    add_hook_to_module(written.teacher, Doubles())
+    undo = keep_on_host(model, ["teacher"], "cpu")
+    assert train(model) == train(written)
+    undo()
+    assert train(model) == train(written)
+
+
+def test_a_module_that_gradients_flow_through_is_refused_in_reality():
+    model = Perceptual()
+    keep_on_host(model, ["teacher"], "cpu")
+    with pytest.raises(UnsupportedTechniqueError):
+        model(torch.ones(4, WIDTH))

@@ -278,3 +278,35 @@ def test_copies_are_on_a_stream_of_their_own_and_the_step_on_the_host():
     weights = [moved for phase, stream, moved in work if phase == "optimizer" and stream]
     assert weights == [weight] * 4, "down, since other code may have written to them, and back"
     assert {one.stream for one in traced(Recipe()).work} == {0}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_hooks_of_the_step_run_once() -> None:
+    model, seen = net(), []
+    plain = torch.optim.AdamW(model.parameters())
+    plain.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer = on_host(plain)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step(lambda: model(torch.ones(1, WIDTH)).sum().backward())
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_frozen_parameters_are_left_alone():
+    model = net()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    steps(model, on_host(torch.optim.AdamW(model.parameters())))
+    assert torch.equal(model[0].weight, before)
+
+
+def test_the_step_takes_nothing_from_the_gpu_but_small_states():
+    timeline = traced(Recipe(optimizer_on_host=True))
+    start = next(phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2)
+    assert [event for event in timeline.events[start:] if event >= 0] == []
+
+
+def test_accumulation_changes_nothing_of_it():
+    one, two = (traced(Recipe(optimizer_on_host=True), accumulate=n) for n in (1, 2))
+    assert held(one, "optimizer_states") == held(two, "optimizer_states")
+    assert one.at(4).host_peak == two.at(4).host_peak

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.device.tf32 import SWITCHES, precision_switches
+from vram_guard.simulate.device.tf32 import SWITCHES, allows_tf32, precision_switches
 
 pytestmark = pytest.mark.torch_since(2, 9)  # the new switches
 
@@ -95,3 +95,12 @@ def test_a_step_that_sets_a_switch_does_so_for_the_trace_alone() -> None:
     before = read()
     assert units(sets="high")["addmm"] == "tf32"
     assert read() == before
+
+
+def test_new_switches_beside_old_ones_are_followed() -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    before = read()
+    assert units()["addmm"] == "fp32"
+    assert read() == before
+    assert (allows_tf32("matmul"), allows_tf32("conv"), allows_tf32("rnn")) == (False, True, True)

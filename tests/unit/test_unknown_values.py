@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributions as of
 from torch import nn
+from torch.nn import functional as F
 
 from vram_guard import TrainingStep, trace
 
@@ -186,3 +187,50 @@ def test_a_loop_that_a_computed_value_ends_ends(loop: Callable[[torch.Tensor], i
     timeline = followed(loss)
     assert timeline.tier == "partly symbolic"
     assert min(rounds) >= 1
+
+
+def test_loops_that_end_by_themselves_go_round_as_often_as_they_are_written() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        rounds = 0
+        for _ in range(30):
+            rounds += 1
+            if (out.detach().tanh() > 0).all():
+                break
+        assert rounds == 30
+        return out.sum()
+
+    assert followed(loss).blocks
+
+
+def _read(out: torch.Tensor) -> None:
+    names = [str(number) for number in range(CLASSES)]
+    best = out.argmax(1)
+    assert all(names[number] for number in best.tolist())
+    assert names[best[0].item()]
+    assert names[: best.numel()][out[:, 0].argmax().item()]
+    assert ["only"][out[:, :1].argmax(1)[0].item()]
+    assert all(names[:3][number] for number in (out.topk(2).indices % 3).flatten().tolist())
+    assert all(names[number] for number in torch.multinomial(out.softmax(1), 1).flatten().tolist())
+
+
+def _counted(out: torch.Tensor) -> None:
+    best = out.argmax(1)
+    assert len(torch.unique(best)) <= CLASSES
+    assert torch.bincount(best).shape == (CLASSES,)
+    assert F.one_hot(best).shape[1] == CLASSES
+
+
+def _as_size(out: torch.Tensor) -> None:
+    longest = (out > 0).sum(1).max().item()
+    assert torch.zeros(longest).shape == (CLASSES,)  # the most that there may be
+
+
+@pytest.mark.parametrize("use", [_read, _counted, _as_size])
+def test_whole_numbers_are_among_those_that_there_can_be(use: Callable[[torch.Tensor], None]) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        use(out)
+        return out.sum()
+
+    assert followed(loss).blocks
