@@ -35,7 +35,7 @@ LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes
 TOLD_LATE = ("ahead", "evaluated_first", "in_evaluation_mode")
 REFUSED = ("runs", "runs_in_a_shell", "starts")
 SLICED = LaunchPlan(
-    batch_size=8, grown_batch_size=8, recipe=LaunchPlan().recipe.with_(slices=Slices(Body("", ("0",)), 3, 1))
+    batch_size=8, grown_batch_size=8, recipe=LaunchPlan().recipe.with_(slices=Slices(Body("network", ("0",)), 3, 1))
 )
 
 
@@ -258,7 +258,9 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_slices_do_not_change_them(both: Any, name: str) -> None:
     as_written, sliced = both[0][name], both[1][name]
     rounded = 1e-3 if name == "hooked" and as_written["processes"] == 2 else 2e-6  # float16 between processes
-    assert 0 < difference(as_written, sliced) < rounded
+    changed = difference(as_written, sliced)
+    assert changed < rounded
+    assert changed or name not in ("early_stopping", "folds")
     assert as_written["rates"] == sliced["rates"]
     assert as_written.get("steps") == sliced.get("steps")
     for close in ("losses", "norms"):

@@ -569,7 +569,7 @@ def test_help_names_every_option_of_ours(capsys: Any) -> None:
         main(["launch", "--help"])
     assert ended.value.code in (0, None)
     shown = capsys.readouterr().out
-    for name in ("--budget", "--advanced", "--loss-weight", "--dry-run", "--fsdp_version"):
+    for name in ("--budget", "--advanced", "--allow", "--dry-run", "--fsdp_version"):
         assert f"  {name}" in shown
 
 

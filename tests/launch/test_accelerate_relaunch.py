@@ -48,7 +48,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
     cases.request(asked / "by_hand", OPTIONS, "by_hand", "--out", "never.pt", budget="45MiB", allow=("accumulate",))
-    cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision", "slices"))
+    cases.request(asked / "asks", OPTIONS, "asks", budget="60MiB", allow=("precision",))
     given = {**TRAINER_ARGUMENTS, "output_dir": str(folder / "trainer")}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     cases.request(asked / "trainer", TRAINER, *words, budget="80MiB", allow=("accumulate",))

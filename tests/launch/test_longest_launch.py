@@ -20,7 +20,7 @@ def test_a_script_is_planned_for_its_longest_batch(tmp_path):
     asked = tmp_path / "asked"
     cases.request(asked / "longest", SCRIPT)
     cases.request(asked / "first", SCRIPT, longest="first")
-    cases.request(asked / "sliced", SCRIPT, budget="40MiB", allow=("accumulate",))
+    cases.request(asked / "sliced", SCRIPT, budget="48MiB", allow=("slices",))
     answers = cases.dry_runs(asked)
     longest, first, sliced = (answers[name] for name in ("longest", "first", "sliced"))
     hidden = 4 * 2000 * 256 * 4  # bytes of one activation of the longest batch
@@ -28,4 +28,4 @@ def test_a_script_is_planned_for_its_longest_batch(tmp_path):
     assert any("4 samples of up to lengths 2000" in note for note in longest["notes"])
     assert not any("longest" in note for note in first["notes"])
     assert sliced["plan"]["fits"]
-    assert sliced["plan"]["micro_batch_size"]["after"] < 4
+    assert sliced["launch_plan"]["recipe"]["slices"]["count"] > 1

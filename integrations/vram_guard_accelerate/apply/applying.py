@@ -39,6 +39,8 @@ class PlanInstaller:
     def __init__(self, plan: LaunchPlan) -> None:
         self.plan = plan
         self._models: list[nn.Module] = []
+        self._structure: Any = None
+        """Of the first model, before anything was put on it."""
         self._training = LoaderMatcher(plan.loader)
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -151,8 +153,11 @@ class PlanInstaller:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
         recipe = self.plan.recipe
         if self.plan.models == 1:
-            nothing = recipe.with_(checkpoint=(), offload_activations=(), chunked_head="", slices=None)
-            return recipe if model is self._models[0] else nothing
+            # Of trainings one after the other (folds), each has a model that is made as the first one was.
+            self._structure = self._structure or _structure(model)
+            if _structure(model) == self._structure:
+                return recipe
+            return recipe.with_(checkpoint=(), offload_activations=(), chunked_head="", slices=None)
         prefix = f"{self._number_of(model)}."
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
         own = {
@@ -224,6 +229,19 @@ class PlanInstaller:
         contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
         self._scale(accelerator, self.plan.learning_rate_factor / contained)
         return loaded
+
+
+def _structure(model: nn.Module) -> Any:
+    """What tells models of other code, other sizes or other settings apart: classes, numbers, names and shapes."""
+    return [
+        (
+            name,
+            type(part),
+            {key: value for key, value in vars(part).items() if isinstance(value, (bool, int, float, str))},
+            [(key, one.shape, one.requires_grad) for key, one in part.named_parameters(recurse=False)],
+        )
+        for name, part in model.named_modules()
+    ]
 
 
 def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:

@@ -39,7 +39,7 @@ def main():
     model = WithLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(dataset(40), batch_size=16, shuffle=True)
-    guarding = guard(budget=options.budget, allow=("accumulate",))
+    guarding = guard(budget=options.budget, allow=("slices",))
     as_written = Accelerator.prepare, Accelerator.prepare_model
     with guarding:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
