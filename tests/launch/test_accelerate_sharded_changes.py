@@ -47,7 +47,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("shard", "clipping", *DEEP, budget=BETWEEN, allow=("shard",))
     ask("not_named", "clipping", *DEEP, budget=BETWEEN)
     ask("checkpoint", "configured", *LARGE, budget="180MiB", allow=("checkpoint",))
-    ask("accumulate", "configured", *LARGE, budget="180MiB", allow=("slices",))
+    ask("accumulate", "configured", *LARGE, budget="180MiB", allow=("slices", "accumulate"))
     for name in ("counting", "compressing", "tied"):
         ask(name, name, allow=("shard",))
     ask("first", "configured", *FIRST, "--from_first", budget="1GiB")
