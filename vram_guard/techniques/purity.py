@@ -180,8 +180,12 @@ def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
             yield from ((prefix + _name_of(hook), hook) for hook in hooks.values())
     for kind in _classes(module):
-        yield from ((f"{kind.__qualname__}.{name}", value) for name, value in _own(kind).items())
-        yield from ((name, value) for name, value in vars(kind).items() if isinstance(value, FunctionType))
+        for name, value in vars(kind).items():
+            method = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(method, FunctionType):
+                yield name, method
+            elif name in _own(kind):
+                yield f"{kind.__qualname__}.{name}", value
     yield "os.environ", os.environ
 
 
