@@ -55,20 +55,6 @@ def is_users_file(name: str) -> bool:
     return not is_installed_file(name) and not name.startswith(("<", *_PYTHONS, *_own))
 
 
-def is_users_module(name: str) -> bool:
-    """True for modules whose file is the user's, and for those without any file, such as a notebook's.
-
-    Example:
-        >>> is_users_module("__main__"), is_users_module("collections.abc"), is_users_module("torch.nn")
-        (True, False, False)
-    """
-    root = name.partition(".")[0]
-    if root == "__main__":
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return root not in sys.stdlib_module_names and (not isinstance(file, str) or is_users_file(file))
-
-
 def level_of_user() -> int:
     """The ``stacklevel`` of ``warnings.warn`` for the innermost line of the user's code that leads to the caller.
 

@@ -29,7 +29,6 @@ from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
-from vram_guard.proof.step_state import StepState
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, patch_forwards
@@ -103,8 +102,8 @@ def body_of(
     for name in look(_ModuleCalls(), large)[:MOST_CANDIDATES]:
         watch = _BodyCalls(name, between_steps)
         try:
-            found: list[BodyFacts] = [look(watch, size) for size in dict.fromkeys((large, small, 2))]
-            if all(one == found[0] for one in found):
+            found: list[BodyFacts] = [look(watch, size) for size in (large, small)]
+            if found[0] == found[1]:
                 return found[0]
             why = _("it computes something else for other numbers of samples")
         except UnsupportedTechniqueError as error:
@@ -315,7 +314,6 @@ class _FollowedForward(PatchedForward):
             return self.as_written(*args, **kwargs)
         called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
         state, functions, ran = _Attributes(self.module), list[type](), CodeRun()
-        reached = StepState(self.module, self.as_written)
         rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)
         apart = SamplesApart(called, rows, None, self.module)
         applied = replaced(torch.autograd.Function, {"apply": told(functions)})
@@ -323,7 +321,7 @@ class _FollowedForward(PatchedForward):
             out = self.as_written(*args, **kwargs)
         self._look.leaving.returned(out)
         try:
-            self._check(state, reached, apart, ran, functions, heard)
+            self._check(state, apart, ran, functions, heard)
             results = tuple(_results(out, rows, apart))
             self._look.facts.append(BodyFacts(self._body(called, rows), results, heard.random))
         except UnsupportedTechniqueError as error:
@@ -331,24 +329,12 @@ class _FollowedForward(PatchedForward):
         return out
 
     def _check(
-        self,
-        state: _Attributes,
-        reached: StepState,
-        apart: SamplesApart,
-        ran: CodeRun,
-        functions: list[type],
-        heard: Listening,
+        self, state: _Attributes, apart: SamplesApart, ran: CodeRun, functions: list[type], heard: Listening
     ) -> None:
         reasons = itertools.chain(
             _normalisation(self.module),
             _hooks(self.module),
             state.changed(),
-            (_("its forward sets {name}", name=name) for name, _shape in reached.changed()),
-            (
-                _("its forward may change {name} ({kind}), which cannot be looked into", name=name, kind=kind)
-                for name, kind in reached.beyond.items()
-            ),
-            (_("its forward sets {name}", name=name) for name in reached.unseen(ran.stored())),
             [apart.read] if apart.read else [],
             [_("it writes to a tensor that it has not made")] if apart.written & apart.before else [],
             [_("it draws from a generator of NumPy or Python")] if heard.of_python else [],

@@ -26,9 +26,6 @@ _BEFORE = frozenset(
 )
 
 
-#: Methods of an object that nobody else has yet.
-_OF_NEW = frozenset(("__init__", "__post_init__", "__new__"))
-
 #: What functions are given to that run inside a backward pass.
 _OF_GRADIENTS = frozenset(
     ("grad_fn", "register_hook", "register_prehook", "register_multi_grad_hook", "saved_tensors_hooks")
@@ -63,11 +60,6 @@ class CodeRun:
         cells, names = frame.f_locals, frame.f_globals
         kept = {**{name: cells.get(name) for name in code.co_freevars}, **{n: names.get(n) for n in code.co_names}}
         self._iterators.update(dict.fromkeys(name for name, value in kept.items() if _goes_on(value)))
-
-    def stored(self) -> Iterator[str]:
-        """The names of attributes that the functions set, but those of objects that they make."""
-        codes = [code for code in self._codes if code.co_name not in _OF_NEW]
-        yield from sorted({name for code in codes for name in _attributes(code, "STORE")})
 
     def takes_gradients(self) -> Iterator[str]:
         """Sentences about functions that put themselves between operators and the backward pass."""

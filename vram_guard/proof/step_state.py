@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -19,8 +19,6 @@ from vram_guard.user_code import is_installed_file
 
 #: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
 _KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine")
-#: Attributes of tensors that steps set, and that operators or graphs show.
-_OF_TENSORS = frozenset({"requires_grad", "grad", "data"})
 
 
 class StepState:
@@ -39,7 +37,7 @@ class StepState:
         self._optimizer = optimizer
         self._settings = _settings(optimizer)
         roots = [(path, part) for path, part in model.named_modules() if _is_users(part)]
-        self._reached = ReachedState([*roots, ("", loss)], lambda value: not (_is_users(value) or _keeps_state(value)))
+        self._reached = ReachedState([*roots, ("", loss)], lambda value: not _is_users(value))
         self.beyond = self._reached.beyond
         # Of other modules, tensors, arrays and generators are looked at: their tables are theirs.
         others = (
@@ -64,11 +62,6 @@ class StepState:
         yield from ((name, None) for name, value in self._others.kept() if has_state(value))
         now = _settings(self._optimizer)
         yield from ((name, None) for name in {**self._settings, **now} if self._settings.get(name) != now.get(name))
-
-    def unseen(self, stored: Iterable[str]) -> Iterator[str]:
-        """The names among those of attributes that code sets which are nowhere in what is looked at."""
-        known = self._reached.names() | _OF_TENSORS
-        yield from (name for name in stored if name not in known)
 
     def written(self, storages: Container[int]) -> Iterator[str]:
         """The names of tensors that were written in place, also past autograd into one of these storages."""
@@ -99,12 +92,6 @@ def _is_users(value: Any) -> bool:
     named = value if isinstance(value, (type, FunctionType)) else type(value)
     home = str(named.__module__).partition(".")[0]
     return home not in _KNOWN and not home.startswith("vram_guard") and not _is_installed(home)
-
-
-def _keeps_state(value: Any) -> bool:
-    """True for an object of a library's that says that it has state: an optimizer, a scheduler."""
-    is_known = str(type(value).__module__).partition(".")[0] in _KNOWN
-    return not is_known and not isinstance(value, (type, nn.Module)) and hasattr(type(value), "state_dict")
 
 
 @cache

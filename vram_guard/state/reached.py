@@ -10,6 +10,7 @@ lies beyond them and for what cannot be looked into (iterators, open files, obje
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import io
 import itertools
@@ -32,23 +33,21 @@ from torch.utils.data import Dataset, Sampler
 from vram_guard.language import _
 from vram_guard.limits import ARRAY_REACHED, ITEMS_REACHED, OBJECTS_REACHED
 from vram_guard.state.containers import MUTABLE, alike, refill
-from vram_guard.user_code import is_users_module
 
 # --- kinds -----------------------------------------------------------------------------------------------------------
 
 #: Exact types of values that hold nothing that could change.
 FLAT = frozenset({
-    int, float, complex, bool, str, bytes, type(None), type(...), range, slice, object, CodeType,
+    int, float, complex, bool, str, bytes, type(None), type(...), range, slice, type, object, CodeType,
     types.BuiltinFunctionType, types.ModuleType,
     torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
 })  # fmt: skip
 #: Values of these and of derived classes, and what only refers to others or tells people what goes on.
 _UNCHANGING = (
-    *(int, float, complex, str, bytes, ModuleType, PurePath, logging.Logger),
-    *(type(threading.Lock()), type(threading.RLock())),
+    *(int, float, complex, str, bytes, type, ModuleType, enum.Enum, PurePath, weakref.ref, logging.Logger),
+    *(type(threading.Lock()), type(threading.RLock()), threading.local, property, staticmethod, classmethod),
     *(types.MappingProxyType, types.GenericAlias, types.UnionType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType),
 )
 #: Top-level modules whose objects are values: they are replaced, and not changed.
 _VALUES = frozenset({
@@ -63,10 +62,8 @@ RECORDERS = frozenset({
 #: Libraries whose objects keep nothing of the user's.
 LIBRARIES = frozenset({"torch", "numpy", "vram_guard"})
 #: Modules whose classes others derive from, and that keep nothing in them.
-_BUILT_IN = LIBRARIES | sys.stdlib_module_names
+_BASES = LIBRARIES | {"builtins", "abc", "typing", "collections", "enum"}
 _CONTAINERS = (*MUTABLE, tuple, frozenset)
-#: What classes hold that is none of their attributes' values.
-_METHODS = (FunctionType, staticmethod, classmethod, property, types.GetSetDescriptorType, types.MemberDescriptorType)
 #: What every module has, hook tables among them: a dozen names for each module that would be looked at in vain.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
@@ -95,23 +92,14 @@ def in_libraries(value: Any) -> bool:
 
 
 def home_of(value: Any) -> str:
-    """The top-level module of a function, a class or an object's class; this package's adapters count as it."""
-    named = value if isinstance(value, (type, FunctionType)) else type(value)
+    """The top-level module of a function, or of an object's class; this package's adapters count as the package."""
+    named = value if isinstance(value, FunctionType) else type(value)
     home = str(getattr(named, "__module__", "")).partition(".")[0]
     return "vram_guard" if home.startswith("vram_guard_") else home
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
-    """The objects that a function, a method, a class or another object holds; None for what holds none."""
-    if isinstance(value, type):
-        own = vars(value).items()
-        return {
-            name: one for name, one in own if not isinstance(one, _METHODS) and not name.startswith(("__", "_abc_"))
-        }
-    if isinstance(value, weakref.ref):
-        return (value(),)
-    if isinstance(value, threading.local):
-        return dict(vars(value))
+    """The objects that a function, a method, a partial or another object holds; None for what holds none."""
     if isinstance(value, FunctionType):
         names, cells = value.__code__.co_freevars, value.__closure__ or ()
         return {name: held(cell) for name, cell in zip(names, cells, strict=True) if name != "__class__"}
@@ -221,7 +209,7 @@ class ObjectWalk:
         elif _is_array(value):
             if value.flags.writeable:
                 self.beyond[name] = _("a NumPy array of {count} values", count=value.size)
-        elif self._left_alone(value) or home_of(value) in (_VALUES if not isinstance(value, type) else _BUILT_IN):
+        elif self._left_alone(value) or home_of(value) in _VALUES:
             return
         elif isinstance(value, FunctionType):
             yield from self._function(value)
@@ -252,13 +240,14 @@ class ObjectWalk:
             self._pending += [pair for kind in new for pair in self._of_class(name, kind)]
 
     def _of_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
-        """A class, and its methods, which may keep something in globals."""
-        if home_of(kind) not in _BUILT_IN:
-            yield kind.__qualname__, kind
+        """Containers that a class of the user's holds, and methods, which may keep something in globals."""
+        if kind.__module__.partition(".")[0] not in _BASES:
+            own = vars(kind).items()
+            yield from (
+                (f"{kind.__qualname__}.{key}", one) for key, one in own if type(one) in MUTABLE and key[:2] != "__"
+            )
             if self._globals_too:
-                for one in vars(kind).values():
-                    method = getattr(one, "__func__", getattr(one, "fget", one))
-                    yield from ((name, method),) if isinstance(method, FunctionType) else ()
+                yield from ((name, one) for one in vars(kind).values() if isinstance(one, FunctionType))
 
     def _function(self, function: FunctionType) -> Iterator[Holder]:
         for own, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -267,27 +256,14 @@ class ObjectWalk:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             if type(value) not in FLAT:
                 self._pending.append((function.__name__, value))
-        yield from self._container(function.__name__, vars(function))
         if self._globals_too:
-            yield from self._globals("", function.__globals__, _names(function.__code__))
-
-    def _globals(self, path: str, names: dict[str, Any], used: set[str], *, ours: bool = True) -> Iterator[Holder]:
-        """The variables of a module that code uses, and those of modules that it finds there or imports itself.
-
-        Of a library's modules only numbers are looked at.
-        """
-        asked = self._asked.setdefault(id(names), set())
-        new = used - asked
-        asked |= new
-        for own in new:
-            get, put = functools.partial(names.get, own, _MISSING), functools.partial(_set_global, names, own)
-            if ours or type(get()) in (bool, int, float, object):
-                yield from self._variable(f"{path}{own}", Variable(get, put, names))
-        found = {own: names.get(own, sys.modules.get(own)) for own in used} if ours else {}
-        for own, module in found.items():
-            if isinstance(module, ModuleType) and not used <= self._asked.get(id(vars(module)), set()):
-                ours = is_users_module(module.__name__)
-                yield from self._globals(f"{path}{own}.", vars(module), used, ours=ours)
+            names = function.__globals__
+            asked = self._asked.setdefault(id(names), set())
+            new = _names(function.__code__) - asked
+            asked |= new
+            for own in new:
+                get, put = functools.partial(names.get, own, _MISSING), functools.partial(_set_global, names, own)
+                yield from self._variable(own, Variable(get, put, names))
 
     def _variable(self, name: str, variable: Variable) -> Iterator[Holder]:
         value = variable.get()
@@ -333,14 +309,6 @@ def put_back(value: Any, content: Any) -> None:
     """Let it hold this content again."""
     if isinstance(value, Variable):
         value.put(content)
-    elif isinstance(value, type):
-        for name in {**content, **content_of(value)}:
-            if name not in content:
-                delattr(value, name)
-            elif vars(value).get(name, _MISSING) is not content[name]:
-                setattr(value, name, content[name])
-    elif isinstance(value, threading.local):
-        refill(vars(value), content)
     elif isinstance(value, MUTABLE):
         refill(value, content)
     elif isinstance(value, torch.Generator):
@@ -393,7 +361,7 @@ def _is_array(value: Any) -> bool:
 
 def _are_flat(parts: Iterable[Any]) -> bool:
     """True if there is nothing to look into: values, and tuples of values."""
-    kinds = set(map(type, parts)) - {type}
+    kinds = set(map(type, parts))
     if kinds <= FLAT:
         return True
     return kinds == {tuple} and set(map(type, itertools.chain.from_iterable(parts))) <= FLAT
@@ -462,11 +430,6 @@ class ReachedState:
         walk = ObjectWalk(roots, left_alone, globals_too=globals_too)
         self.found = list(walk)
         self.beyond, self.tensors = walk.beyond, walk.tensors
-
-    def names(self) -> set[str]:
-        """The names of all attributes and variables that were found."""
-        contents = [content for _name, _value, content in self.found if isinstance(content, dict)]
-        return {name.rpartition(".")[2] for name, _value, _content in self.found}.union(*contents)
 
     def content(self) -> Iterator[tuple[str, Any]]:
         """Everything that the objects hold now, with its names, but generators and arrays."""

@@ -9,11 +9,9 @@ made at the first call is there by then, and what is set to the value that it ha
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +22,6 @@ from vram_guard.state.reached import LIBRARIES, OF_EVERY_MODULE, ObjectWalk, Var
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import storage_of, tensors_in, version_of
 from vram_guard.timeline import ChangeKind, StateChange
-from vram_guard.user_code import is_users_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,7 +132,7 @@ class _Look:
                 if parameter is not None:
                     self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
-        walk = ObjectWalk(_roots(module), _is_left_alone, globals_too=True)
+        walk = ObjectWalk(_roots(module), _is_left_alone)
         for name, value, content in walk:
             if isinstance(value, torch.Generator):
                 self._generators[number_of(value)] = name
@@ -159,7 +156,7 @@ class _Look:
         now = _owned(self._module)
         yield from (("object", name) for name, ids in self._owned.items() if now.get(name, ids) != ids)
         yield from (("beyond", f"{name} ({kind})") for name, kind in self._beyond.items())
-        for name, value, content in ObjectWalk(_roots(self._module), _is_left_alone, globals_too=True):
+        for name, value, content in ObjectWalk(_roots(self._module), _is_left_alone):
             now = _tokens(value, content)
             if self._contents.get((name, _identity(value)), now) != now:
                 if is_generator(value):
@@ -173,20 +170,14 @@ class _Look:
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the attributes, classes, methods and hooks of a module and of its parts hold, and the environment."""
+    """What the attributes, classes and hooks of a module and of its parts hold, with names."""
     for prefix, owner in _inside(module):
         own = vars(owner).items()
         yield from ((prefix + name, value) for name, value in own if name not in OF_EVERY_MODULE)
         for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
             yield from ((prefix + _name_of(hook), hook) for hook in hooks.values())
     for kind in _classes(module):
-        for name, value in vars(kind).items():
-            method = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(method, FunctionType):
-                yield name, method
-            elif name in _own(kind):
-                yield f"{kind.__qualname__}.{name}", value
-    yield "os.environ", os.environ
+        yield from ((f"{kind.__qualname__}.{name}", value) for name, value in _own(kind).items())
 
 
 def _inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -212,9 +203,7 @@ def _own(kind: type) -> dict[str, Any]:
 
 
 def _is_left_alone(value: Any) -> bool:
-    """True for modules, which are looked at by themselves, and for code of libraries and what is this package's."""
-    if isinstance(value, (FunctionType, type)) and not is_users_module(value.__module__):
-        return True
+    """True for modules, which are looked at by themselves, and for what is this package's."""
     return isinstance(value, nn.Module) or home_of(value) in LIBRARIES
 
 
