@@ -527,3 +527,15 @@ class Spikes(Base):
         scale = 1.0 if self.last is None or loss.detach() < 1.5 * self.last else 0.0
         self.last = loss.detach()
         return loss * scale
+
+
+@unseen("scaled by a spread that NumPy reads")
+class ByNumpy(Base):
+    def loss(self, batch):
+        return super().loss(batch) * float(batch[1].numpy().std())
+
+
+@unseen("scaled by the largest value of a list")
+class ByList(Base):
+    def loss(self, batch):
+        return super().loss(batch) * max(map(max, batch[1].tolist()))

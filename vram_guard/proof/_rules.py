@@ -825,7 +825,7 @@ def _layer_norm(call: Call) -> list[Label]:
 
 def _embedding(call: Call) -> Label:
     table, indices = call.of("weight"), call.of("indices")
-    if not table.const:
+    if not table.const or (call.args["scale_grad_by_freq"] and not indices.const):  # counted in its backward pass
         return call.joins()
     ids = indices.ids.unsqueeze(-1)
     return _made(call, nothing([*indices.ids.shape, call.outs[0].shape[-1]]) if indices.const else ids)

@@ -35,6 +35,8 @@ from vram_guard.tensors import inner_tensors, without_modes
 
 #: Operators that hand a value to Python.
 _READS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "item", "allclose"))
+#: Methods that hand all values to Python or to other libraries, past every operator.
+_ARRAYS = ("numpy", "tolist", "__array__", "__dlpack__")
 #: Packages that read values to check or to count them, and never change what is trained by them.
 _READ_BY = frozenset(("torchmetrics",))
 #: Namespaces of operators that hand over what other ranks hold, and draw no numbers. A rank that gives what depends on
@@ -169,7 +171,18 @@ class SamplesApart(TorchDispatchMode):
                 self.read = read
             return ReadValue(value, lambda: self._reads((label,)))
 
-        return replaced(torch.Tensor, {"item": item})
+        def whole(name: str) -> Any:
+            as_array = getattr(torch.Tensor, name)
+
+            def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                caller = str(sys._getframe(1).f_globals.get("__name__", ""))  # noqa: SLF001 - the stack is what is asked
+                if not (self._within or caller.startswith("vram_guard.")):
+                    self._reads((self.label(tensor),))
+                return as_array(tensor, *args, **kwargs)
+
+            return read
+
+        return replaced(torch.Tensor, {"item": item, **{name: whole(name) for name in _ARRAYS}})
 
     def joined(self, output: torch.Tensor) -> str:
         """Why samples are joined in an output for each of them; "" where they are apart."""
