@@ -179,9 +179,15 @@ def test_recipes_of_several_models_are_each_ones_own(carried_out: Any) -> None:
         assert [one.slices and one.slices.body.name for one in found] == [None, body, *[None] * 9]
     one = recipe.with_(checkpoint=("a",), offload_activations=("b",), chunked_head="head", optimizer="fused")
     installer = PlanInstaller(LaunchPlan(recipe=one))
-    installer._models = list(models)
-    assert installer._recipe_of(models[0]) == one
-    assert installer._recipe_of(models[1]) == recipe.with_(optimizer="fused")
+    first, alike, larger, frozen, other, own = (nn.Linear(size, 1) for size in (1, 1, 2, 1, 1, 1))
+    first.sizes, alike.sizes, other.sizes = [1], [1], [2]  # type: ignore[assignment]
+    frozen.requires_grad_(False).sizes = [1]  # type: ignore[assignment]
+    own.sizes = lambda: 1  # type: ignore[assignment]
+    installer._models = [first, alike, larger, frozen, other, own]
+    installer._planned = [model for model in installer._models if installer._is_planned(model)]
+    assert [installer._recipe_of(model) for model in (first, alike)] == [one, one]
+    for model in (larger, frozen, other, own):
+        assert installer._recipe_of(model) == recipe.with_(optimizer="fused")
 
 
 def test_a_body_passes_its_batches_through_in_slices(carried_out: Any) -> None:

@@ -257,20 +257,3 @@ def test_nothing_outlives_the_backward_pass() -> None:
         assert seen[0]() is None
     finally:
         gc.enable()
-
-
-def test_changing_a_saved_tensor_in_place_is_noticed_as_without_offload() -> None:
-    class Careless(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            hidden = self.linear(x).exp()
-            hidden += 1
-            return hidden
-
-    model = Careless()
-    offload_activations(model, [""])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        total(model, torch.randn(4, 8)).backward()

@@ -31,7 +31,7 @@ from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
-from vram_guard.techniques.patched_forward import PatchedForward, has_forward, patch_forwards
+from vram_guard.techniques.patched_forward import PatchedForward, arguments_by_name, has_forward, patch_forwards
 from vram_guard.techniques.recipe import Body
 from vram_guard.tensors import storage_of, tensors_of, without_modes
 
@@ -312,7 +312,7 @@ class _FollowedForward(PatchedForward):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
-        called = {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+        called = arguments_by_name(args, kwargs)
         state, functions, ran = _Attributes(self.module), list[type](), CodeRun()
         rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)
         apart = SamplesApart(called, rows, None, self.module)

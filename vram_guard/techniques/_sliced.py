@@ -20,7 +20,7 @@ from vram_guard.language import _
 from vram_guard.state.containers import children, is_cache, mapped, rebuilt
 from vram_guard.techniques._checkpointing import Checkpointed
 from vram_guard.techniques._recomputed import Recomputations
-from vram_guard.techniques.patched_forward import patch_forwards
+from vram_guard.techniques.patched_forward import arguments_by_name, patch_forwards
 from vram_guard.tensors import tensors_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Sliced(Checkpointed):
         forward = self._forward()
         if not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        calls = self._calls({**{str(at): value for at, value in enumerate(args)}, **kwargs})
+        calls = self._calls(arguments_by_name(args, kwargs))
         if len(calls) < 2:
             return forward(*args, **kwargs)
         again = len(calls) - (self._slices.count - self._slices.again)

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def arguments_by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, positional ones by their number: a tuple of them is no tuple of samples.
+
+    >>> arguments_by_name((1, 2), {"mask": 3})
+    {'0': 1, '1': 2, 'mask': 3}
+    """
+    return {**{str(at): value for at, value in enumerate(args)}, **kwargs}
+
+
 class PatchedForward:
     """Stands on a module in place of its ``forward`` method, and runs that in a way of its own.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import io
+import pickle
 import sys
 import weakref
 from collections.abc import Callable
@@ -39,8 +42,10 @@ class PlanInstaller:
     def __init__(self, plan: LaunchPlan) -> None:
         self.plan = plan
         self._models: list[nn.Module] = []
-        self._structure: Any = None
-        """Of the first model, before anything was put on it."""
+        self._made_of: bytes | None = None
+        """Of the first model, see :func:`_made_of`."""
+        self._planned: list[nn.Module] = []
+        """The models that a plan for one model is for."""
         self._training = LoaderMatcher(plan.loader)
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -114,6 +119,7 @@ class PlanInstaller:
             if isinstance(thing, torch.nn.Module) and not any(thing is known for known in self._models)
         ]
         self._models += new  # before: prepare itself calls prepare_model
+        self._planned += [model for model in new if self._is_planned(model)]
         with sharding(accelerator, new, self.plan.sharding), engine.changed(accelerator, new, self.plan.sharding):
             prepared = original(accelerator, *args, **kwargs)
         for model in new:
@@ -149,15 +155,22 @@ class PlanInstaller:
     def _number_of(self, model: nn.Module) -> int:
         return next(at for at, known in enumerate(self._models) if known is model)
 
+    def _is_planned(self, model: nn.Module) -> bool:
+        """True for the first model, and for one that is made as it was: trainings one after the other (folds)."""
+        if self.plan.models > 1:
+            return False
+        made_of = _made_of(model)
+        if model is self._models[0]:
+            self._made_of = made_of
+            return True
+        return made_of is not None and made_of == self._made_of
+
     def _recipe_of(self, model: nn.Module) -> Recipe:
         """Of several models, names begin with the model's number in the order of ``prepare``."""
         recipe = self.plan.recipe
         if self.plan.models == 1:
-            # Of trainings one after the other (folds), each has a model that is made as the first one was.
-            self._structure = self._structure or _structure(model)
-            if _structure(model) == self._structure:
-                return recipe
-            return recipe.with_(checkpoint=(), offload_activations=(), chunked_head="", slices=None)
+            nothing = recipe.with_(checkpoint=(), offload_activations=(), chunked_head="", slices=None)
+            return recipe if any(model is one for one in self._planned) else nothing
         prefix = f"{self._number_of(model)}."
         names = {"checkpoint": recipe.checkpoint, "offload_activations": recipe.offload_activations}
         own = {
@@ -231,17 +244,28 @@ class PlanInstaller:
         return loaded
 
 
-def _structure(model: nn.Module) -> Any:
-    """What tells models of other code, other sizes or other settings apart: classes, numbers, names and shapes."""
-    return [
-        (
-            name,
-            type(part),
-            {key: value for key, value in vars(part).items() if isinstance(value, (bool, int, float, str))},
-            [(key, one.shape, one.requires_grad) for key, one in part.named_parameters(recurse=False)],
-        )
-        for name, part in model.named_modules()
-    ]
+class _WithoutValues(pickle.Pickler):
+    """Writes of tensors what they are, and not what they hold."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        import torch
+
+        if isinstance(obj, torch.Tensor):
+            return type(obj).__name__, str(obj.dtype), tuple(obj.shape), obj.requires_grad
+        return None
+
+
+def _made_of(model: nn.Module) -> bytes | None:
+    """A digest of everything that a model is made of but its tensors' values: classes, settings, functions, hooks.
+
+    None where that cannot be written down (a class of a function's own, an open file): it is like no other then.
+    """
+    written = io.BytesIO()
+    try:
+        _WithoutValues(written, protocol=4).dump(model)
+    except Exception:  # noqa: BLE001 - the user's own classes say how they are written
+        return None
+    return hashlib.sha256(written.getvalue()).digest()
 
 
 def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:

@@ -13,6 +13,7 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard.state.containers import leaves
+from vram_guard.techniques.patched_forward import arguments_by_name
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
@@ -145,7 +146,7 @@ class FollowedLoop:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if any(module is model for model in self.models):
-                self._run.phase.called(module, by_name(args, kwargs))
+                self._run.phase.called(module, arguments_by_name(args, kwargs))
             return original(module, *args, **kwargs)
 
         replace_attributes(nn.Module, {"__call__": call})
@@ -174,11 +175,6 @@ class FollowedLoop:
         """True while a prepared optimizer has not taken its second step."""
         prepared = self.accelerator._optimizers
         return any(self._steps.get(id(getattr(one, "optimizer", one)), 0) < 2 for one in prepared)
-
-
-def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, positional ones by their number: a tuple of them is no tuple of samples."""
-    return {**{str(at): value for at, value in enumerate(args)}, **kwargs}
 
 
 class LoopPhase(DryRunPhase):
