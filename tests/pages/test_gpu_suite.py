@@ -222,6 +222,28 @@ class PretendedLoop:
         if self.error is not None:
             raise self.error
 
+    def place_batch(self):
+        self.batches = getattr(self, "batches", 0) + 1
+
+    def repeat(self):
+        self.repeated = getattr(self, "repeated", 0) + 1
+
+
+class PretendedEvent:
+    """An event on a device that needs 2 ms between any two."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        PretendedEvent.made += 1
+        self.number = PretendedEvent.made
+
+    def elapsed_time(self, end):
+        return 2.0 * (end.number - self.number)
+
 
 @pytest.fixture
 def _pretended_gpu(monkeypatch, fno):
@@ -236,6 +258,7 @@ def _pretended_gpu(monkeypatch, fno):
         "memory_stats": {"num_alloc_retries": 1, "allocation.all.allocated": 99},
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: fno[1])
     monkeypatch.setattr("benchmarks.harness.environment.device_used", lambda: 11 * GIB)
@@ -250,7 +273,21 @@ def test_a_case_on_the_gpu_records_everything(fno):
     assert measured.peaks == [[2 * GIB, 3 * GIB, 99]] * 3
     assert (measured.used_before, measured.used_context, measured.used_after) == (GIB, 11 * GIB, 11 * GIB)
     assert measured.outside == -3 * GIB  # the pretended device never fills
+    assert measured.update_seconds == [0.002] * worker.MOST_TIMED
+    assert len(measured.batch_seconds) == worker.TIMED_BATCHES
+    assert len(measured.start_seconds) == worker.TIMED_STARTS
     assert history == compacted(fno[1])
+
+
+@pytest.mark.usefixtures("_pretended_gpu")
+def test_what_fails_while_it_is_timed_has_measured_its_memory(monkeypatch):
+    def fails(loop, cuda):
+        raise torch.cuda.OutOfMemoryError("no room for another batch")
+
+    monkeypatch.setattr(worker, "timed", fails)
+    data, _ = worker.run_case(FNO, 4, "cuda", None)
+    assert (data["status"], data["message"]) == ("ok", "not timed: no room for another batch")
+    assert data["peaks"]
 
 
 @pytest.mark.usefixtures("_pretended_gpu")
