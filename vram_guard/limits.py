@@ -44,10 +44,8 @@ FILES_KEPT = 64
 
 #: Names, notes or categories in a sentence or a short report: more are not read there; the others are counted.
 NAMED = 3
-#: Modules, and plans that were rejected, in a report as text: with them it still fits on a screen.
-LISTED_MODULES = 5
-LISTED_REJECTED = 6
-#: Rows of each list of a page.
+#: Rows of each list of a report: as text, with which it still fits on a screen, and on a page.
+LISTED_ON_SCREEN = 6
 LISTED_ON_PAGE = 20
 
 # --- What stands for the whole -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Charts as values: every curve, scale, tick, mark and caption, computed once and drawn by ``_svg``."""
+"""Charts as values: every curve, scale, tick, mark and caption, as ``picture`` draws them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from vram_guard.report._walk import stack
 from vram_guard.timeline import STEP_PHASES, Category, Estimate, Timeline, phase_words
 from vram_guard.units import format_bytes
 
+#: As many moments as pixels across a picture: finer ones cannot be told apart.
+COLUMNS = 900
 #: Room above the highest curve for the peak's label.
 HEADROOM = 1.18
 
@@ -55,7 +57,6 @@ class Chart:
     caption: str
     remark: str
     description: str
-    x_label: str
     last: int
     top: int
     xs: Sequence[int]
@@ -89,7 +90,6 @@ def timeline_charts(
     timeline: Timeline | None,
     budget: Budget | None,
     settings: AllocatorSettings | None,
-    columns: int,
 ) -> list[Chart]:
     """The step as written and as planned, on one scale; one chart for an estimate, or where nothing changes.
 
@@ -98,7 +98,6 @@ def timeline_charts(
         timeline: what an estimate was read from.
         budget: what an estimate is compared with.
         settings: the allocator's settings; None: PyTorch's defaults.
-        columns: moments that can be told apart at the width of the chart.
 
     Raises:
         InvalidInputError: there is no timeline.
@@ -124,12 +123,7 @@ def timeline_charts(
     peaks = [one.at(size, settings=settings).peak_reserved for _caption, one, size in charts]
     usable = None if budget is None else budget.usable
     top = _scale_top(peaks, usable)
-    return [_timeline_chart(caption, one, size, usable, top, settings, columns) for caption, one, size in charts]
-
-
-def lines_drawn(charts: Sequence[Chart]) -> list[str]:
-    """The legend's words for lines of charts of a step."""
-    return [_("line: reserved"), *([_("dashed: budget")] if any(chart.limit is not None for chart in charts) else [])]
+    return [_timeline_chart(caption, one, size, usable, top, settings) for caption, one, size in charts]
 
 
 def _planned_size(plan: Plan) -> str:
@@ -154,9 +148,8 @@ def _timeline_chart(
     usable: int | None,
     top: int,
     settings: AllocatorSettings | None,
-    columns: int,
 ) -> Chart:
-    drawn = stack(timeline, batch_size, settings, most=columns)
+    drawn = stack(timeline, batch_size, settings, most=COLUMNS)
     estimate = timeline.at(batch_size, settings=settings)
     event = timeline.replay(batch_size, settings=settings).peak_event
     count = len(timeline.events)
@@ -178,7 +171,6 @@ def _timeline_chart(
         caption=caption or _(", ").join([timeline.precision, _("batch {count}", count=batch_size)]),
         remark=remark,
         description=description,
-        x_label=_("allocations and frees, in order"),
         last=max(1, count - 1),
         top=top,
         xs=drawn.events,

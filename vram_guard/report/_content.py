@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
@@ -13,7 +15,7 @@ from vram_guard.module_names import in_a_sentence, with_class
 from vram_guard.plan.descriptions import COUNTED, EXPLANATIONS, Why
 from vram_guard.plan.model import Plan
 from vram_guard.printable import printable
-from vram_guard.report._modules import module_rows
+from vram_guard.report._spread import count_rows, spread_rows
 from vram_guard.report.categories import category_name
 from vram_guard.timeline import CATEGORIES, STEP_PHASES, Estimate, phase_and_step
 from vram_guard.units import format_bytes
@@ -35,6 +37,27 @@ _TIERS = {
 MUCH_SLOWER = 3.0
 #: Host memory of a node with eight GPUs as many have it, in bytes (NVIDIA's data sheet of the DGX A100: 1 TB).
 USUAL_NODE = 10**12
+
+
+class Section(NamedTuple):
+    """A part of a report: a title above rows of equally many cells."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    heads: Sequence[str] = ()
+    """Titles of the columns; empty where they need none."""
+    figures: int = 0
+    """Columns after the first one that hold figures."""
+
+    @classmethod
+    def listed(cls, title: str, lines: Sequence[str]) -> Section:
+        """Lines below each other: rows of one cell."""
+        return cls(title, [[line] for line in lines])
+
+    @classmethod
+    def table(cls, title: str, rows: Sequence[Sequence[str]]) -> Section:
+        """Rows with two columns of figures, whose titles are the first row."""
+        return cls(title, rows[1:], rows[0] if rows else (), 2)
 
 
 @dataclass(frozen=True)
@@ -108,29 +131,56 @@ class Content:
             return [(unchanged_name(self.plan), self.before.peak_reserved), (_("planned"), self.peak)]
         return [(_("as written") if self.plan.spread is None else _("planned"), self.peak)]
 
-    def peak_heads(self) -> list[str]:
-        """Titles of the columns of :meth:`peak_rows`."""
-        return [
-            _("at the peak"),
-            *([unchanged_name(self.plan), _("planned")] if self.plan and self.before else [_("bytes")]),
-            _("share"),
-        ]
+    def memory(self, most: int) -> Iterator[Section]:
+        """The memory at the peak, where it is, and what the phases, modules and steps take; ``most`` of each list."""
+        yield self._at_the_peak()
+        yield Section(_("Peak"), self._peak_facts())
+        yield self._phases()
+        yield Section(_("Modules that hold most at the peak"), self._modules(most), figures=2)
+        yield Section.listed(_("Memory that grows"), self.leaks())
 
-    def peak_rows(self) -> list[tuple[str, list[str]]]:
-        """(category, cells) of what is alive at the peak, then the totals; their category is ""."""
+    def planned(self, most: int) -> Iterator[Section]:
+        """What the plan changes, what it costs and why; nothing where the answer is an estimate."""
+        plan = self.plan
+        if plan is None:
+            return
+        changes = [(name, f"{before} -> {after}") for name, before, after in plan.changes()]
+        unchanged = [] if plan.changed else [(_("nothing changes"), "")]
+        facts = [*changes, *unchanged, *_cost_facts(plan), *_correction_facts(plan)]
+        yield Section(_("Plan"), facts)
+        yield Section("torch.compile", _compiled_facts(plan))
+        if plan.spread is not None:
+            yield Section(_("Over several GPUs"), plan.spread.facts())
+            yield Section.table(_("Ways to spread it, the simplest first"), spread_rows(plan.spread))
+            yield self.other_gpus()
+        yield Section.listed(_("Why"), [str(one) for one in plan.reason_values if one.kind not in COUNTED])
+        yield Section.listed(_("Alternatives considered, closest first"), _alternatives(plan, most))
 
-        def row(category: str, name: str, sizes: list[int]) -> tuple[str, list[str]]:
-            return category, [name, *map(format_bytes, sizes), self._share(sizes[-1])]
+    def other_gpus(self) -> Section:
+        """The same training on other numbers of GPUs, where that was asked for."""
+        spread = None if self.plan is None else self.plan.spread
+        return Section.table(
+            _("The same training on other numbers of GPUs"), [] if spread is None else count_rows(spread)
+        )
+
+    def _at_the_peak(self) -> Section:
+        """What is alive at the peak, by category, and the totals."""
+
+        def row(name: str, sizes: list[int]) -> list[str]:
+            return [name, *map(format_bytes, sizes), self._share(sizes[-1])]
 
         both = [self.estimate] if self.before is None else [self.before, self.estimate]
+        named = [unchanged_name(self.plan), _("planned")] if self.plan and self.before else [_("bytes")]
         held = {name: [one.breakdown.get(name, 0) for one in both] for name in CATEGORIES}
-        return [
-            *(row(name, category_name(name), sizes) for name, sizes in held.items() if any(sizes)),
-            row("", _("peak allocated"), [one.peak_allocated for one in both]),
-            row("", _("peak reserved"), [one.peak_reserved for one in both]),
+        rows = [
+            *(row(category_name(name), sizes) for name, sizes in held.items() if any(sizes)),
+            row(_("peak allocated"), [one.peak_allocated for one in both]),
+            row(_("peak reserved"), [one.peak_reserved for one in both]),
         ]
+        heads = [_("at the peak"), *named, _("share")]
+        return Section(_("Memory use"), rows, heads, len(heads) - 1)
 
-    def peak_facts(self) -> list[tuple[str, str]]:
+    def _peak_facts(self) -> list[tuple[str, str]]:
         """(name, value): where the peak is, and how far the answer can be trusted."""
         estimate = self.estimate
         steps = estimate.peak_phase.name in (*STEP_PHASES, "setup")
@@ -142,8 +192,8 @@ class Content:
             (_("operator"), estimate.peak_operator),
             (_("answer"), _(_TIERS[estimate.tier])),
             (_("releases"), "" if estimate.releases is None else str(estimate.releases)),
-            (_("by CUDA stream"), streams_in_words(estimate.by_stream)),
-            *range_facts(estimate),
+            (_("by CUDA stream"), _streams_in_words(estimate.by_stream)),
+            *_range_facts(estimate),
         ]
         return [(name, printable(value, lines=False)) for name, value in (*facts, *self._would_fail()) if value]
 
@@ -166,13 +216,13 @@ class Content:
         facts = [
             *([] if self.budget else [(_("peak reserved"), format_bytes(estimate.peak_reserved))]),
             *([] if self.budget is None else [(_("budget"), self.budget.explain(brief=True))]),
-            (_("peak"), peak_place(estimate)),
+            (_("peak"), _peak_place(estimate)),
             (
                 _("at the peak"),
                 _(", ").join(f"{category_name(name)} {format_bytes(size)}" for name, size in held if size),
             ),
             (_("answer"), "" if estimate.tier == "symbolic" else _(_TIERS[estimate.tier])),
-            *range_facts(estimate),
+            *_range_facts(estimate),
             *self._would_fail(),
         ]
         if self.plan is not None and self.plan.spread is not None:
@@ -182,7 +232,7 @@ class Content:
                 facts.append((_("plan"), _("nothing changes")))
             elif self.plan.fits:
                 facts += _cost_facts(self.plan)
-            facts += [*_correction_facts(self.plan), *compiled_facts(self.plan)]
+            facts += [*_correction_facts(self.plan), *_compiled_facts(self.plan)]
         return [(name, printable(value, lines=False)) for name, value in facts if value]
 
     def brief_reasons(self) -> list[str]:
@@ -197,32 +247,23 @@ class Content:
         """The first notes of an answer that is not exact: its reasons point to them."""
         return self.notes(NAMED) if self.estimate.tier == "partly symbolic" else []
 
-    def phase_heads(self) -> list[str]:
-        """Titles of the columns of :meth:`phase_rows`."""
-        answer = [_("answer")] if self._tiers_differ else []
-        return [_("phase"), _("peak allocated"), _("peak reserved"), *answer, _("where")]
-
-    def phase_rows(self) -> list[list[str]]:
+    def _phases(self) -> Section:
         """The peak of each phase of the run; none where the step has no job."""
-        return [
+        phases = self.estimate.phases
+        differ = len({phase.tier for phase in phases}) > 1
+        rows = [
             [
                 str(phase_and_step(phase)),
                 format_bytes(phase.peak_allocated),
                 format_bytes(phase.peak_reserved),
-                *([_(TIER_NAMES[phase.tier])] if self._tiers_differ else []),
+                *([_(TIER_NAMES[phase.tier])] if differ else []),
                 _place(phase.module, phase.source),
             ]
-            for phase in self.estimate.phases
+            for phase in phases
         ]
-
-    @property
-    def _tiers_differ(self) -> bool:
-        return len({phase.tier for phase in self.estimate.phases}) > 1
-
-    def reasons(self) -> list[str]:
-        """Why a plan is what it is, without what is said right behind the verdict."""
-        values = () if self.plan is None else self.plan.reason_values
-        return [str(one) for one in values if one.kind not in COUNTED]
+        answer = [_("answer")] if differ else []
+        heads = [_("phase"), _("peak allocated"), _("peak reserved"), *answer, _("where")]
+        return Section(_("Peak of each phase"), rows, heads, 2)
 
     def cautions(self) -> list[str]:
         """What the figures count, and what a plan costs out of the ordinary: said right behind the verdict."""
@@ -258,9 +299,19 @@ class Content:
         said = _("the budget is full after {count} steps, and the run has at least {steps}", count=full, steps=steps)
         return [*lines, said]
 
-    def modules(self, most: int) -> list[tuple[str, str, str]]:
-        """(name, bytes, share) of the modules that hold most at the peak."""
-        return [(row.name, row.size(), self._share(row.total)) for row in module_rows(self.estimate.by_module)[:most]]
+    def _modules(self, most: int) -> list[tuple[str, str, str]]:
+        """(name, bytes, share) of the modules that hold most at the peak, equal ones in one row."""
+        groups = defaultdict[tuple[str, int], list[str]](list)
+        for name, size in self.estimate.by_module.items():
+            if size:
+                groups[with_class(name, re.sub(r"\b\d+\b", "*", name)), size].append(name)
+        rows = []
+        for (shown, size), names in sorted(groups.items(), key=lambda group: -group[0][1] * len(group[1]))[:most]:
+            name = printable(shown if len(names) > 1 else with_class(names[0]), lines=False)
+            amount = format_bytes(size)
+            each = amount if len(names) == 1 else f"{len(names)} x {amount}"
+            rows.append((name or _("(outside any module)"), each, self._share(size * len(names))))
+        return rows
 
     def notes(self, most: int | None = None) -> list[str]:
         """The notes of the estimate; None: all of them."""
@@ -272,7 +323,7 @@ class Content:
         return f"{size / whole:.1%}" if size <= whole != 0 else ""
 
 
-def peak_place(estimate: Estimate) -> str:
+def _peak_place(estimate: Estimate) -> str:
     """Where the peak is: its phase, module, and line of the user's code, or else the operator."""
     place = estimate.peak_source or estimate.peak_operator
     words = (str(phase_and_step(estimate.peak_phase)), in_a_sentence(estimate.peak_module), place)
@@ -299,7 +350,7 @@ _RANGE_WITH_TRANSFORMS = marked(
 )
 
 
-def range_facts(estimate: Estimate) -> list[tuple[str, str]]:
+def _range_facts(estimate: Estimate) -> list[tuple[str, str]]:
     """(name, value): the range of the reserved peak with its reasons, and the cuDNN that was asked, where there are."""
     facts, asked = [], estimate.cudnn
     if estimate.peak_lower:
@@ -329,7 +380,7 @@ def _place(module: str, source: str) -> str:
     return printable(_(", ").join(filter(None, (with_class(module), source))), lines=False)
 
 
-def streams_in_words(sizes: Sequence[int]) -> str:
+def _streams_in_words(sizes: Sequence[int]) -> str:
     """Bytes on each CUDA stream; "" where all are on the default one."""
     if not any(sizes[1:]):
         return ""
@@ -338,11 +389,6 @@ def streams_in_words(sizes: Sequence[int]) -> str:
         for number, size in enumerate(sizes)
         if size
     )
-
-
-def plan_facts(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value): what the plan costs, and what corrects its prediction."""
-    return [*([] if plan.changed else [(_("nothing changes"), "")]), *_cost_facts(plan), *_correction_facts(plan)]
 
 
 def _cost_facts(plan: Plan) -> list[tuple[str, str]]:
@@ -362,7 +408,7 @@ def _correction_facts(plan: Plan) -> list[tuple[str, str]]:
     return [(_("measured in earlier runs"), words)]
 
 
-def compiled_facts(plan: Plan) -> list[tuple[str, str]]:
+def _compiled_facts(plan: Plan) -> list[tuple[str, str]]:
     """(name, value): the compiled step beside the eager one, and where Dynamo ended graphs; none without a compiler."""
     compiled = plan.compiled
     if compiled is None:
@@ -379,7 +425,7 @@ def _peaks(estimate: Estimate) -> str:
     return _("{allocated} allocated, {reserved} reserved", allocated=allocated, reserved=reserved)
 
 
-def alternatives(plan: Plan, most: int) -> list[str]:
+def _alternatives(plan: Plan, most: int) -> list[str]:
     """The options that were not taken: those that fit too, then those that came closest to the budget."""
     closest = sorted(plan.rejected, key=lambda option: (not option.fits, option.missing == 0, option.missing))
     return _at_most(most, list(map(str, closest)))

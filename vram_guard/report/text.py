@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TextIO
 
 from rich import box
@@ -14,12 +13,11 @@ from rich.text import Text
 
 from vram_guard.budget import Budget
 from vram_guard.language import _
-from vram_guard.limits import LISTED_MODULES, LISTED_REJECTED
+from vram_guard.limits import LISTED_ON_SCREEN
 from vram_guard.plan import Plan
 from vram_guard.report._console import as_text, is_unicode, words
 from vram_guard.report._console import show as show_report
-from vram_guard.report._content import Content, alternatives, compiled_facts, plan_facts
-from vram_guard.report._spread import count_rows, spread_rows
+from vram_guard.report._content import Content, Section
 from vram_guard.terminal import display_width
 from vram_guard.timeline import Estimate
 from vram_guard.units import format_bytes
@@ -37,13 +35,12 @@ class _Signs:
     used: str
     free: str
     over: str
-    arrow: str
     bullet: str
     table: box.Box
 
 
-_UNICODE = _Signs("█", "░", "▒", "→", "•", box.SIMPLE_HEAD)
-_ASCII = _Signs("#", ".", "!", "->", "-", box.ASCII2)
+_UNICODE = _Signs("█", "░", "▒", "•", box.SIMPLE_HEAD)
+_ASCII = _Signs("#", ".", "!", "-", box.ASCII2)
 
 
 def render(
@@ -100,11 +97,10 @@ def _brief(content: Content, signs: _Signs) -> Iterator[RenderableType]:
     """The verdict, the step as written, the change in one line, its cost, and what makes the answer uncertain."""
     yield from _verdict(content, signs)
     yield from _bars(content, signs)
-    yield _grid(content.brief_facts())
-    if content.plan is not None and content.plan.spread is not None:
-        yield from _ways(_("The same training on other numbers of GPUs"), count_rows(content.plan.spread), signs)
-    yield from _bullets("", content.brief_reasons(), signs)
-    yield from _bullets(_("Notes"), content.brief_notes(), signs)
+    yield from _drawn(Section("", content.brief_facts()), signs)
+    yield from _drawn(content.other_gpus(), signs)
+    yield from _drawn(Section.listed("", content.brief_reasons()), signs)
+    yield from _drawn(Section.listed(_("Notes"), content.brief_notes()), signs)
 
 
 def _verdict(content: Content, signs: _Signs) -> Iterator[RenderableType]:
@@ -113,8 +109,8 @@ def _verdict(content: Content, signs: _Signs) -> Iterator[RenderableType]:
         if line := content.headline(content.budget):
             yield words(line, "bold")
         yield words(f"{head.upper()}  {figures}", _STYLES[kind])
-    yield from _bullets("", content.cautions(), signs)
-    yield from _bullets(_("Memory that grows"), content.leaks(), signs)
+    yield from _drawn(Section.listed("", content.cautions()), signs)
+    yield from _drawn(Section.listed(_("Memory that grows"), content.leaks()), signs)
 
 
 def _bars(content: Content, signs: _Signs) -> Iterator[RenderableType]:
@@ -124,64 +120,35 @@ def _bars(content: Content, signs: _Signs) -> Iterator[RenderableType]:
 
 
 def _parts(content: Content, signs: _Signs) -> Iterator[RenderableType]:
-    budget, plan = content.budget, content.plan
     yield from _verdict(content, signs)
-    yield _table(content, signs)
-    if budget is not None:
-        yield from _bars(content, signs)
-        yield words(_("Budget: {budget}", budget=budget.explain()), "dim")
-    yield _heading(_("Peak"))
-    yield _grid(content.peak_facts())
-    phases = content.phase_rows()
-    if phases:
-        yield from _ways(_("Peak of each phase"), [content.phase_heads(), *phases], signs)
-    modules = content.modules(LISTED_MODULES)
-    if modules:
-        yield _heading(_("Modules that hold most at the peak"))
-        yield _grid(modules, right=True)
-    yield from _bullets(_("Notes"), content.notes(), signs)
-    if plan is not None:
-        changes = [(name, f"{before} {signs.arrow} {after}") for name, before, after in plan.changes()]
-        yield _heading(_("Plan"))
-        yield _grid([*changes, *plan_facts(plan)])
-        if facts := compiled_facts(plan):
-            yield _heading("torch.compile")
-            yield _grid(facts)
-        if plan.spread is not None:
-            yield _heading(_("Over several GPUs"))
-            yield _grid(plan.spread.facts())
-            yield from _ways(_("Ways to spread it, the simplest first"), spread_rows(plan.spread), signs)
-            yield from _ways(_("The same training on other numbers of GPUs"), count_rows(plan.spread), signs)
-        yield from _bullets(_("Why"), content.reasons(), signs)
-        yield from _bullets(_("Alternatives considered, closest first"), alternatives(plan, LISTED_REJECTED), signs)
+    yield from _bars(content, signs)
+    if content.budget is not None:
+        yield words(_("Budget: {budget}", budget=content.budget.explain()), "dim")
+    notes = Section.listed(_("Notes"), content.notes())
+    for section in (*content.memory(LISTED_ON_SCREEN), notes, *content.planned(LISTED_ON_SCREEN)):
+        yield from _drawn(section, signs)
 
 
-def _heading(title: str) -> Text:
-    return Text(f"\n{title}", style="bold")
-
-
-def _table(content: Content, signs: _Signs) -> Table:
-    """Category, bytes and share; next to an estimate as written, where there is another one."""
-    table = Table(box=signs.table, pad_edge=False)
-    for number, head in enumerate(content.peak_heads()):
-        table.add_column(head, justify="right" if number else "left")
-    for is_total, rows in groupby(content.peak_rows(), lambda row: not row[0]):
-        for _category, cells in rows:
-            table.add_row(*cells, style="bold" if is_total else "")
-        table.add_section()
-    return table
-
-
-def _ways(title: str, rows: list[list[str]], signs: _Signs) -> Iterator[RenderableType]:
-    """A table with figures in its second and third column; the first row holds the titles of the columns."""
-    if not rows:
+def _drawn(section: Section, signs: _Signs) -> Iterator[RenderableType]:
+    """The title and the rows: a list, a table, or names and their values without lines."""
+    if not section.rows:
         return
-    yield _heading(title)
-    table = Table(box=signs.table, pad_edge=False)
-    for number, head in enumerate(rows[0]):
-        table.add_column(head, justify="right" if number in (1, 2) else "left", overflow="fold")
-    for row in rows[1:]:
+    if section.title:
+        yield Text(f"\n{section.title}", style="bold")
+    if len(section.rows[0]) == 1:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column(width=3, justify="right")
+        rows: Sequence[Sequence[str]] = [(signs.bullet, *row) for row in section.rows]
+    else:
+        table, rows = Table(box=None, show_header=False, padding=(0, 1, 0, 2)), section.rows
+        if section.heads:
+            table = Table(*section.heads, box=signs.table, pad_edge=False)
+    for row in rows:
         table.add_row(*map(words, row))
+    for number, column in enumerate(table.columns):
+        column.overflow = "fold"
+        if 0 < number <= section.figures:
+            column.justify, column.no_wrap = "right", True
     yield table
 
 
@@ -200,28 +167,3 @@ def _bar(name: str, peak: int, budget: Budget, signs: _Signs) -> Text:
     share = f"{peak / usable:.0%}"
     bar.append("] " + _("{share} of {usable}", share=share, usable=format_bytes(usable)))
     return bar
-
-
-def _grid(rows: Iterable[Sequence[str]], *, right: bool = False) -> Table:
-    """A table without lines, indented by two; ``right``: all columns but the first are numbers."""
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
-    for row in rows:
-        table.add_row(*map(words, row))
-    for number, column in enumerate(table.columns):
-        column.overflow = "fold"
-        if right and number:
-            column.justify, column.no_wrap = "right", True
-    return table
-
-
-def _bullets(title: str, lines: Sequence[str], signs: _Signs) -> Iterator[RenderableType]:
-    if not lines:
-        return
-    if title:
-        yield _heading(title)
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(width=3, justify="right")
-    table.add_column(overflow="fold")
-    for line in lines:
-        table.add_row(signs.bullet, words(line))
-    yield table
