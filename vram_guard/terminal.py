@@ -76,6 +76,17 @@ def wrapped(text: str, width: int) -> list[str]:
     return _broken(" ".join(text.split()), width)
 
 
+def wrapped_line(line: str, width: int) -> list[str]:
+    """A line in lines of at most ``width`` columns, those after the first indented as its text is; words stay whole."""
+    if display_width(line) <= width:
+        return [line]
+    found = _BEFORE.match(line)
+    before = found[0] if found else ""
+    indent = display_width(before)
+    first, *rest = _broken(line.removeprefix(before), width - indent)
+    return [before + first, *(" " * indent + one for one in rest)]
+
+
 def fitting(text: str, stream: TextIO) -> str:
     """``text`` with lines that the terminal behind ``stream`` can show, items indented; without a terminal, as it is.
 
@@ -84,7 +95,7 @@ def fitting(text: str, stream: TextIO) -> str:
     width = terminal_width(stream)
     if width is None:
         return text
-    return "\n".join(broken for line in text.split("\n") for broken in _fitting(line, width))
+    return "\n".join(broken for line in text.split("\n") for broken in wrapped_line(line, width))
 
 
 def encodable(text: str, stream: TextIO) -> str:
@@ -146,16 +157,6 @@ def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
 
 def _in_encoding(text: str, encoding: str) -> str:
     return text.encode(encoding, "replace").decode(encoding)
-
-
-def _fitting(line: str, width: int) -> list[str]:
-    if display_width(line) <= width:
-        return [line]
-    found = _BEFORE.match(line)
-    before = found[0] if found else ""
-    indent = display_width(before)
-    first, *rest = _broken(line.removeprefix(before), width - indent)
-    return [before + first, *(" " * indent + one for one in rest)]
 
 
 def _broken(text: str, width: int) -> list[str]:

@@ -286,7 +286,7 @@ def test_columns_of_a_chinese_report_line_up(made_plan):
     assert len(bars) == 2
     assert len({display_width(line.partition("[")[0]) for line in bars}) == 1
     start, end = (
-        next(at for at, line in enumerate(lines) if line.startswith(word)) for word in (" 峰值时", " 预留峰值")
+        next(at for at, line in enumerate(lines) if line.startswith(word)) for word in ("  峰值时", "  预留峰值")
     )
     rows = [line for line in lines[start : end + 1] if line.count("iB") == 2]
     assert len(rows) >= 5

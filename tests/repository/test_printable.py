@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from vram_guard import TrainingStep, cli, plan
 from vram_guard.language import Message, _
@@ -78,10 +77,6 @@ def test_reports_in_a_file_and_on_a_terminal(made: Any) -> None:
     for text in (render(made), render(made, unicode=False), made.explain()):
         assert_plain(text)
         assert not re.search(r"^\d\[/red\]", text, re.MULTILINE), "a name is one line"
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, color_system=None, width=400, _environ={})
-    render(made, console=console)
-    assert_plain(stream.getvalue())
     file = io.StringIO()
     assert show(made, file=file)
     assert_plain(file.getvalue())

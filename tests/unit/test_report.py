@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from rich.console import Console
 
 from vram_guard.budget import Budget
 from vram_guard.module_names import ModuleName, with_class
@@ -100,13 +100,13 @@ def planned(usable: int = 64 * MIB, **changes: object) -> Plan:
 
 
 def test_the_estimate_s_table_adds_up() -> None:
-    text = render(step(MIB).at(32), unicode=False)
-    assert "parameters       |  10.00 MiB | 22.9%" not in text  # the widths are not the point, the numbers are:
-    rows = {line.split("|")[1].strip(): line.split("|")[2:4] for line in text.splitlines() if line.count("|") == 4}
-    assert [cell.strip() for cell in rows["parameters"]] == ["10.00 MiB", "21.7%"]
-    assert [cell.strip() for cell in rows["activations"]] == ["32.00 MiB", "69.6%"]
-    assert [cell.strip() for cell in rows["peak allocated"]] == ["46.00 MiB", "100.0%"]
-    assert rows["peak reserved"][1].strip() == ""
+    rows = {
+        line[0]: line[1:] for line in (re.split(" {2,}", one.strip()) for one in render(step(MIB).at(32)).splitlines())
+    }
+    assert rows["parameters"] == ["10.00 MiB", "21.7%"]
+    assert rows["activations"] == ["32.00 MiB", "69.6%"]
+    assert rows["peak allocated"] == ["46.00 MiB", "100.0%"]
+    assert len(rows["peak reserved"]) == 1
 
 
 def test_the_peak_is_located() -> None:
@@ -246,12 +246,6 @@ def test_names_with_brackets_are_no_markup() -> None:
     assert "encoder.layers[0]" in render(step(MIB).at(32))
 
 
-def test_a_console_gets_the_same_report() -> None:
-    stream = io.StringIO()
-    text = render(planned(), console=Console(file=stream, width=100), unicode=True)
-    assert [line.rstrip() for line in stream.getvalue().splitlines()] == text.splitlines()
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "gbk", "latin-1", "utf-8"])
 def test_any_encoding_is_served(encoding: str) -> None:
     raw = io.BytesIO()
@@ -261,7 +255,7 @@ def test_any_encoding_is_served(encoding: str) -> None:
     text = raw.getvalue().decode(encoding)
     assert "peak allocated" in text
     assert ("尺寸" in text) == (encoding in ("gbk", "utf-8"))
-    assert ("─" in text) == (encoding == "utf-8")
+    assert ("•" in text) == (encoding == "utf-8")
 
 
 def test_a_closed_stream_ends_nothing() -> None:

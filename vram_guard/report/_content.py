@@ -209,8 +209,15 @@ class Content:
         )
         return [(_("would fail"), words)]
 
-    def brief_facts(self) -> list[tuple[str, str]]:
-        """(name, value): what there is to know in a dozen lines."""
+    def brief(self) -> Iterator[Section]:
+        """What there is to know in a dozen lines."""
+        yield Section("", self._brief_facts())
+        yield self.other_gpus()
+        yield Section.listed("", self._brief_reasons())
+        # Of an answer that is not exact, whose reasons point to them.
+        yield Section.listed(_("Notes"), self.notes(NAMED) if self.estimate.tier == "partly symbolic" else [])
+
+    def _brief_facts(self) -> list[tuple[str, str]]:
         estimate = self.estimate
         held = sorted(estimate.breakdown.items(), key=lambda item: -item[1])[:NAMED]
         facts = [
@@ -235,17 +242,13 @@ class Content:
             facts += [*_correction_facts(self.plan), *_compiled_facts(self.plan)]
         return [(name, printable(value, lines=False)) for name, value in facts if value]
 
-    def brief_reasons(self) -> list[str]:
+    def _brief_reasons(self) -> list[str]:
         """What the figures do not say: why nothing fits, what is not possible, which results change."""
         if self.plan is None:
             return []
         # Where something fits, a block that is left out is a detail of the plan; else it may be why nothing does.
         told = EXPLANATIONS if self.plan.fits else EXPLANATIONS - {Why.NOT_CHECKPOINTED}
         return [str(one) for one in self.plan.reason_values if one.kind not in told | COUNTED]
-
-    def brief_notes(self) -> list[str]:
-        """The first notes of an answer that is not exact: its reasons point to them."""
-        return self.notes(NAMED) if self.estimate.tier == "partly symbolic" else []
 
     def _phases(self) -> Section:
         """The peak of each phase of the run; none where the step has no job."""

@@ -52,7 +52,7 @@ def _total(rows: _Rows, gap: int, indent: int) -> int:
 
 
 def _broken(rows: _Rows, to_the_right: Callable[[int, str], bool], more: int) -> list[list[str]] | None:
-    """The rows with the widest column of words ``more`` (negative) wider; None where its words do not allow it."""
+    """The rows with the widest column of words ``more`` (negative) wider; None where that is too narrow."""
     words = [
         index
         for index, column in enumerate(zip(*rows, strict=True))
@@ -63,12 +63,26 @@ def _broken(rows: _Rows, to_the_right: Callable[[int, str], bool], more: int) ->
     widths = _widths(rows)
     widest = max(words, key=widths.__getitem__)
     room = widths[widest] + more
+    if room < _LEAST:
+        return None
     made: list[list[str]] = []
     for row in rows:
-        first, *rest = wrapped(row[widest], max(room, _LEAST))
+        first, *rest = _folded(row[widest], room)
         made.append([*row[:widest], first, *row[widest + 1 :]])
         made += [[""] * widest + [line] + [""] * (len(row) - widest - 1) for line in rest]
-    return made if _widths(made)[widest] <= room else None
+    return made
+
+
+def _folded(text: str, room: int) -> Iterator[str]:
+    """Lines of at most so many columns; words that are wider are broken, such as paths."""
+    for line in wrapped(text, room):
+        part = ""
+        for sign in line:
+            if display_width(part + sign) > room:
+                yield part
+                part = ""
+            part += sign
+        yield part
 
 
 def _below_each_other(rows: _Rows, to_the_right: Callable[[int, str], bool], indent: int, width: int) -> Iterator[str]:

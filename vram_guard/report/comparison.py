@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
-
-from rich.console import Group
 
 from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
 from vram_guard.plan.variants import Variants
 from vram_guard.printable import printable
-from vram_guard.report import _console
-from vram_guard.report._console import words
+from vram_guard.report import _lines
+from vram_guard.report._lines import Line, in_lines
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.columns import columns
-from vram_guard.terminal import terminal_width
 from vram_guard.units import format_bytes
 
 DEFAULT_WIDTH = 120
@@ -32,8 +28,7 @@ def render(answer: Comparison, *, width: int | None = None) -> str:
         answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` returned.
         width: columns; None: 120.
     """
-    width = width or DEFAULT_WIDTH
-    return _console.as_text(_report(answer, width), width)
+    return _lines.as_text(_report(answer, width or DEFAULT_WIDTH))
 
 
 def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
@@ -42,8 +37,7 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
     Returns:
         False where the stream is no longer read.
     """
-    width = terminal_width(file or sys.stdout) or DEFAULT_WIDTH
-    return _console.show(lambda _unicode: _report(answer, width), DEFAULT_WIDTH, file)
+    return _lines.show(lambda _unicode, width: _report(answer, width), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:
@@ -88,20 +82,18 @@ def _plan_dict(row: Compared) -> dict[str, Any]:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
-def _report(answer: Comparison, width: int) -> Group:
-    chosen = answer.chosen if isinstance(answer, Variants) else None
+def _report(answer: Comparison, width: int) -> Iterator[Line]:
+    if isinstance(answer, Variants):
+        yield from in_lines(answer.choice(), width, "1;31" if answer.chosen is None else "1;32")
     drawn = list(_variant_columns(answer) if isinstance(answer, Variants) else _configuration_columns(answer))
     titles = [title for title, _cell, _number in drawn]
     rows = [[printable(cell(row), lines=False) for _title, cell, _number in drawn] for row in answer.rows]
     lines = columns([titles, *rows], to_the_right=lambda index, _cell: drawn[index][2], indent=1, width=width)
-    table = words("\n".join([*lines, ""]))
-    above = []
-    if isinstance(answer, Variants):
-        above = [words(answer.choice(), "bold red" if chosen is None else "bold green")]
-    notes = [_("Budget: {budget}", budget=answer.compared_budget.explain()), *_notes(answer)]
+    yield from map(Line, [*lines, ""])
+    for note in (_("Budget: {budget}", budget=answer.compared_budget.explain()), *_notes(answer)):
+        yield from in_lines(note, width, "2")
     if answer.releases is not None:
-        notes.append(_("Releases: {releases}", releases=answer.releases))
-    return Group(*above, table, *(words(line, "dim") for line in notes))
+        yield from in_lines(_("Releases: {releases}", releases=answer.releases), width, "2")
 
 
 def _variant_columns(answer: Variants) -> Iterator[_Column]:
