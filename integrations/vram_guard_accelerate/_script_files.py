@@ -28,10 +28,10 @@ def imported_files() -> dict[str, FileState]:
     return {name: state for name, state in found.items() if state is not None}
 
 
-def asked_by_script(between: frozenset[str] = frozenset()) -> bool:
-    """True if the script's own code is what asks now, through parts of Python or these packages at most."""
+def asked_by_script() -> bool:
+    """True if the script's own code is what asks now, through parts of Python at most."""
     frame: Any = sys._getframe(1)  # noqa: SLF001 - who asks is the question
-    passed = between | {"multiprocess", "vram_guard", "vram_guard_accelerate"}
+    passed = {"multiprocess", "vram_guard", "vram_guard_accelerate"}
     while frame is not None and _package_of(frame) in (sys.stdlib_module_names - {"__main__"}) | passed:
         frame = frame.f_back
     return frame is not None and is_users_file(frame.f_code.co_filename)

@@ -51,6 +51,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, output: Path) -> dict[str,
     cases.request(asked / "many", SCRIPT, "plain", "--held_out", 5120)
     cases.request(asked / "prepared", SCRIPT, "plain", "--held_out", 5120, "--prepared")
     cases.request(asked / "counted", SCRIPT, "counted", "--rounds", 40, "--held_out", 5120, "--prepared")
+    for how in ("at once", "batch by batch"):
+        cases.request(asked / how, SCRIPT, "plain", "--over_training", how)
     cases.request(asked / "endless", SCRIPT, "plain", "--endless")
     adam, sgd = (checkpoint(tmp_path_factory.mktemp("resumed"), kind) for kind in (torch.optim.AdamW, torch.optim.SGD))
     cases.request(asked / "resumed", SCRIPT, "plain", "--resume", adam)
@@ -129,6 +131,14 @@ def test_a_training_that_calls_next_is_followed_for_its_steps_and_that_is_said(a
 def test_what_comes_later_inside_an_epoch_is_said_where_it_has_more_batches(answers: dict[str, Any]) -> None:
     (said,) = notes(answers["few"])
     assert "inside it was not followed" in said
+
+
+def test_an_evaluation_over_the_trainings_own_loader_ends(answers: dict[str, Any]) -> None:
+    for how in ("at once", "batch by batch"):
+        assert not any("processor time" in said for said in notes(answers[how])), how
+    assert [phase["name"] for phase in phases(answers["at once"])] == [
+        *("setup", *("training", "validation", "saving") * 3)
+    ]
 
 
 def test_an_evaluation_without_an_end_is_bounded_and_said(answers: dict[str, Any]) -> None:

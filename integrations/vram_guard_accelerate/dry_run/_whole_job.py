@@ -54,6 +54,8 @@ class WholeJobPhase(ForkedPhase):
         """Over those of the latest epoch that has begun, after the first one."""
         self._began = 0
         """Steps before it."""
+        self._batches_until = 0
+        """Batches of the training after which it ends without a step."""
         self._epochs = 1
         self._largest: int | None = None
         """Samples of the largest batch of an evaluation whose loader can make smaller ones."""
@@ -72,9 +74,12 @@ class WholeJobPhase(ForkedPhase):
         return self._epochs > 1
 
     def trains_on(self, loader: Any) -> bool:
-        """True for the training's loader, and while the model trains for those made at its place or over its data."""
+        """True for the training's loader, and while the model trains for those made at its place or over its data.
+
+        An evaluation may run over the training's loader too: nothing is differentiated then.
+        """
         if loader is self._sample.loader:
-            return True
+            return torch.is_grad_enabled()
         of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
         again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
         return self.loop.trains and (of_training or again)
@@ -107,13 +112,15 @@ class WholeJobPhase(ForkedPhase):
             # Accelerate's loaders ask for a batch ahead: a step more will be taken.
             return steps >= FIRST_STEPS - self.loop.rounds.asks_ahead(batches.loader)
         if batches is self._later:
-            return steps > self._began
+            # Where no step follows, it is an evaluation that switches gradients off for each batch.
+            return steps > self._began or self.loop.batches >= self._batches_until
         if self._epochs == EPOCHS_FOLLOWED:
             self._missing(_("its loop goes on after {count} epochs", count=EPOCHS_FOLLOWED))
             self.answer()
         if self._epochs == 1:
             self.left.differs()
         self._later, self._began, self._epochs = batches, steps, self._epochs + 1
+        self._batches_until = 2 * self.loop.batches
         return False
 
     def _say_what_is_left_out(self) -> None:

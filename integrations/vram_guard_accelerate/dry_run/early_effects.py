@@ -1,11 +1,11 @@
-"""What a script does before ``prepare`` beside writing files: programs and connections, which cannot be taken back."""
+"""Programs that a script starts before ``prepare``: what they do beside writing files cannot be taken back."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from vram_guard.forks.side_effects import way
 from vram_guard.language import _
@@ -13,14 +13,6 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate._script_files import asked_by_script
 from vram_guard_accelerate.dry_run._subprocess_policy import around_starts, only_reads, shown
 from vram_guard_accelerate.dry_run.results import stopped
-
-#: Clients through which a script sends what it has to say. Libraries that fetch models and data by them are not in it.
-_CLIENTS: Final = frozenset(
-    {
-        *("requests", "urllib3", "httpx", "httpcore", "aiohttp", "anyio", "websocket", "websockets", "paramiko"),
-        *("redis", "pymysql", "psycopg", "psycopg2", "pymongo", "boto3", "botocore", "slack_sdk"),
-    }
-)
 
 
 class EarlyPrograms:
@@ -68,40 +60,4 @@ class EarlyPrograms:
             "programs that the script started before it trains have run, and will again when it is started; only the "
             "files that they wrote are thrown away: {commands}",
             commands=commands,
-        )
-
-
-class EarlyConnections:
-    """The connections of one script."""
-
-    def __init__(self) -> None:
-        self._resolved: tuple[str, object] = ("", None)
-        self._places: dict[str, None] = {}
-
-    def watch(self) -> None:
-        """From now on. Permanently: the process has no other purpose."""
-        sys.addaudithook(self._audit)
-
-    def _audit(self, event: str, values: tuple[Any, ...]) -> None:
-        if event == "socket.getaddrinfo":
-            self._resolved = (str(values[0]), values[1])
-        if event != "socket.connect" or not asked_by_script(_CLIENTS):
-            return
-        address = values[1]
-        if isinstance(address, tuple):
-            host, port = address[:2]
-            name, wanted = self._resolved
-            self._places[f"{name if wanted == port else host}:{port}"] = None
-        else:
-            self._places[str(address)] = None
-
-    @property
-    def note(self) -> str:
-        """Where the script itself has connected to; "" where it has not."""
-        if not self._places:
-            return ""
-        return _(
-            "what the script has sent to {places} before it trains was really sent, and will be again when it is "
-            "started",
-            places=", ".join(self._places),
         )

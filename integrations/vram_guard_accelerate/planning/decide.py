@@ -183,10 +183,9 @@ def _own_options(planner: _Planner, made: Plan) -> tuple[str, ...]:
     batch, accumulation = first.batch_size_option, first.script.options.accumulation(facts.batches_per_step)
     if made.fits or first.why_one_size or not (batch and accumulation and planner.settings.asks("accumulate")):
         return ()
-    size = first.sample.batch_size
-    for count in splits_of(size):
-        request = TraceRequest(size // count, first.precision)
-        if planner.traces.trace(request).at(size // count).peak_reserved <= planner.budget.usable:
+    size, written = first.sample.batch_size, made.timeline_before
+    for count in splits_of(size) if written is not None else ():
+        if written.at(size // count).peak_reserved <= planner.budget.usable:
             return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
     return ()
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +25,7 @@ from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
-from vram_guard_accelerate.dry_run.early_effects import EarlyConnections, EarlyPrograms
+from vram_guard_accelerate.dry_run.early_effects import EarlyPrograms
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
@@ -38,19 +38,19 @@ from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswe
 def follow(folder: Path) -> NoReturn:
     """Follow the script that the request in a folder names, and write the answer next to the request."""
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
-    early = (EarlyPrograms(), EarlyConnections())
+    early = EarlyPrograms()
     try:
         _follow(request, lambda answer: _answer(folder, answer), early)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
         failure = DryRunFailure.of(ended.instead_of(error), request.command[0])
-        said = (failure.message, *(one.note for one in early))
+        said = (failure.message, early.note)
         _answer(folder, replace(failure, message="; ".join(filter(None, said))))
 
 
 def _follow(
     request: DryRunRequest,
     answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn],
-    early: Sequence[EarlyPrograms | EarlyConnections],
+    early: EarlyPrograms,
 ) -> NoReturn:
     """Run a script until it is planned for; never returns.
 
@@ -72,7 +72,7 @@ def _follow(
                 brief=render(found.plan, unicode=True, verbose=False),
                 page=page_to_keep(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
-                notes=(*found.notes, *filter(None, (one.note for one in early))),
+                notes=(*found.notes, *filter(None, (early.note,))),
                 relaunches=found.relaunches,
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
@@ -99,8 +99,7 @@ def _follow(
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
     patches.install(run)
-    for one in early:
-        one.watch()
+    early.watch()
     run.phase.begins()
     gc.freeze()  # what is there is none of the script's
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))

@@ -35,6 +35,8 @@ def plain(options):
     loader = DataLoader(rows, batch_size=8)
     evaluation = DataLoader(Endless() if options.endless else held_out, batch_size=options.evaluation_batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if options.over_training:
+        evaluation = loader
     if options.prepared:
         evaluation = accelerator.prepare(evaluation)
     if options.resume:
@@ -51,9 +53,10 @@ def plain(options):
                 kept.append(loss)
         model.eval()
         logits = []
-        with torch.no_grad():
+        with torch.set_grad_enabled(options.over_training == "batch by batch"):
             for x, _y in () if options.samples else evaluation:
-                logits.append(model(x.to(accelerator.device)))
+                with torch.no_grad():
+                    logits.append(model(x.to(accelerator.device)))
         correct = torch.cat(logits).argmax(-1) if logits else None
         if options.samples:  # made from nothing, as pictures of a diffusion model are
             with torch.no_grad():
@@ -189,6 +192,7 @@ parser.add_argument("--samples", action="store_true")
 parser.add_argument("--leaks", action="store_true")
 parser.add_argument("--fails", action="store_true")
 parser.add_argument("--endless", action="store_true", help="the evaluation's loader never ends")
+parser.add_argument("--over_training", default="", help="the evaluation takes the training's loader")
 parser.add_argument("--first", action="store_true", help="an evaluation comes before the training")
 parser.add_argument("--finally", dest="finally_", type=int, default=0, help="rows of a test after the last epoch")
 options, options.rest = parser.parse_known_args()
