@@ -79,7 +79,6 @@ def read_folder(path: Path) -> ModelFolder:
 
     Raises:
         InvalidInputError: there is no such folder, no model in it, or a file in it is damaged.
-        MissingLibraryError: numpy is missing.
     """
     if not path.is_dir():
         raise InvalidInputError(

@@ -1,15 +1,13 @@
 """Contents of a model's weight files, from their headers alone: nothing is loaded, and nothing is unpickled.
 
 A safetensors file begins with 8 bytes (the header's length, little-endian) and the header, JSON: tensor name -> dtype,
-shape and offsets of its data (https://github.com/huggingface/safetensors, "Format"). The library reads and checks the
-header; the data behind it is never touched.
+shape and offsets of its data (https://github.com/huggingface/safetensors, "Format"). The data behind it is never read.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from vram_guard.config_file import read_text
-from vram_guard.errors import InvalidInputError, MissingLibraryError
+from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.limits import LARGEST_LISTING
+from vram_guard.step import checked_count
 
 #: Endings of files that hold pickles: reading them runs what is in them.
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -72,100 +71,67 @@ def read_weights(folder: Path) -> Weights:
 
     Raises:
         InvalidInputError: an index or a header is damaged, or names files that are not there.
-        MissingLibraryError: numpy is missing, which the safetensors library wants.
     """
     pickles = tuple(sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES))
     index = _first(folder, ".safetensors.index.json")
-    if index is not None:
-        numbers, files = _sharded(folder, index)
-        return Weights(numbers, files, pickles)
-    files = tuple(path.name for path in _plain_files(folder))
+    files = [path.name for path in _plain_files(folder)] if index is None else _shards(index)
     numbers = Counter[str]()
     for name in files:
-        numbers.update(_numbers(header(folder / name).values()))
-    return Weights(dict(numbers), files, pickles)
+        for dtype, shape in header(folder / name).values():
+            numbers[dtype] += prod(shape)
+    return Weights(dict(numbers), tuple(files), pickles)
 
 
 def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Tensor -> (dtype, shape) of a safetensors file.
 
     Raises:
-        InvalidInputError: the file is not there, or its header is truncated, too long, or contradicts itself.
-        MissingLibraryError: numpy is missing.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    _check_file(path)
-    try:
-        with safe_open(str(path), framework="np") as file:
-            slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - no mapping
-            return {name: (str(one.get_dtype()), tuple(one.get_shape())) for name, one in slices}
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
-        raise InvalidInputError(
-            _("{path} is not a valid safetensors file: {reason}", path=path, reason=reason)
-        ) from None
-    except ImportError as error:
-        raise MissingLibraryError(
-            _("building {name} needs {library}: {error}", name="safetensors", library="numpy", error=error)
-        ) from None
-
-
-def _check_file(path: Path) -> None:
-    """An ordinary file whose header can be as long as it says.
-
-    The library maps a file before it reads it: what is not a file, or claims more than it has, is refused first.
+        InvalidInputError: the file is not there, or its header is truncated, too long, or describes no tensors.
     """
     try:
-        status = path.stat()
+        if not path.is_file() and path.exists():
+            raise InvalidInputError(_("{path} is not a regular file", path=path))
+        tensors = _described(path)
+        return {name: _tensor(one) for name, one in tensors.items() if name != "__metadata__"}
     except OSError as error:
         reason = error.strerror or error
         raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=reason)) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidInputError(_("{path} is not a regular file", path=path))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(
+            _("{path} is not a valid safetensors file: {reason}", path=path, reason=error)
+        ) from None
+
+
+def _described(path: Path) -> Any:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-    if status.st_size < 8 or length > min(LARGEST_HEADER, status.st_size - 8):
-        reason = _("its header would be {length} bytes long, the file has {size}", length=length, size=status.st_size)
-        raise _damaged(path, reason)
+        if length > min(LARGEST_HEADER, path.stat().st_size - 8):
+            raise ValueError(length)
+        return json.loads(file.read(length))
 
 
-def _damaged(path: Path, reason: str) -> InvalidInputError:
-    return InvalidInputError(_("{path} is not a valid safetensors file: {reason}", path=path, reason=reason))
+def _tensor(described: Any) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = described["dtype"], tuple(checked_count("shape", size) if size else 0 for size in described["shape"])
+    if not re.fullmatch(r"BOOL|(?:F|BF|I|U|C)\d+\w*", dtype):
+        raise ValueError(dtype)
+    return dtype, shape
 
 
-def _sharded(folder: Path, index: Path) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Every tensor of an index, in the file that the index says."""
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
     try:
-        placed: Any = json.loads(read_text(index, LARGEST_LISTING))["weight_map"]
-        names = sorted(set(placed.values()))
+        names = sorted(set(json.loads(read_text(index, LARGEST_LISTING))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidInputError(
             _("{path} is not an index of safetensors files: weight_map is missing", path=index)
         ) from None
-    numbers = Counter[str]()
     for name in names:
         # A name with a folder in it would lead out of here.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise InvalidInputError(
                 _("{path} names a file that does not belong to it: {name}", path=index, name=repr(name)[:60])
             )
-        tensors = header(folder / name)
-        wanted = {tensor for tensor, place in placed.items() if place == name}
-        if not wanted <= tensors.keys():
-            missing = min(wanted - tensors.keys())
-            raise InvalidInputError(
-                _("{path} has no tensor {name}, as its index says", path=folder / name, name=missing[:60])
-            )
-        numbers.update(_numbers(tensors[tensor] for tensor in wanted))
-    return dict(numbers), tuple(names)
-
-
-def _numbers(tensors: Any) -> Counter[str]:
-    counted = Counter[str]()
-    for dtype, shape in tensors:
-        counted[dtype] += prod(shape)
-    return counted
+    return names
 
 
 def _first(folder: Path, ending: str) -> Path | None:

@@ -83,19 +83,13 @@ def batches_of(
         order = torch.tensor(sampler) if listed else torch.arange(count)
         ranks = getattr(sampler, "num_replicas", ranks)
         return _in_order(order, size, ranks, drops=bool(batches.drop_last), by_batches=by_batches)
-    pool = torch.arange(count)
-    if kind is SubsetRandomSampler:
-        pool = torch.as_tensor(sampler.indices)
-    elif kind is WeightedRandomSampler:
-        pool = torch.as_tensor(sampler.weights).nonzero().flatten()
-    known = kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-    repeats = 1
-    if known and getattr(sampler, "replacement", False):
-        repeats = size
-    elif endless or (kind is RandomSampler and sampler.num_samples > count):
-        repeats = 2 + size // count  # a batch may be of two rounds
+    random = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    pool = torch.as_tensor(sampler.indices) if kind is SubsetRandomSampler else torch.arange(count)
+    repeats = size if kind in random and getattr(sampler, "replacement", False) else 1
+    if endless or (kind is RandomSampler and sampler.num_samples > count):
+        repeats = max(repeats, 2 + size // count)  # a batch may be of two rounds
     said = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
-    return Batches.together(pool, size, repeats, "" if known else said)
+    return Batches.together(pool, size, repeats, "" if kind in random else said)
 
 
 def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> Batches:

@@ -6,13 +6,12 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from vram_guard.capture.apart import SampleSizes, kept_sizes
-from vram_guard.capture.loader import Reading, copied
+from vram_guard.capture.loader import Reading
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.limits import SAMPLES_ASKED, SAMPLES_CHECKED, SHARE_FOR_ALIKE, SHARE_FOR_BATCHES, SHARE_FOR_SIZES
@@ -58,8 +57,7 @@ class Search:
         self._dataset = part.loader.dataset
         self._size, self._planned = size, planned_batch
         self._ranks, self._by_batches = ranks, by_batches
-        self._stream = isinstance(self._dataset, IterableDataset)
-        self._count = 0 if self._stream else len(self._dataset)
+        self._count = len(self._dataset)
         self._remarks: list[str] = []
         self._read: dict[int, tuple[Shape, ...]] = {}
         self._begun = time.monotonic()
@@ -89,20 +87,17 @@ class Search:
         read = [self._readable(batch.tolist()) for batch in chosen]
         if self._alike():
             return None
-        remark = [batches.remark] if batches.remark else []
-        source = self._source(sizes, told=told is not None)
+        after = [*([batches.remark] if batches.remark else []), self._source(sizes, told=told is not None)]
         return Found(
             tuple(read),
-            tuple(self._size if self._stream else len(batch) for batch in chosen),
-            tuple("; ".join([*self._words(one, sizes, looked_at), *remark, source]) for one in chosen),
+            tuple(map(len, chosen)),
+            tuple("; ".join([self._words(one, sizes, looked_at), *after]) for one in chosen),
             differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
             remarks=tuple(self._remarks),
             sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
         )
 
     def _batches(self, *, alone: bool) -> Batches:
-        if self._stream:
-            return Batches.together(torch.arange(len(self._read)), self._size)
         return batches_of(
             self._loader,
             self._size,
@@ -119,8 +114,6 @@ class Search:
 
     def _alike(self) -> bool:
         return len(self._read) > 1 and len(set(self._read.values())) == 1
-
-    # --- sizes ------------------------------------------------------------------------------------------------
 
     def _shapes(self, number: int) -> tuple[Shape, ...]:
         """Of one sample, which is read once."""
@@ -140,8 +133,6 @@ class Search:
 
     def _told(self) -> Sizes | None:
         """Sizes that the sampler or the data set tells, where samples that are read bear them out."""
-        if self._stream:
-            return None
         try:
             sizes = told_sizes(self._loader, self._count)
         except Exception as error:  # noqa: BLE001 - attributes of the user's own class
@@ -165,13 +156,8 @@ class Search:
         )
 
     def _of_read(self) -> Sizes:
-        """Of samples from all over the data set, or the first ones of a stream, that are read in time."""
-        failed = 0
-        for number, sample in enumerate(islice(copied(self._dataset), SAMPLES_ASKED)) if self._stream else ():
-            self._read[number] = tuple(shapes_of(sample))
-            if self._settled():
-                return table_of(self._read, len(self._read))
-        drawn = torch.Generator().manual_seed(0)
+        """Of samples from all over the data set that are read in time."""
+        failed, drawn = 0, torch.Generator().manual_seed(0)
         if self._count > SAMPLES_ASKED:
             numbers = torch.randint(self._count, (SAMPLES_ASKED,), generator=drawn)
         else:
@@ -186,16 +172,14 @@ class Search:
                     self._remarks.append(_("sample {number} tells no size: {error}", number=number, error=said))
             if self._settled():
                 break
-        return table_of(self._read, self._count or len(self._read))
+        return table_of(self._read, self._count)
 
     def _settled(self) -> bool:
         """True once enough is read; samples that have been alike for so long are believed to be all alike."""
         enough = self._past(SHARE_FOR_SIZES) or (self._past(SHARE_FOR_ALIKE) and self._alike())
         return bool(self._read) and enough
 
-    # --- words ------------------------------------------------------------------------------------------------
-
-    def _words(self, batch: torch.Tensor, sizes: Sizes, looked_at: int) -> list[str]:
+    def _words(self, batch: torch.Tensor, sizes: Sizes, looked_at: int) -> str:
         """The batch that is planned for."""
         largest = sizes.values[batch].clamp(min=0).amax(0).tolist()
         names = [f"size{name}" if name[:1] in ("", "[") else name for name in sizes.names]
@@ -204,16 +188,14 @@ class Search:
             "sizes": ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True)),
         }
         if self._planned.share is None:
-            return [_("the longest batch is planned for: {samples} samples of up to {sizes}", **facts)]
-        return [
-            _("a long batch is planned for: {samples} samples of up to {sizes}", **facts),
-            _(
-                "{share} of {count} batches are no longer, and longer ones are left to the recovery from "
-                "out-of-memory errors",
-                share=f"{100 * self._planned.share:.4g}%",
-                count=looked_at,
-            ),
-        ]
+            return _("the longest batch is planned for: {samples} samples of up to {sizes}", **facts)
+        return _(
+            "a long batch is planned for: {samples} samples of up to {sizes}; {share} of {count} batches are no "
+            "longer, and longer ones are left to the recovery from out-of-memory errors",
+            share=f"{100 * self._planned.share:.4g}%",
+            count=looked_at,
+            **facts,
+        )
 
     def _source(self, sizes: Sizes, *, told: bool) -> str:
         """The place that the sizes come from."""
@@ -224,6 +206,6 @@ class Search:
         return _(
             "{known} of {count} samples were read in {seconds} s; longer ones among the others are not planned for",
             known=len(sizes.known),
-            count=_("unknown many") if self._stream else self._count,
+            count=self._count,
             seconds=f"{self._planned.seconds:g}",
         )

@@ -67,11 +67,10 @@ def _of_dataset(dataset: Any, count: int) -> Sizes | None:
     if isinstance(dataset, Subset):
         found = _of_dataset(dataset.dataset, len(dataset.dataset))  # type: ignore[arg-type]
         return None if found is None else Sizes(found.names, found.values[torch.as_tensor(dataset.indices)])
-    told = {name: _column(getattr(dataset, name, None), count) for name in COLUMNS}
-    columns = {name: column for name, column in told.items() if column is not None} or _of_arrow(dataset)
-    if not columns or len(next(iter(columns.values()))) != count:
-        return None
-    return Sizes(tuple(columns), torch.stack([*columns.values()], 1))
+    columns = getattr(dataset, "column_names", ())  # of Hugging Face's data sets
+    told = {name: dataset[name] if name in columns else getattr(dataset, name, None) for name in COLUMNS}
+    found_columns = {name: column for name, value in told.items() if (column := _column(value, count)) is not None}
+    return Sizes(tuple(found_columns), torch.stack([*found_columns.values()], 1)) if found_columns else None
 
 
 def _column(value: Any, count: int) -> torch.Tensor | None:
@@ -85,28 +84,6 @@ def _column(value: Any, count: int) -> torch.Tensor | None:
         numbers.dim() == 1 and not numbers.is_complex() and numbers.dtype != torch.bool and bool((numbers >= 0).all())
     )
     return numbers.to(torch.int64) if fits else None
-
-
-def _of_arrow(dataset: Any) -> dict[str, torch.Tensor]:
-    """Columns of Hugging Face's data sets: lengths, else the offsets of lists, without their values."""
-    table: Any = getattr(getattr(dataset, "data", None), "table", None)
-    if not hasattr(table, "schema") or not hasattr(table, "column"):
-        return {}
-    from pyarrow import compute, types
-
-    lengths: dict[str, Any] = {}
-    lists: dict[str, Any] = {}
-    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
-        if types.is_integer(kind) and name in COLUMNS:
-            lengths[name] = table.column(name)
-        elif types.is_list(kind) or types.is_large_list(kind):
-            lists[name] = compute.list_value_length(table.column(name))
-    rows = getattr(dataset, "_indices", None)  # after select, shuffle, filter
-    found = {}
-    for name, column in (lengths or lists).items():
-        numbers = torch.as_tensor(compute.fill_null(column, 0).to_numpy().copy()).to(torch.int64)
-        found[name] = numbers if rows is None else numbers[torch.as_tensor(rows.column(0).to_numpy().copy())]
-    return found
 
 
 # --- samples that are read ----------------------------------------------------------------------------------------
@@ -137,12 +114,8 @@ def shapes_of(sample: Any, path: str = "", *, parts: float = PARTS_OF_A_SAMPLE) 
     elif hasattr(sample, "getbands") and isinstance(size, tuple):  # PIL's pictures
         yield Shape(path, (size[1], size[0]))
     elif isinstance(sample, list):
-        first = sample[0] if sample else None
-        if isinstance(first, list) and first and isinstance(first[0], Number):
-            yield Shape(path, (len(sample), len(first)))
-            return
         yield Shape(path, (len(sample),))
-        if not isinstance(first, Number):
+        if sample and not isinstance(sample[0], Number):
             for number, item in enumerate(sample if len(sample) <= parts else sample[:1]):
                 yield from shapes_of(item, f"{path}[{number}]", parts=parts)
     else:

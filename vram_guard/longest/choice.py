@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from vram_guard.capture.loader import Reading, Sample, copied
+from vram_guard.capture.loader import Reading, Sample
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS
@@ -54,6 +53,8 @@ def choose(
     progress(_("looking for the longest batch"))
     size, notes = sample.batch_size, list(sample.notes)
     for part in sample.parts:
+        if isinstance(part.loader.dataset, IterableDataset):
+            continue  # the largest of its first samples stands for all, and its note says so
         search = Search(part, sample.batch_size, planned_batch, ranks, by_batches=by_batches)
         try:
             found = _looked(search, progress, planned_batch.seconds, in_copy=in_copy)
@@ -118,9 +119,8 @@ def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: b
 
     def take(k: int) -> None:
         with random_state_kept():
-            read.update(_samples(part.loader.dataset, [one for one in found.batches[k] if one not in read]))
-        samples = [read[number] for number in found.batches[k] if number in read]
-        part.take(samples, found.whole[k], found.batches[k])
+            read.update({number: part.loader.dataset[number] for number in found.batches[k] if number not in read})
+        part.take([read[number] for number in found.batches[k]], found.whole[k], found.batches[k])
 
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     for k, whole in enumerate(found.whole):
@@ -147,12 +147,6 @@ def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: b
         best = max(left, key=lambda k: taken[k])
     take(best)
     return best
-
-
-def _samples(dataset: Any, numbers: Sequence[int]) -> dict[int, Any]:
-    if numbers and isinstance(dataset, IterableDataset):
-        return dict(enumerate(islice(copied(dataset), max(numbers) + 1)))
-    return {number: dataset[number] for number in numbers}
 
 
 def _sizes(batch: Any) -> dict[str, tuple[int, ...]]:
