@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     import yaml
 
 
-def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[str, Any]:
+def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A YAML (or JSON) file's entries.
 
     PyYAML's safe loader, and besides: at most 1 MB, aliases only as far as they stay small when written out, no key
-    twice in one mapping. Nothing in the file is run.
+    twice in one mapping. References to other entries (``${data.batch_size}``) are replaced by their values. Nothing in the
+    file is run.
 
     Args:
         path: of the file.
-        resolve: replace references to other entries (``${data.batch_size}``) by their values.
 
     Raises:
         InvalidInputError: there is no such file, it is too large, no UTF-8, no YAML, or no mapping; it names a tag
@@ -68,7 +68,7 @@ def load_config(path: str | os.PathLike[str], *, resolve: bool = True) -> dict[s
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
     config = {str(key): value for key, value in loaded.items()}
     try:
-        return resolved(str(path), config) if resolve and "${" in text else config
+        return resolved(str(path), config) if "${" in text else config
     except RecursionError:
         raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
 

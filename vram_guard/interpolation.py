@@ -37,21 +37,6 @@ def resolved(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return _Resolver(path, config).mapping(config, ())
 
 
-def referred(config: Mapping[str, Any], place: Place) -> Place:
-    """The place of the entry that holds the value: the end of a chain of references, or its own."""
-    seen = {place}
-    while True:
-        value = _value_at(config, place)
-        match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        target = None if match is None else _target(match, place)
-        if target is None or target in seen or isinstance(_value_at(config, target), (Mapping, list)):
-            return place
-        if _value_at(config, target) is _MISSING:
-            return place
-        seen.add(target)
-        place = target
-
-
 class _Resolver:
     def __init__(self, path: str, config: Mapping[str, Any]) -> None:
         self._path, self._config = path, config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +52,8 @@ def add(commands: Any) -> None:
 def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.optimize.document import Document
     from vram_guard.optimize.host import usable_cores
-    from vram_guard.optimize.names import SETTINGS, check, find, holds_arguments
-    from vram_guard.optimize.rules import Situation, advise
+    from vram_guard.optimize.names import SETTINGS, find, holds_arguments
+    from vram_guard.optimize.rules import Advice, Situation
     from vram_guard.report.files import must_be_written, write_atomically
     from vram_guard.step import checked_count
 
@@ -68,7 +67,6 @@ def _optimize(options: argparse.Namespace) -> int:
     document = Document(options.config)
     output = _output(options)
     found = find(document.entries())
-    check(found)
     if "batch_size" not in found:
         names = ", ".join(SETTINGS["batch_size"])
         raise InvalidInputError(_("the config has no batch size ({names})", names=names))
@@ -79,17 +77,19 @@ def _optimize(options: argparse.Namespace) -> int:
         batch, measured = _batch(options, step, precision, found, budget)
     elif options.benchmark:  # without a step
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
-    capability = budget.compute_capability
     cores = max(1, usable_cores() // options.processes)
-    existing_only = holds_arguments(document.values)
-    situation = Situation(cores, capability, precision, batch, options.lr_rule, existing_only)
-    advice = advise(found, situation)
-    text = document.rewritten(advice.replaced(), advice.added())
+    arguments = holds_arguments(document.values)
+    situation = Situation(cores, budget.compute_capability, precision, batch, options.lr_rule, arguments)
+    advice = Advice(document, found, situation)
+    text = document.rewritten(advice.changes)
     if not options.dry_run:
         with must_be_written():
             write_atomically(output, text)
     held_against = budget if batch is None else batch.budget or budget
-    _answer(options, document, text, advice, held_against, measured, output)
+    if options.json:
+        print_json(_as_dict(options, advice, held_against, measured, output))
+    else:
+        _print(options, document, text, advice, held_against, output)
     return EXIT_DONE if batch is None or batch.fits else EXIT_DOES_NOT_FIT
 
 
@@ -141,16 +141,9 @@ def _batch(
     timeline = traced_on_card(step, budget)
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
-        measured = chosen_by_measurement(results, batch_size, accumulate, device)
-        return replace(measured, optimizer=timeline.optimizer), results
-    choice = choose_batch(
-        timeline,
-        batch_size,
-        budget,
-        accumulate=accumulate,
-        can_accumulate="accumulate" in found,
-    )
-    return replace(choice, optimizer=timeline.optimizer), []
+        return chosen_by_measurement(results, accumulate, device, timeline.optimizer), results
+    can_split = "accumulate" in found
+    return choose_batch(timeline, batch_size, budget, accumulate=accumulate, can_accumulate=can_split), []
 
 
 def _measured(
@@ -170,35 +163,17 @@ def _measured(
     fitting = {size for size in sizes if size <= max(largest, 1)} or {1}
 
     def show(one: MeasuredBatch) -> None:
-        say(_measured_line(one), sys.stderr)
+        said = _("out of memory")
+        if one.seconds is not None and one.spread is not None:
+            said = f"{one.samples_per_second:.1f} samples/s ({1e3 * one.seconds:.1f} ms, +-{one.spread:.0%})"
+        say(f"  {_('batch {count}', count=one.batch_size)}: {said}", sys.stderr)
 
     return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=show), name
 
 
-def _measured_line(one: MeasuredBatch) -> str:
-    if one.seconds is None or one.samples_per_second is None or one.spread is None:
-        return _("  batch {batch}: out of memory", batch=one.batch_size)
-    return _(
-        "  batch {batch}: {speed} samples/s ({milliseconds} ms a step, +-{spread})",
-        batch=one.batch_size,
-        speed=f"{one.samples_per_second:.1f}",
-        milliseconds=f"{1e3 * one.seconds:.1f}",
-        spread=f"{one.spread:.0%}",
-    )
-
-
-def _answer(
-    options: argparse.Namespace,
-    document: Document,
-    text: str,
-    advice: Advice,
-    budget: Budget,
-    measured: list[MeasuredBatch],
-    output: Path,
+def _print(
+    options: argparse.Namespace, document: Document, text: str, advice: Advice, budget: Budget, output: Path
 ) -> None:
-    if options.json:
-        print_json(_as_dict(options, advice, budget, measured, output))
-        return
     from difflib import unified_diff
 
     old, new = (document.mark + document.text).splitlines(), text.splitlines()
@@ -214,7 +189,7 @@ def _answer(
         say(_("\nLeft as it is:"))
         for setting, why in advice.kept:
             say(f"  {setting}: {why}")
-    if any(change.behind is not None for change in advice.changes):
+    if any(change.behind for change in advice.changes):
         say(_("\nAdded entries take effect only where your program reads them."))
     if not options.dry_run:
         say(_("wrote {path}", path=output), sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vram_guard.errors import InvalidInputError
@@ -36,8 +36,6 @@ class BatchChoice:
     """Micro-batches per optimizer step."""
     reason: str
     fits: bool = True
-    faster: float | None = None
-    """Samples per second over those as written, modelled or measured."""
     optimizer: str = ""
     """Name of the optimizer's class, as the step has it."""
     budget: Budget | None = None
@@ -64,59 +62,45 @@ def choose_batch(
     """
     largest = timeline.max_batch_size(budget)
     budget = budget.for_tier(timeline.tier, timeline.network)
+
+    def chosen(size: int, reason: str, parts: int = 1, *, fits: bool = True) -> BatchChoice:
+        return BatchChoice(size, accumulate * parts, reason, fits, timeline.optimizer, budget)
+
+    needed, usable = format_bytes(timeline.at(batch_size).peak_reserved), format_bytes(budget.usable)
     if largest == 0:
         needed = format_bytes(timeline.at(1).peak_reserved)
-        said = _("not even one sample fits: {needed} of {usable}", needed=needed, usable=format_bytes(budget.usable))
-        return BatchChoice(batch_size, accumulate, said, fits=False, budget=budget)
-    if batch_size > largest:
-        choice = _smaller(timeline, batch_size, largest, budget, accumulate, can_accumulate=can_accumulate)
-    else:
-        choice = _larger(timeline, batch_size, budget, accumulate)
-    return replace(choice, budget=budget)
-
-
-def _smaller(
-    timeline: Timeline, batch_size: int, largest: int, budget: Budget, accumulate: int, *, can_accumulate: bool
-) -> BatchChoice:
-    needed, usable = format_bytes(timeline.at(batch_size).peak_reserved), format_bytes(budget.usable)
+        said = _("not even one sample fits: {needed} of {usable}", needed=needed, usable=usable)
+        return chosen(batch_size, said, fits=False)
+    if batch_size <= largest:
+        return chosen(*_larger(timeline, batch_size, budget))
     why = _("batch {batch} needs {needed} of {usable}", batch=batch_size, needed=needed, usable=usable)
-    if can_accumulate:
-        parts = next(count for count in splits_of(batch_size) if batch_size // count <= largest)
-        said = _("{why}: {parts} micro-batches make the same step", why=why, parts=parts)
-        return BatchChoice(batch_size // parts, accumulate * parts, said)
-    said = _("{why}: {largest} is the largest that fits", why=why, largest=largest)
-    return BatchChoice(largest, accumulate, said)
+    if not can_accumulate:
+        return chosen(largest, _("{why}: {largest} is the largest that fits", why=why, largest=largest))
+    parts = next(count for count in splits_of(batch_size) if batch_size // count <= largest)
+    return chosen(
+        batch_size // parts, _("{why}: {parts} micro-batches make the same step", why=why, parts=parts), parts
+    )
 
 
-def _larger(timeline: Timeline, batch_size: int, budget: Budget, accumulate: int) -> BatchChoice:
-    """The smallest multiple within the target that the model of a step's time finds as fast as any."""
+def _larger(timeline: Timeline, batch_size: int, budget: Budget) -> tuple[int, str]:
+    """The smallest multiple within the target that the model of a step's time finds as fast as any, and why."""
     filled = min(budget.usable, int(FILLED * budget.total))
-    peak = timeline.at(batch_size).peak_reserved
     sizes = [batch_size]
-    while sizes[-1] < MOST_GROWTH * batch_size:
-        following = sizes[-1] * 2
-        if timeline.replay(following).peak_reserved > filled:
-            break
-        sizes.append(following)
-    share = f"{peak / budget.usable:.0%}"
+    while sizes[-1] < MOST_GROWTH * batch_size and timeline.replay(2 * sizes[-1]).peak_reserved <= filled:
+        sizes.append(2 * sizes[-1])
     if len(sizes) == 1:
-        return BatchChoice(batch_size, accumulate, _("it fills {share} of the memory already", share=share))
+        share = f"{timeline.at(batch_size).peak_reserved / budget.usable:.0%}"
+        return batch_size, _("it fills {share} of the memory already", share=share)
     speeds = modelled_speeds(timeline, sizes, budget)
     if not speeds:
-        return BatchChoice(batch_size, accumulate, _("how its time grows with the batch is not known"))
-    chosen = smallest_of_the_fastest(speeds)
-    gain = speeds[chosen] / speeds[batch_size]
-    at = format_bytes(timeline.at(chosen).peak_reserved)
-    if chosen == batch_size:
-        said = _("a larger batch would not be faster by the step-time model; {at} at its peak", at=at)
-        return BatchChoice(chosen, accumulate, said, faster=1.0)
-    said = _(
+        return batch_size, _("how its time grows with the batch is not known")
+    size = smallest_of_the_fastest(speeds)
+    return size, _(
         "{at} of {usable} at its peak; x {gain} samples per second by the step-time model",
-        at=at,
+        at=format_bytes(timeline.at(size).peak_reserved),
         usable=format_bytes(budget.usable),
-        gain=f"{gain:.2f}",
+        gain=f"{speeds[size] / speeds[batch_size]:.2f}",
     )
-    return BatchChoice(chosen, accumulate, said, faster=gain)
 
 
 def modelled_speeds(timeline: Timeline, sizes: Iterable[int], budget: Budget) -> dict[int, float]:
@@ -136,7 +120,7 @@ def smallest_of_the_fastest(speeds: dict[int, float]) -> int:
 
 
 def chosen_by_measurement(
-    results: Iterable[MeasuredBatch], batch_size: int, accumulate: int, device: str
+    results: Iterable[MeasuredBatch], accumulate: int, device: str, optimizer: str = ""
 ) -> BatchChoice:
     """The smallest batch that was measured as fast as any.
 
@@ -147,8 +131,5 @@ def chosen_by_measurement(
     if not speeds:
         raise InvalidInputError(_("no batch size ran on {device}: even the smallest ran out of memory", device=device))
     chosen = smallest_of_the_fastest(speeds)
-    gain = speeds[chosen] / speeds[batch_size] if batch_size in speeds else None
     said = _("measured on {device}: {speed} samples per second", device=device, speed=f"{speeds[chosen]:.1f}")
-    if gain is not None and chosen != batch_size:
-        said = _("{said}, x {gain} of batch {batch}", said=said, gain=f"{gain:.2f}", batch=batch_size)
-    return BatchChoice(chosen, accumulate, said, faster=gain)
+    return BatchChoice(chosen, accumulate, said, optimizer=optimizer)

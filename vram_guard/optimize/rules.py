@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _, marked
+from vram_guard.language import _
+from vram_guard.optimize.document import ConfigChange
 from vram_guard.optimize.names import number
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.techniques import mixed_precision
 
 if TYPE_CHECKING:
     from vram_guard.optimize.batch import BatchChoice
-    from vram_guard.optimize.document import Entry, Place
+    from vram_guard.optimize.document import Document, Entry
 
 #: torch.compile's GPU code generator, Triton, needs this compute capability (torch/_inductor/scheduler.py raises
 #: GPUTooOldForTriton below it).
 COMPILED_SINCE = (7, 0)
-
-#: Of a switch that does not name a type: the program's own code does.
-_SWITCHED = marked("half the bytes of activations; which half precision it is, float16 or bfloat16, your program says")
-
 #: More workers rarely help one GPU, and each holds its batches and a copy of the data set's state in host memory.
 MOST_WORKERS = 16
-
 #: Batches that each worker prepares ahead: the guide's value, twice torch's own default of 2.
 PREFETCH = 4
-
 #: The guide's bound for the norm of the gradients.
 CLIP_NORM = 1.0
 
@@ -49,82 +44,40 @@ class Situation:
     """Add no entries: change only those that are there."""
 
 
-@dataclass(frozen=True)
-class ConfigChange:
-    """One value to be written."""
-
-    setting: str
-    place: Place
-    old: Any
-    new: Any
-    reason: str
-    behind: Place | None = None
-    """Set where the entry is new: the neighbour that it comes behind."""
-
-    @property
-    def path(self) -> str:
-        """As people write it: "train.batch_size"."""
-        return ".".join(self.place)
-
-
-@dataclass(frozen=True)
 class Advice:
-    """The changes, and why the rest stays."""
-
-    changes: tuple[ConfigChange, ...]
-    kept: tuple[tuple[str, str], ...] = field(default=())
-    """(setting, reason)."""
-
-    def replaced(self) -> dict[Place, Any]:
-        """Place -> new value, of entries that are there already."""
-        return {change.place: change.new for change in self.changes if change.behind is None}
-
-    def added(self) -> list[tuple[Place, str, Any]]:
-        """(neighbour, key, value) of entries that are new."""
-        return [(change.behind, change.place[-1], change.new) for change in self.changes if change.behind is not None]
-
-
-def advise(found: Mapping[str, list[Entry]], situation: Situation) -> Advice:
-    """Decide on the changes of a config.
+    """The changes of a config, and why the rest stays.
 
     Args:
+        document: the config.
         found: setting -> its entries, checked; with a batch size.
         situation: the GPU, the host, what is known about the batch.
     """
-    return _Adviser(found, situation).advice()
 
-
-class _Adviser:
-    def __init__(self, found: Mapping[str, list[Entry]], situation: Situation) -> None:
-        self._found, self._at = found, situation
-        self._changes: list[ConfigChange] = []
-        self._kept: list[tuple[str, str]] = []
-        self._workers = self._one("workers").value if "workers" in found else 0
-
-    def advice(self) -> Advice:
-        for setting in (self._batch, self._loader, self._precision, self._compile, self._clip):
-            setting()
-        return Advice(tuple(self._changes), tuple(self._kept))
-
-    # --- the settings -----------------------------------------------------------------------------------------------
+    def __init__(self, document: Document, found: Mapping[str, list[Entry]], situation: Situation) -> None:
+        self._document, self._found, self._at = document, found, situation
+        self.changes: list[ConfigChange] = []
+        self.kept: list[tuple[str, str]] = []
+        """(setting, reason)."""
+        self._batch()
+        self._loader()
+        self._precision()
+        self._compile()
+        self._clip()
 
     def _batch(self) -> None:
-        batch, entry = self._at.batch, self._one("batch_size")
+        batch, before = self._at.batch, self._value("batch_size")
         if batch is None:
             self._keep("batch_size", _("the config names no model that can be built: give --step module:function"))
-            return
-        if batch.batch_size == entry.value:
+        elif batch.batch_size == before:
             self._keep("batch_size", batch.reason)
-            return
-        if not self._set("batch_size", batch.batch_size, batch.reason):
-            return
-        accumulate = self._one("accumulate").value if "accumulate" in self._found else 1
-        if batch.accumulate != accumulate:
-            self._set("accumulate", batch.accumulate, _("the optimizer step keeps its number of samples"))
-        self._learning_rates(entry.value * accumulate, batch.batch_size * batch.accumulate)
+        elif self._set("batch_size", batch.batch_size, batch.reason):
+            accumulate = self._value("accumulate") or 1
+            if batch.accumulate != accumulate:
+                self._set("accumulate", batch.accumulate, _("the optimizer step keeps its number of samples"))
+            self._learning_rates(before * accumulate, batch.batch_size * batch.accumulate, batch.optimizer)
 
-    def _learning_rates(self, before: int, after: int) -> None:
-        rule = rule_for(self._at.lr_rule, "" if self._at.batch is None else self._at.batch.optimizer)
+    def _learning_rates(self, before: int, after: int, optimizer: str) -> None:
+        rule = rule_for(self._at.lr_rule, optimizer)
         factor = learning_rate_factor(rule, before, after)
         if factor == 1:
             return
@@ -136,70 +89,53 @@ class _Adviser:
         )
         if "learning_rate" not in self._found:
             self._keep("learning_rate", _("none in the config: multiply yours by {factor}", factor=f"{factor:g}"))
-            return
-        for entry in self._found["learning_rate"]:
+        for entry in self._found.get("learning_rate", ()):
             rate = number(entry.value)
             assert rate is not None  # checked
             self._set("learning_rate", float(f"{rate * factor:.12g}"), why, entry)
 
     def _loader(self) -> None:
-        self._number_of_workers()
-        with_workers = _("the loader has no workers") if self._workers == 0 else ""
-        self._switch("pin_memory", "workers", _("copies to the GPU from pinned memory need no second copy"))
-        for setting, new, why in (
+        cores, workers = self._at.cores, self._value("workers") or 0
+        wanted = max(1, min(MOST_WORKERS, cores - 1 if cores > 2 else cores))
+        if 0 < workers <= cores:
+            self._keep("workers", _("{count} workers on {cores} processors", count=workers, cores=cores))
+        else:
+            why = _("batches are made while the GPU computes; {cores} processors here", cores=cores)
+            if workers:
+                why = _("{count} workers would wait for each other on {cores} processors", count=workers, cores=cores)
+            workers = wanted if self._set("workers", wanted, why, key="num_workers") else workers
+        self._at_least("pin_memory", True, _("copies to the GPU from pinned memory need no second copy"))
+        for setting, value, why in (
             ("persistent_workers", True, _("workers are not restarted for each epoch")),
             ("prefetch_factor", PREFETCH, _("batches that each worker has ready; torch's default is 2")),
         ):
-            if with_workers:  # torch refuses both without workers
-                self._keep(setting, with_workers)
-            elif new is True:
-                self._switch(setting, "workers", why)
-            else:
-                self._raise_to(setting, new, why)
-
-    def _number_of_workers(self) -> None:
-        cores = self._at.cores
-        wanted = max(1, min(MOST_WORKERS, cores - 1 if cores > 2 else cores))
-        if "workers" in self._found and 0 < self._workers <= cores:
-            self._keep("workers", _("{count} workers on {cores} processors", count=self._workers, cores=cores))
-            return
-        if self._workers > cores:
-            why = _("{count} workers would wait for each other on {cores} processors", count=self._workers, cores=cores)
-        else:
-            why = _("batches are made while the GPU computes; {cores} processors here", cores=cores)
-        if self._set("workers", wanted, why, behind="batch_size", name="num_workers"):
-            self._workers = wanted
+            if workers:
+                self._at_least(setting, value, why)
+            else:  # torch refuses both without workers
+                self._keep(setting, _("the loader has no workers"))
 
     def _precision(self) -> None:
         entries = self._found.get("precision", [])
-        target, reason = mixed_precision(self._at.precision, self._at.capability)
-        why = str(reason)
+        target, why = mixed_precision(self._at.precision, self._at.capability)
         if target is None:
-            self._keep("precision", why)
+            self._keep("precision", str(why))
             return
-        written = [entry for entry in entries if precision_value(entry, target) is not None]
+        writable = [entry for entry in entries if precision_value(entry, target) is not None]
         # Where a config has both, bfloat16's own switch is the one to turn.
-        own = [entry for entry in written if "bf16" in entry.name.lower()] if target == "bf16-mixed" else []
-        others = [entry for entry in written if "bf16" not in entry.name.lower()]
-        best = (own or others)[:1]
-        if not best:
-            if entries:
-                self._keep(
-                    "precision",
-                    _("its present value is not recognised, so it stays (reason for the change: {why})", why=why),
-                )
-            else:
-                self._set(
-                    "precision",
-                    True,
-                    _(_SWITCHED) if target == "bf16-mixed" else why,
-                    behind="batch_size",
-                    name="use_mixed_precision",
-                )
+        writable.sort(key=lambda entry: ("bf16" in entry.name.lower()) != (target == "bf16-mixed"))
+        if entries and not writable:
+            said = _("its present value is not recognised, so it stays (reason for the change: {why})", why=str(why))
+            self._keep("precision", said)
             return
-        value = precision_value(best[0], target)
-        is_switch = value is True and target == "bf16-mixed" and "bf16" not in best[0].name.lower()
-        self._set("precision", value, _(_SWITCHED) if is_switch else why, best[0])
+        value = precision_value(writable[0], target) if writable else True
+        named = not writable or "bf16" not in writable[0].name.lower()
+        if value is True and target == "bf16-mixed" and named:
+            why_so = _(
+                "half the bytes of activations; which half precision it is, float16 or bfloat16, your program says"
+            )
+        else:
+            why_so = str(why)
+        self._set("precision", value, why_so, writable[0] if writable else None, key="use_mixed_precision")
 
     def _compile(self) -> None:
         capability = self._at.capability
@@ -207,72 +143,57 @@ class _Adviser:
             named = _("not known") if capability is None else ".".join(map(str, capability))
             self._keep("compile", _("torch.compile needs compute capability 7.0; this is {found}", found=named))
             return
-        if "compile" in self._found and not isinstance(self._one("compile").value, bool | None):
-            self._keep("compile", _("it must be true or false"))
-            return
         why = _("fused kernels; the first steps take minutes, and inputs should keep their shape")
-        self._switch("compile", "batch_size", why, name="compile_model")
+        self._at_least("compile", True, why, key="compile_model")
 
     def _clip(self) -> None:
-        if "clip" in self._found and self._one("clip").value is not None:
-            self._keep("clip", _("it is {value} already", value=self._one("clip").value))
-            return
-        risky = [change.setting for change in self._changes if change.setting in ("learning_rate", "precision")]
-        if not risky:
+        if self._value("clip") is not None:
+            self._keep("clip", _("it is {value} already", value=self._value("clip")))
+        elif any(change.setting in ("learning_rate", "precision") for change in self.changes):
+            why = _("a bound for unstable steps under the new learning rate or precision")
+            self._set("clip", CLIP_NORM, why, key="grad_clip")
+        else:
             self._keep("clip", _("neither the learning rate nor the precision changes"))
-            return
-        why = _("a bound for unstable steps under the new learning rate or precision")
-        self._set("clip", CLIP_NORM, why, behind="batch_size", name="grad_clip")
 
     # --- how they are written ---------------------------------------------------------------------------------------
 
-    def _one(self, setting: str) -> Entry:
-        return self._found[setting][0]
+    def _value(self, setting: str) -> Any:
+        return self._found[setting][0].value if setting in self._found else None
 
-    def _switch(self, setting: str, behind: str, why: str, name: str = "") -> None:
-        if setting in self._found and self._one(setting).value is True:
-            self._keep(setting, _("it is {value} already", value="true"))
+    def _at_least(self, setting: str, new: int, why: str, key: str = "") -> None:
+        """A switch that is to be on, or a number that is to be as large."""
+        old = self._value(setting)
+        if old is not None and not isinstance(old, bool | int):
+            self._keep(
+                setting, _("its present value is not recognised, so it stays (reason for the change: {why})", why=why)
+            )
+        elif old is not None and old >= new:
+            self._keep(setting, _("it is {value} already", value=str(old).lower()))
         else:
-            self._set(setting, True, why, behind=behind, name=name or setting)
+            self._set(setting, new, why, key=key or setting)
 
-    def _raise_to(self, setting: str, new: int, why: str) -> None:
-        old = self._one(setting).value if setting in self._found else None
-        if old is not None and old >= new:
-            self._keep(setting, _("it is {value} already", value=old))
-        else:
-            self._set(setting, new, why, behind="workers", name=setting)
-
-    def _set(
-        self, setting: str, new: Any, why: str, entry: Entry | None = None, *, behind: str = "", name: str = ""
-    ) -> bool:
+    def _set(self, setting: str, new: Any, why: str, entry: Entry | None = None, *, key: str = "") -> bool:
         """Note a change, unless the text forbids it or there is nowhere to write it."""
-        if entry is None and setting in self._found:
-            entry = self._one(setting)
+        entry = entry or next(iter(self._found.get(setting, ())), None)
         if entry is not None:
             if not entry.editable:
                 self._keep(setting, _("{path} is shared by an anchor or no plain value: edit it", path=entry.path))
                 return False
-            self._changes.append(ConfigChange(setting, entry.place, entry.value, new, why))
+            self.changes.append(ConfigChange(setting, entry.place, entry.value, new, why))
             return True
-        neighbour = self._neighbour(behind)
-        if self._at.existing_only or neighbour is None:
+        of_loader = setting in ("pin_memory", "persistent_workers", "prefetch_factor")
+        beside = [*self._found.get("workers", ()), *self._found["batch_size"]]
+        beside = [one for one in (beside if of_loader else beside[::-1]) if one.editable]
+        if self._at.existing_only or not beside or not self._document.can_add_behind(beside[0].place):
             self._keep(setting, _("the config has no such entry; {why}", why=why))
             return False
-        prefix = "dataloader_" if neighbour.name.startswith("dataloader_") else ""  # Hugging Face's Trainer
-        place = (*neighbour.place[:-1], prefix + name)
-        self._changes.append(ConfigChange(setting, place, None, new, why, behind=neighbour.place))
+        prefix = "dataloader_" if beside[0].name.startswith("dataloader_") else ""  # Hugging Face's Trainer
+        place = (*beside[0].place[:-1], prefix + key)
+        self.changes.append(ConfigChange(setting, place, None, new, why, behind=beside[0].place))
         return True
 
-    def _neighbour(self, setting: str) -> Entry | None:
-        """The entry that a new one comes behind, where the text allows it."""
-        for name in (setting, "workers", "batch_size"):
-            entry = self._found.get(name, [None])[0]
-            if entry is not None and entry.editable:
-                return entry
-        return None
-
     def _keep(self, setting: str, why: str) -> None:
-        self._kept.append((setting, why))
+        self.kept.append((setting, why))
 
 
 def precision_value(entry: Entry, target: str) -> Any:
@@ -281,15 +202,10 @@ def precision_value(entry: Entry, target: str) -> Any:
     Lightning and plain configs: "precision: 32-true"; Accelerate: "mixed_precision: no"; switches: "use_amp: false".
     """
     name, old = entry.name.lower(), entry.value
-    if name == "precision" and old is None:
+    if name == "precision" and (old is None or str(old).lower() in ("32", "32-true", "fp32", "float32")):
         return target
     if isinstance(old, bool) or old is None:
-        if "bf16" in name and target != "bf16-mixed":
-            return None
-        return True
-    text = str(old).lower()
-    if name == "mixed_precision":
-        return {"bf16-mixed": "bf16", "16-mixed": "fp16"}[target] if text in ("no", "none", "fp32", "32") else None
-    if name == "precision" and text in ("32", "32-true", "fp32", "float32"):
-        return target
+        return None if "bf16" in name and target != "bf16-mixed" else True
+    if name == "mixed_precision" and str(old).lower() in ("no", "none", "fp32", "32"):
+        return {"bf16-mixed": "bf16", "16-mixed": "fp16"}[target]
     return None
