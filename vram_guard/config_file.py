@@ -24,8 +24,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A YAML (or JSON) file's entries.
 
     PyYAML's safe loader, and besides: at most 1 MB, aliases only as far as they stay small when written out, no key
-    twice in one mapping. References to other entries (``${data.batch_size}``) are replaced by their values. Nothing in the
-    file is run.
+    twice in one mapping. References to other entries (``${data.batch_size}``) become their values. Nothing is run.
 
     Args:
         path: of the file.

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options, among, asked_budget, assigns, counted, is_number, listed
+from vram_guard.cli.options import DEVICE, add_options, asked_budget, counted, listed
 from vram_guard.cli.parsing import Parser
 from vram_guard.cli.printing import print_json, print_now
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
-from vram_guard.closed_form.from_config import PRECISION_NAMES, precision_word
+from vram_guard.closed_form.from_config import precision_word
 from vram_guard.config_file import load_config
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
@@ -61,15 +61,12 @@ def _add_compare(own: Any) -> None:
     add_options(parser, *DEVICE, "lr-rule", "json")
     add_release_options(parser)
     add_options(parser, "allow")
-    parser.add_argument(
-        "--batch-size", action="list", accepts=is_number, metavar="N", help=_("default: as written, twice")
-    )
-    add_options(parser, "precision", action="list", accepts=among(lambda: PRECISION_NAMES))
+    parser.add_argument("--batch-size", action="list", nargs="+", metavar="N", help=_("default: as written, twice"))
+    add_options(parser, "precision", action="list", nargs="+")
     parser.add_argument(
         "--cfg-options",
         action="list",
-        accepts=assigns,
-        apart=True,
+        nargs="+",
         metavar="KEY=VALUE",
         help=_("settings of the config"),
     )
@@ -89,13 +86,13 @@ def _compare(options: argparse.Namespace) -> int:
     required = required_releases(options)
     if "" not in sys.path:  # the folder that it is started in, as with `python -m`
         sys.path.insert(0, "")
-    precisions: list[Any] = [precision_word("--precision", one) for one in listed(options.precision or "")]
+    precisions: list[Any] = [precision_word("--precision", one) for one in listed(options.precision)]
     found = compare(
         _config(options),
         asked_budget(options),
         counted("batch_size", options.batch_size),
         precisions,
-        allow=listed(options.allow or ""),
+        allow=listed(options.allow),
         lr_rule=options.lr_rule,
     )
     if options.json:

@@ -131,7 +131,7 @@ ASKED = {
     },
     "compare": {
         "configs": f"config.yaml --set batch_size=9 {ON}",
-        "step": f"--model steps.py:build --set batch_size=4 batch_size=8 {ON}",
+        "step": f"--model steps.py:build --set batch_size=4 --set batch_size=8 {ON}",
     },
     "variants": {"": f"steps.py:build steps.py:larger --batch 4 {ON}"},
     "optimize": {"": "config.yaml --budget 120MiB"},

@@ -44,7 +44,7 @@ def fill_from_settings(options: argparse.Namespace, found: Mapping[str, Setting]
         if not hasattr(options, name) or getattr(options, name) is not None or (name in AMOUNTS and given):
             continue
         value = found[name].value
-        setattr(options, name, ",".join(value) if isinstance(value, tuple) else value)
+        setattr(options, name, list(value) if isinstance(value, tuple) else value)
         options.from_settings[name] = found[name].source
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._configuration import check_said_once, configuration, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, SIZES, add_options, among, asked_budget, assigns, counted, is_number, listed
+from vram_guard.cli.options import DEVICE, SIZES, add_options, asked_budget, counted, listed
 from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
-from vram_guard.closed_form.from_config import PRECISION_NAMES
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -39,19 +38,17 @@ def add(commands: Any) -> None:
     )
     add_options(parser, "config", action="append", dest="configs", default=argparse.SUPPRESS)
     add_options(parser, "model", *SIZES, "dtype", "lora", "qlora", "lr-rule")
-    add_options(parser, "batch", action="list", accepts=is_number, help=_("several batch sizes, each with each config"))
+    add_options(parser, "batch", action="list", nargs="+", help=_("several batch sizes, each with each config"))
     add_options(
         parser,
         "precision",
         action="list",
-        accepts=among(lambda: PRECISION_NAMES),
+        nargs="+",
         help=_("several, each with each config"),
     )
     parser.add_argument(
         "--set",
         action="list",
-        accepts=assigns,
-        apart=True,
         metavar="A=1,B=2",
         help=_("an additional configuration: the first config (or none) with these values; repeatable"),
     )
@@ -159,7 +156,7 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
     described += [(text, base, change) for text, change in zip(options.set or (), changes, strict=True)]
     batches: list[int | None] = [*counted("batch", options.batch)] or [None]
     for (name, config, change), size, precision in product(
-        described or [("", {}, {})], dict.fromkeys(batches), dict.fromkeys(listed(options.precision or "")) or [None]
+        described or [("", {}, {})], dict.fromkeys(batches), dict.fromkeys(listed(options.precision)) or [None]
     ):
         words = [name, "" if size is None else _("batch {count}", count=size), precision or ""]
         given = {**said(options), "batch": size, "precision": precision}

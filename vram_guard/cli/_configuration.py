@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.capture.config_step import NUMBERS
 from vram_guard.cli._arguments import count, unknown_model
-from vram_guard.cli.options import WEIGHTS, assigns
+from vram_guard.cli.options import WEIGHTS
 from vram_guard.cli.printing import tell
 from vram_guard.cli.ways import check_read, of_model
 from vram_guard.errors import InvalidInputError
@@ -30,15 +30,15 @@ _ASSUMED_OF_LIBRARIES = marked(
 )
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parsed(*words: str) -> dict[str, Any]:
     """``batch_size=8,precision=bf16-mixed`` as a mapping; values as YAML reads them."""
     import yaml
 
     values = dict[str, Any]()
-    for part in text.split(","):
+    for part in ",".join(words).split(","):
         name, equals, value = part.partition("=")
         if not equals or not name.strip():
-            raise InvalidInputError(_("--set is NAME=VALUE,NAME=VALUE, not {text}", text=repr(text)[:60]))
+            raise InvalidInputError(_("--set is NAME=VALUE,NAME=VALUE, not {text}", text=repr(part)[:60]))
         if name.strip() in values:
             raise InvalidInputError(_("--set gives {name} twice", name=name.strip()))
         try:
@@ -50,9 +50,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 def add_set(parser: Any) -> None:
     """Add ``--set``, of the commands that read one config."""
-    parser.add_argument(
-        "--set", action="list", accepts=assigns, metavar="A=1,B=2", help=_("values in place of the config's")
-    )
+    parser.add_argument("--set", action="list", metavar="A=1,B=2", help=_("values in place of the config's"))
 
 
 def changed(config: dict[str, Any], options: argparse.Namespace, model: str | None) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def changed(config: dict[str, Any], options: argparse.Namespace, model: str | No
         return config
     from vram_guard.closed_form.from_config import parse_request
 
-    change = parsed(options.set)
+    change = parsed(*options.set)
     check_said_once(change, options)
     merged = _with(config, change)
     _check_used(change, config, parse_request(merged, {"model": model}).model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, counts
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import asked_budget
+from vram_guard.cli.options import asked_budget, listed
 from vram_guard.cli.printing import Notes, print_json, print_now, progress_shown
 from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.cli.ways import FOLDER, check_needed, check_read
@@ -73,7 +73,7 @@ def check_sizes(folder: ModelFolder, options: argparse.Namespace) -> None:
     """
     from vram_guard.closed_form.inputs import sizes_read
 
-    one = (*folder.chosen("--train", options.train or folder.usually_trained), *folder.components.values())[0]
+    one = (*folder.chosen("--train", listed(options.train) or [folder.usually_trained]), *folder.components.values())[0]
     read = sizes_read(one.config)
     for name in ("height", "width", "num_frames", "seq_length"):
         if name in options.given and name not in read:
@@ -96,14 +96,14 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace, sizes: In
     from vram_guard.closed_form.inputs import sample_of, sample_shape
     from vram_guard.closed_form.tuning import Tuning, checked_dtype, stored_dtype, transformer_shape
 
-    trained = folder.chosen("--train", options.train or folder.usually_trained)
+    trained = folder.chosen("--train", listed(options.train) or [folder.usually_trained])
     if options.frozen is None:
         rest = [name for name in folder.components if name not in {one.name for one in trained}]
         # Prompts are encoded while training; latents are usually made beforehand.
         names = rest if not trained else [name for name in rest if name.startswith("text_encoder")]
-        frozen = folder.chosen("--frozen", ",".join(names))
+        frozen = folder.chosen("--frozen", names)
     else:
-        frozen = folder.chosen("--frozen", options.frozen)
+        frozen = folder.chosen("--frozen", listed(options.frozen))
     for one in (*trained, *frozen):
         if not one.weights.numbers:
             raise InvalidInputError(_no_weights(one.name, one.weights.pickles))

@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
     group.add_argument(
         "--resolutions",
         action="list",
-        accepts=lambda word: word[:1].isdigit() and "x" in word.lower(),
+        nargs="+",
         metavar="LIST",
         help=_('several in one table: "64,128,256x512" (height x width)'),
     )

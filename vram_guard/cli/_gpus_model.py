@@ -63,7 +63,7 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     config = {} if options.config is None else load_config(options.config)
     given = said(options)
     config = changed(config, options, options.model)
-    for name in parsed(options.set) if options.set else ():
+    for name in parsed(*options.set) if options.set else ():
         if name.lower() in NAMES["batch"]:
             raise InvalidInputError(_("--set {name} is not read: gpus looks for the largest batch", name=name))
     sizes = _resolutions(options.resolutions)
@@ -120,16 +120,14 @@ def _symbolic(step: TrainingStep, cards: Sequence[GPU], margin: float | None) ->
         return on_every_gpu(traced, cards, margin=margin)
 
 
-def _resolutions(text: str | None) -> list[tuple[int, int]]:
+def _resolutions(words: list[str] | None) -> list[tuple[int, int]]:
     """Resolutions of "64,128x256": [(64, 64), (128, 256)].
 
     Raises:
         InvalidInputError: a part is not a resolution.
     """
-    if text is None:
-        return []
     sizes = []
-    for part in text.split(","):
+    for part in [one for word in words or () for one in word.split(",")]:
         height, times, width = part.strip().lower().replace("×", "x").partition("x")
         first = whole_number("resolutions", height)
         sizes.append((first, whole_number("resolutions", width) if times else first))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,8 @@ from vram_guard.cli.options import (
     WEIGHTS,
     add_config,
     add_options,
-    among,
     asked_budget,
-    is_number,
+    counted,
     listed,
 )
 from vram_guard.cli.printing import print_json, progress_shown, say
@@ -61,21 +59,18 @@ def add(commands: Any) -> None:
     several.add_argument(
         "--link",
         action="list",
-        accepts=lambda word: re.match("([0-9]+x)?(nvlink|pcie|ib|roce|ethernet)", word) is not None,
         metavar="A,B",
         help=_('what connects the GPUs of a node, and the nodes, such as "nvlink,ib400" (default: usual for the GPU)'),
     )
     several.add_argument(
         "--layouts",
         action="list",
-        accepts=among(lambda: LAYOUTS),
         metavar="A,B",
         help=_("ways to spread that are tried (default: {all})", all=",".join(LAYOUTS)),
     )
     several.add_argument(
         "--compare-gpus",
         action="list",
-        accepts=is_number,
         metavar="N,M",
         help=_("other numbers of GPUs for the same training, as a table"),
     )
@@ -124,11 +119,9 @@ def _several(options: argparse.Namespace) -> PlanOptions:
     return PlanOptions(
         cudnn=options.cudnn,
         node=count("node_gpus", options.node_gpus),
-        link=options.link,
+        link=",".join(options.link) if options.link else None,
         layouts=None if options.layouts is None else listed(options.layouts),
-        compare_gpus=[]
-        if options.compare_gpus is None
-        else [whole_number("compare_gpus", one) for one in options.compare_gpus.split(",")],
+        compare_gpus=counted("compare_gpus", options.compare_gpus),
     )
 
 
@@ -186,7 +179,7 @@ def _plan(options: argparse.Namespace) -> int:
     required = required_releases(options)
     name = options.title or (Path(options.config).name if options.config else options.model)
     config = load_config(options.config) if options.config else {}
-    change = parsed(options.set) if options.set else {}
+    change = parsed(*options.set) if options.set else {}
     check_said_once(change, options)
     one = configuration(name, config, change, said(options), options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+
+def listed(words: str | Iterable[str] | None) -> list[str]:
+    """``a,b`` as a list, or the words of an option of several values; none where it is not given."""
+    given = [words] if isinstance(words, str) else words or ()
+    return [name.strip() for word in given for name in word.split(",") if name.strip()]
 
 
-def among(known: Callable[[], Iterable[str]]) -> Callable[[str], bool]:
-    """Accept words that are all among known names."""
-    return lambda word: set(filter(None, word.split(","))) <= set(known())
-
-
-def assigns(word: str) -> bool:
-    """Accept ``NAME=VALUE``."""
-    return "=" in word and not Path(word).exists()
-
-
-def is_number(word: str) -> bool:
-    """Accept whole numbers."""
-    return word.isascii() and word.replace(",", "").isdigit()
-
-
-def is_name(word: str) -> bool:
-    """Accept what is neither a file nor an object reference."""
-    return ":" not in word and not Path(word).suffix and not Path(word).exists()
-
-
-def listed(names: str) -> list[str]:
-    """``a,b`` as a list."""
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def counted(name: str, numbers: str | None) -> list[int]:
+def counted(name: str, words: Iterable[str] | None) -> list[int]:
     """The whole numbers of an option of several.
 
     Raises:
@@ -47,13 +24,7 @@ def counted(name: str, numbers: str | None) -> list[int]:
     """
     from vram_guard.cli._arguments import whole_number
 
-    return [whole_number(name, one) for one in listed(numbers or "")]
-
-
-def _techniques() -> Iterable[str]:
-    from vram_guard.plan.techniques import TECHNIQUES
-
-    return TECHNIQUES
+    return [whole_number(name, one) for one in listed(words)]
 
 
 class _Option(NamedTuple):
@@ -62,14 +33,14 @@ class _Option(NamedTuple):
     metavar: str
     help: str
     choices: tuple[str, ...] = ()
-    accepts: Callable[[str], bool] | None = None
-    """Of an option of several values: which words are one."""
+    several: bool = False
+    """With commas, or given again."""
     bare: bool = False
     """It may stand without a value too."""
 
 
 _OPTIONS: Final[dict[str, _Option]] = {
-    "allow": _Option("A,B", marked("what a plan may change where it does not fit"), (), among(_techniques)),
+    "allow": _Option("A,B", marked("what a plan may change where it does not fit"), several=True),
     "batch": _Option("N", marked("batch size")),
     "budget": _Option("AMOUNT", marked('memory that PyTorch may reserve, such as "24GiB"')),
     "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
@@ -79,7 +50,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "dtype": _Option(
         "TYPE", marked("type of the weights: float32, float16, bfloat16 (default: as stored, or as a config.json says)")
     ),
-    "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice"), (), is_name),
+    "frozen": _Option("NAMES", marked("frozen components; one that is trained too is held twice"), several=True),
     "gpu": _Option("NAME", marked('GPU by name, such as "RTX 4090" (default: the GPU of this machine)')),
     "gpu-memory": _Option("SIZE", marked('memory of the GPU: 24 is 24 GB, "24GiB" or "24G", "80GB"')),
     "height": _Option("N", marked("height of the input")),
@@ -113,7 +84,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
         "N", marked("time steps or tokens (default: 1; of a text model by name its context, 512 at most)")
     ),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
-    "train": _Option("NAMES", marked('components to train ("none": inference)'), (), is_name),
+    "train": _Option("NAMES", marked('components to train ("none": inference)'), several=True),
     "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
     "width": _Option("N", marked("width of the input")),
 }
@@ -150,8 +121,8 @@ def add_options(parser: Any, *names: str, **settings: Any) -> None:
         kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {"action": "store_true"}
         if option.choices:
             kind = {"choices": option.choices, "default": option.choices[0]}
-        if option.accepts is not None:
-            kind |= {"action": "list", "accepts": option.accepts}
+        if option.several:
+            kind |= {"action": "list"}
         if option.bare:
             kind |= {"nargs": "?", "const": ""}
         flags = (f"--{name}", *_ALIASES.get(name, ()))

@@ -6,7 +6,7 @@ import argparse
 import gettext
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -40,25 +40,12 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class Several(argparse.Action):
-    """An option of several values: with commas, with spaces, or given again; kept as one text with commas.
-
-    Args:
-        accepts: word -> whether it is another value, and not what the command itself is given.
-        apart: keep what stands in each word apart, as a list.
-    """
-
-    def __init__(self, *, accepts: Callable[[str], bool], apart: bool = False, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.accepts, self._apart = accepts, apart
+class _Several(argparse.Action):
+    """An option of several values: with commas, or given again; with ``nargs="+"`` with spaces too. A list of words."""
 
     def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _option: str | None = None) -> None:
-        """Add a value, as argparse asks for it."""
-        before = getattr(namespace, self.dest, None) or []
-        if self._apart:
-            setattr(namespace, self.dest, [*before, values])
-        else:
-            setattr(namespace, self.dest, f"{before},{values}" if before else values)
+        words = values if isinstance(values, list) else [values]
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or []), *words])
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", Formatter)
         super().__init__(**settings)
         self._passes_on = passes_on  # what it does not know is for another parser
-        own = {None: _Once, "store": _Once, "list": Several}
+        own = {None: _Once, "store": _Once, "list": _Several}
         for name in (*own, "store_true", "append", "extend"):
             kind = own.get(name) or self._registry_get("action", name)
             self.register("action", name, type(kind.__name__, (_Given, kind), {}))
@@ -82,31 +69,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; a command's own parser ends with what it does not know, its nearest options at hand."""
-        words = sys.argv[1:] if args is None else args
-        found, unknown = super().parse_known_args(self._each_value_apart(list(words)), namespace)
+        found, unknown = super().parse_known_args(args, namespace)
         found.__dict__.setdefault("given", {})
         if not self._passes_on:
             refuse_unknown(self, unknown)
         return found, unknown
-
-    def _each_value_apart(self, words: list[str]) -> list[str]:
-        """``--batch-size 4 8`` as ``--batch-size 4 --batch-size 8``."""
-        lists = {flag: one for one in self._actions if isinstance(one, Several) for flag in one.option_strings}
-        made, flag, values = list[str](), "", 0
-        for index, word in enumerate(words):
-            if word == "--":
-                return [*made, *words[index:]]
-            if word.startswith("-"):
-                name, equals, _value = word.partition("=")
-                flag, values = name if name in lists else "", int(bool(equals))
-            elif flag:
-                if values and lists[flag].accepts(word):
-                    made.append(flag)
-                elif values:
-                    flag = ""
-                values += 1
-            made.append(word)
-        return made
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,13 @@ class ModelFolder:
                 return name
         return max(self.components, key=lambda name: self.components[name].weights.parameters)
 
-    def chosen(self, option: str, names: str) -> tuple[Component, ...]:
-        """The components of a list such as "transformer,text_encoder"; none for "none".
+    def chosen(self, option: str, wanted: Sequence[str]) -> tuple[Component, ...]:
+        """The components of these names; none for "none".
 
         Raises:
             InvalidInputError: there is no such component.
         """
-        wanted = [name.strip() for name in names.split(",") if name.strip()]
-        if wanted == ["none"]:
+        if list(wanted) == ["none"]:
             return ()
         for name in wanted:
             if name not in self.components:

@@ -69,10 +69,6 @@ _PRECISION_WORDS: Final = {
 }
 
 
-#: What a precision may be called.
-PRECISION_NAMES: Final = (*PRECISIONS, *_PRECISION_WORDS)
-
-
 @dataclass(frozen=True)
 class EstimateRequest:
     """A request for an estimate, from a config and its options; None: given in neither."""
