@@ -77,14 +77,15 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
         tell(remark)
     if not is_built:
         check_read(options, RULE)
-        rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in sizes or [_own(found)]}
+        own = found.network()
+        wanted = sizes or [(own.height, own.width)]
+        rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in wanted}
         return _RULE, rows
     check_read(options, of_model(kind_of(found)))
     margin = checked_margin(options.margin)
-    wanted: list[tuple[int, int] | None] = list(sizes) or [None]
-    steps = {size: step_from_config(_sized(found, size), config) for size in wanted}
+    steps = {size: step_from_config(_sized(found, size), config) for size in [*sizes] or [None]}
     rows = {size: _symbolic(step, cards, margin) for size, step in steps.items()}
-    tell_assumed(steps[wanted[0]], found.model or "", options.input)
+    tell_assumed(next(iter(steps.values())), found.model or "", options.input)
     return _SYMBOLIC, rows
 
 
@@ -140,11 +141,6 @@ def _sized(found: EstimateRequest, size: tuple[int, int] | None) -> EstimateRequ
     return replace(found, numbers={**found.numbers, "height": size[0], "width": size[1]})
 
 
-def _own(found: EstimateRequest) -> tuple[int, int]:
-    network = found.network()
-    return network.height, network.width
-
-
 def _about(options: argparse.Namespace, title: str) -> str:
     if title == _RULE:
         return _("The largest batch by the rule of thumb: activations alone, one tensor per layer.")
@@ -153,36 +149,16 @@ def _about(options: argparse.Namespace, title: str) -> str:
 
 
 def _print_tables(tables: Tables) -> None:
-    """Cards down, resolutions across; one card alone: resolutions down, as the guide has it."""
-    sizes = list(tables)
-    cards = [row.gpu for row in tables[sizes[0]]]
-    if len(cards) == 1:
-        rows = [(_("resolution"), _("largest batch"), _("expected"), _("usable"))]
-        rows += [(_size(size), *_cells(found[0])) for size, found in tables.items()]
-        say(cards[0].name)
-        print_columns(rows, left=1)
-        return
-    head = [
-        "GPU",
-        _("usable"),
-        *(part for size in sizes for part in (_size(size) or _("largest batch"), _("expected"))),
-    ]
-    lines = [tuple(head)]
-    for index, card in enumerate(cards):
-        cells = [_cells(tables[size][index]) for size in sizes]
-        lines.append((card.name, cells[0][2], *(part for one in cells for part in one[:2])))
+    """A row for each card, or for each resolution on each card, as the guide has it."""
+    sized = [_("resolution")] if None not in tables else []
+    lines = [["GPU", *sized, _("largest batch"), _("expected"), _("usable")]]
+    for rows in zip(*tables.values(), strict=True):
+        for size, row in zip(tables, rows, strict=True):
+            side = [] if size is None else [f"{size[0]}×{size[1]}"]
+            peak, usable = (f"{amount / 2**30:.2f} GiB" for amount in (row.peak, row.usable))
+            largest = str(row.largest_batch) if row.known else "?"
+            lines.append([row.gpu.name, *side, largest, peak if row.largest_batch else f"> {peak}", usable])
     print_columns(lines, left=1)
-
-
-def _cells(found: OnGpu) -> tuple[str, str, str]:
-    """(Largest batch, what it takes, what may be used) in GiB."""
-    largest = str(found.largest_batch) if found.known else "?"
-    taken = f"{found.peak / 2**30:.2f} GiB"
-    return largest, taken if found.largest_batch else f"> {taken}", f"{found.usable / 2**30:.2f} GiB"
-
-
-def _size(size: tuple[int, int] | None) -> str:
-    return "" if size is None else f"{size[0]}×{size[1]}"
 
 
 def _dict(size: tuple[int, int] | None, rows: tuple[OnGpu, ...]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
-    from vram_guard.budget.sampling import GpuSample, ProcessSample
+    from vram_guard.budget.sampling import GpuSample
     from vram_guard.watch.monitor import GpuSummary
     from vram_guard.watch.running import Running
 
@@ -35,13 +35,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("seconds", nargs="?", metavar="SECONDS", help=_("duration in seconds (0: until Ctrl-C)"))
     parser.add_argument("--interval", metavar="S", help=_("sampling interval in seconds (1)"))
-    add_options(
-        parser,
-        "device",
-        dest="watched",
-        action="append",
-        help=_("only this GPU of this machine, as nvidia-smi counts; repeatable"),
-    )
     add_options(parser, "json")
     parser.set_defaults(run=_monitor)
 
@@ -56,12 +49,6 @@ def _monitor(options: argparse.Namespace) -> int:
     seconds = number("seconds", options.seconds, 0.0, option=False)
     if not isfinite(seconds) or seconds < 0:
         raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=seconds))
-    watched = options.watched or ()
-    for one in watched:
-        if not one[:1].isdecimal() or not one.isascii():
-            raise InvalidInputError(
-                _("--device is the number of a GPU of this machine, not {text}", text=repr(one)[:40])
-            )
     monitor = Monitor()
     trainings: dict[int, Running] = {}
     stream = sys.stderr if options.json else sys.stdout  # the answer has standard output to itself
@@ -70,37 +57,18 @@ def _monitor(options: argparse.Namespace) -> int:
         trainings.update(running())  # they are forgotten where the training ends
         for sample in moment:
             say(f"{seconds:7.1f} s  {_line(sample)}", stream)
-            for process in sample.processes:
-                if process.pid in trainings:
-                    say(f"           {_beside(process, trainings[process.pid])}", stream)
         stream.flush()
 
     with any_sampler() as (sampler, missing):
         if missing:
             tell(missing)
-        chosen = _only(sampler, watched)
         stop = threading.Event()
         with _ending_cleanly(stop):
             try:
-                watch(chosen, monitor, seconds=seconds or None, interval=interval, tell=show, stop=stop)
+                watch(sampler, monitor, seconds=seconds or None, interval=interval, tell=show, stop=stop)
             finally:  # what was seen until an error is worth its summary too
                 _finish(options, monitor.summary(), monitor.count, trainings)
     return EXIT_DONE
-
-
-def _only(sampler: Callable[[], tuple[GpuSample, ...]], gpus: Sequence[str] | None) -> Callable[[], Any]:
-    """The sampler for the chosen GPUs.
-
-    Raises:
-        InvalidInputError: there is no such GPU; before anything is shown.
-    """
-    if not gpus:
-        return sampler
-    known = [sample.gpu for sample in sampler()]
-    for gpu in gpus:
-        if gpu not in known:
-            raise InvalidInputError(_("there is no GPU {gpu}; available: {known}", gpu=gpu, known=", ".join(known)))
-    return lambda: tuple(sample for sample in sampler() if sample.gpu in gpus)
 
 
 @contextmanager
@@ -135,19 +103,6 @@ def _line(sample: GpuSample) -> str:
     )
 
 
-def _beside(process: ProcessSample, own: Running) -> str:
-    """A guarded training's memory, measured and predicted."""
-    from vram_guard.units import format_bytes
-
-    return _(
-        "{pid} {name}: {measured} measured, {predicted} predicted",
-        pid=process.pid,
-        name=process.name,
-        measured="?" if process.bytes is None else format_bytes(process.bytes),
-        predicted=format_bytes(own.expected),
-    )
-
-
 def _finish(
     options: argparse.Namespace, summary: Sequence[GpuSummary], count: int, trainings: Mapping[int, Running]
 ) -> None:
@@ -160,9 +115,8 @@ def _finish(
     for one in summary:
         say(f"GPU {one.gpu} {one.name}: {one.words()}")
         for process in one.processes:
-            peak = "?" if process.peak is None else format_bytes(process.peak)
             own = trainings.get(process.pid)
-            told = [f"{_('peak')} {peak}"]
+            told = [f"{_('peak')} {'?' if process.peak is None else format_bytes(process.peak)}"]
             if own is not None:
                 told.append(_("{size} predicted", size=format_bytes(own.expected)))
             if process.utilization_mean is not None:

@@ -10,6 +10,7 @@ arXiv:2205.05198, equation 1): the rule says at a glance what is out of the ques
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -139,18 +140,10 @@ class Calculation:
         def sides(side: int) -> tuple[int, int]:
             return side, max(short * side // long, 1)
 
-        # The product grows with the longer side: bisect.
-        low, high = 0, long + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if math.prod(sides(middle)) <= points:
-                low = middle
-            else:
-                high = middle
-        if not low:
+        side = bisect_right(range(1, long + 1), points, key=lambda one: math.prod(sides(one)))
+        if not side:
             return None
-        side, other = sides(low)
-        return (side, other) if self.network.height >= self.network.width else (other, side)
+        return sides(side) if self.network.height >= self.network.width else sides(side)[::-1]
 
     @property
     def accumulation(self) -> tuple[int, int] | None:
