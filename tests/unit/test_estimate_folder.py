@@ -317,7 +317,7 @@ def test_in_chinese(cogvideox, capsys):
     assert cli.main(["estimate", "--lang", "zh", "--model_path", str(cogvideox), *GUIDE, "--quick", "--gpu", "T4"]) == 1
     out = capsys.readouterr().out
     assert "优化器状态（AdamW）" in out
-    assert "❌ 按公式估算放不下" in out
+    assert "❌ 超限（按经验公式）" in out
 
 
 SECONDS, MEGABYTES = 2.0, 200

@@ -48,28 +48,6 @@ def parsed(*words: str) -> dict[str, Any]:
     return values
 
 
-def add_set(parser: Any) -> None:
-    """Add ``--set``, of the commands that read one config."""
-    parser.add_argument("--set", action="list", metavar="A=1,B=2", help=_("values in place of the config's"))
-
-
-def changed(config: dict[str, Any], options: argparse.Namespace, model: str | None) -> dict[str, Any]:
-    """The config with the values of every ``--set`` in place of its own.
-
-    Raises:
-        InvalidInputError: nothing reads a value of such a name, or it is given twice.
-    """
-    if not options.set:
-        return config
-    from vram_guard.closed_form.from_config import parse_request
-
-    change = parsed(*options.set)
-    check_said_once(change, options)
-    merged = _with(config, change)
-    _check_used(change, config, parse_request(merged, {"model": model}).model)
-    return merged
-
-
 #: Options that say something before the config does, by the names that :func:`parse_request` has for them.
 _SAID: Final = ("model", "input", *(name.replace("-", "_") for name in WEIGHTS))
 

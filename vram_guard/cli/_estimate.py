@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import gpu_memory, number
-from vram_guard.cli._configuration import add_set, changed, is_traced, no_batch, said, tell_assumed
+from vram_guard.cli._configuration import is_traced, no_batch, said, tell_assumed
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
@@ -21,7 +21,7 @@ from vram_guard.state.collector import collector_paused
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.from_config import EstimateRequest
-    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.report.closed_form import SymbolicAnswer
     from vram_guard.step import TrainingStep
 
 
@@ -41,7 +41,6 @@ def add(commands: Any) -> None:
         ),
     )
     add_config(parser, _("training config in YAML: the numbers are read from it"))
-    add_set(parser)
     add_options(parser.add_argument_group(_("the calculator")), "batch", *NETWORK)
     folder = parser.add_argument_group(_("a model folder"))
     add_options(folder, *FOLDER)
@@ -62,11 +61,10 @@ def _estimate(options: argparse.Namespace) -> int:
     from vram_guard.capture.config_step import kind_of
     from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
     from vram_guard.config_file import load_config
-    from vram_guard.report.calculator import LINE, calculator_dict, calculator_lines
+    from vram_guard.report.closed_form import LINE, calculator_dict, calculator_lines
 
     share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
     config = {} if options.config is None else load_config(options.config)
-    config = changed(config, options, options.model)
     request, amounts = _request(options, config)
     is_built, remark = is_traced(request, config, quick=options.quick)
     kind = of_model(kind_of(request)) if is_built else RULE
@@ -101,14 +99,12 @@ def _estimate(options: argparse.Namespace) -> int:
     # The symbolic answer, where there is one, decides: it knows the network.
     fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
     if options.json:
-        from vram_guard.report.symbolic import symbolic_dict
-
         answer = {
             "kind": "calculator",
             "fits": fits,
             "decided_by": "rule of thumb" if symbolic is None else "symbolic",
             "rule_of_thumb": None if calculation is None else calculator_dict(calculation),
-            "symbolic": None if symbolic is None else symbolic_dict(symbolic),
+            "symbolic": None if symbolic is None else symbolic.as_dict(),
             "model": request.model,
             "found_in_config": dict(request.places),
             "notes": notes,
@@ -155,7 +151,7 @@ def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> Tra
 def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None) -> SymbolicAnswer:
     from vram_guard.plan.layout_facts import budget_of_rank
     from vram_guard.plan.on_card import traced_on_card
-    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.report.closed_form import SymbolicAnswer
 
     budget = budget_of_rank(budget, step.layout)
     timeline = traced_on_card(step, budget, cudnn=cudnn)
@@ -163,13 +159,11 @@ def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None)
 
 
 def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool, verbose: bool) -> None:
-    from vram_guard.report.calculator import LINE
+    from vram_guard.report.closed_form import LINE
 
     say()
     if symbolic is not None:
-        from vram_guard.report.symbolic import symbolic_lines
-
-        print_now([*symbolic_lines(symbolic, verbose=verbose), ""])
+        print_now([*symbolic.lines(verbose=verbose), ""])
     if fits and symbolic is not None:
         say(_("✅ SAFE: the training fits"))
     elif fits:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +14,20 @@ from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.cli.ways import FOLDER, check_needed, check_read
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
-from vram_guard.terminal import terminal_width
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.folder import ModelFolder
     from vram_guard.closed_form.inputs import InputSizes
     from vram_guard.closed_form.tuning import Tuning
-    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.report.closed_form import SymbolicAnswer
 
 
 def estimate_folder(options: argparse.Namespace) -> int:
     """Say what the folder holds and what training it takes; the exit code says whether it fits."""
     from vram_guard.closed_form.folder import read_folder
     from vram_guard.closed_form.inputs import InputSizes
+    from vram_guard.report.closed_form import LINE, folder_dict, folder_lines
 
     check_read(options, FOLDER)
     if options.quick:
@@ -42,7 +40,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     tuning = tuning_of_folder(folder, options, sizes, batch)
     budget = _budget(options)
     if not options.json:
-        print_now(_closed_form_lines(folder, tuning, budget))
+        print_now([LINE, _("🧮 GPU memory of a training"), LINE, *folder_lines(folder, tuning, budget)])
     notes = Notes()
     symbolic = None
     if not options.quick and len(tuning.trained) != 1:
@@ -53,13 +51,17 @@ def estimate_folder(options: argparse.Namespace) -> int:
     known = tuning.complete and budget is not None and tuning.total <= budget.usable
     fits = None if budget is None else known if symbolic is None else symbolic.fits
     if options.json:
-        print_json(_as_dict(folder, tuning, budget, symbolic, fits, notes))
+        answer = {
+            "kind": "model folder",
+            "fits": fits,
+            "decided_by": None if fits is None else "closed form" if symbolic is None else "symbolic",
+            **folder_dict(folder, tuning, budget),
+            "symbolic": None if symbolic is None else _symbolic_dict(symbolic),
+            "notes": notes,
+        }
+        print_json(answer)
     elif symbolic is not None:
-        from vram_guard.report.symbolic import symbolic_lines
-
-        print_now(["", *symbolic_lines(symbolic, verbose=bool(options.verbose))])
-        if symbolic.plan is not None:
-            print_now(["", symbolic.plan.explain()])
+        print_now(["", *symbolic.lines(verbose=bool(options.verbose))])
     if symbolic is not None and required is not None:
         tell_differences(required, symbolic.estimate.releases)
     return EXIT_DOES_NOT_FIT if fits is False else EXIT_DONE
@@ -151,7 +153,7 @@ def _symbolic(
     from vram_guard.plan import PlanOptions, plan
     from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import TECHNIQUES
-    from vram_guard.report.symbolic import SymbolicAnswer
+    from vram_guard.report.closed_form import SymbolicAnswer
 
     (trained,) = tuning.trained
     twin = "original" if trained in tuning.frozen else ""
@@ -169,47 +171,7 @@ def _symbolic(
     return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
 
 
-def _closed_form_lines(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> Iterator[str]:
-    from vram_guard.report.calculator import LINE
-    from vram_guard.report.folder import folder_lines, tuning_lines, verdict_lines
+def _symbolic_dict(symbolic: SymbolicAnswer) -> dict[str, Any]:
+    from vram_guard.report.as_json import as_dict
 
-    width = terminal_width(sys.stdout)
-    yield from (LINE, _("🧮 GPU memory of a training"), LINE)
-    yield from (*folder_lines(folder, width), "", *tuning_lines(tuning, width), "")
-    if budget is None:
-        yield _("no GPU here: give --gpu, --budget or --gpu-memory to check whether it fits")
-        return
-    yield from verdict_lines(tuning, budget)
-
-
-def _as_dict(
-    folder: ModelFolder,
-    tuning: Tuning,
-    budget: Budget | None,
-    symbolic: SymbolicAnswer | None,
-    fits: bool | None,
-    notes: Notes,
-) -> dict[str, Any]:
-    from vram_guard.report.folder import folder_dict, tuning_dict
-
-    answer: dict[str, Any] = {
-        "kind": "model folder",
-        "fits": fits,
-        "decided_by": None if fits is None else "closed form" if symbolic is None else "symbolic",
-        **folder_dict(folder),
-        "closed_form": tuning_dict(tuning),
-        "usable": None if budget is None else budget.usable,
-        "symbolic": None,
-        "notes": notes,
-    }
-    if budget is not None:
-        answer["closed_form"]["largest_batch"] = tuning.largest_batch(budget.usable) if tuning.complete else None
-    if symbolic is not None:
-        from vram_guard.report.as_json import as_dict
-        from vram_guard.report.symbolic import symbolic_dict
-
-        answer["symbolic"] = {
-            **symbolic_dict(symbolic),
-            "plan": None if symbolic.plan is None else as_dict(symbolic.plan),
-        }
-    return answer
+    return {**symbolic.as_dict(), "plan": None if symbolic.plan is None else as_dict(symbolic.plan)}

@@ -8,7 +8,6 @@ from typing import Any
 
 from vram_guard.budget import GPU
 from vram_guard.cli._arguments import checked_margin
-from vram_guard.cli._configuration import add_set
 from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import NETWORK, add_options
@@ -40,7 +39,6 @@ def add(commands: Any) -> None:
     add_options(parser, "margin", "json")
     group = parser.add_argument_group(_("a model: what fits on each GPU"))
     add_options(group, "config", *NETWORK)
-    add_set(group)
     add_release_options(group)
     group.add_argument(
         "--resolutions",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import checked_margin, number, whole_number
-from vram_guard.cli._configuration import changed, is_traced, parsed, said, tell_assumed
+from vram_guard.cli._configuration import is_traced, said, tell_assumed
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
 from vram_guard.cli.releases import required_releases, tell_differences
@@ -28,9 +28,7 @@ Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
 
 def asks_about_a_model(options: argparse.Namespace) -> bool:
     """True where more is asked for than the list of cards."""
-    return any(
-        value is not None for value in (options.model, options.config, options.hidden_dim, options.set, options.input)
-    )
+    return any(value is not None for value in (options.model, options.config, options.hidden_dim, options.input))
 
 
 def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
@@ -57,15 +55,11 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
     from vram_guard.capture.config_step import kind_of, step_from_config
-    from vram_guard.closed_form.from_config import NAMES, parse_request
+    from vram_guard.closed_form.from_config import parse_request
     from vram_guard.config_file import load_config
 
     config = {} if options.config is None else load_config(options.config)
     given = said(options)
-    config = changed(config, options, options.model)
-    for name in parsed(*options.set) if options.set else ():
-        if name.lower() in NAMES["batch"]:
-            raise InvalidInputError(_("--set {name} is not read: gpus looks for the largest batch", name=name))
     sizes = _resolutions(options.resolutions)
     if sizes and options.input is not None:
         raise InvalidInputError(_("--resolutions and --input both say how large a sample is: leave one out"))

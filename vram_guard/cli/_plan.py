@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, unknown_model, whole_number
-from vram_guard.cli._configuration import add_set, check_said_once, configuration, parsed, said, tell_assumed
+from vram_guard.cli._configuration import check_said_once, configuration, parsed, said, tell_assumed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import (
     DEVICE,
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
         ),
     )
     add_config(parser, _("the training config, YAML; or a step or a model: file.py:name, resnet50"))
-    add_set(parser)
+    parser.add_argument("--set", action="list", metavar="A=1,B=2", help=_("values in place of the config's"))
     add_options(parser, "model", "batch", *_SHAPES, *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
     add_release_options(parser)

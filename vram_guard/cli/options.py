@@ -24,7 +24,7 @@ def counted(name: str, words: Iterable[str] | None) -> list[int]:
     """
     from vram_guard.cli._arguments import whole_number
 
-    return [whole_number(name, one) for one in listed(words)]
+    return [whole_number(name, one.strip()) for word in words or () for one in word.split(",")]
 
 
 class _Option(NamedTuple):
