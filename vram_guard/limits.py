@@ -145,8 +145,6 @@ MOST_SLICES = 8
 MOST_CANDIDATES = 3
 #: Batch sizes of an evaluation.
 EVALUATIONS_TRIED = 8
-#: Relaunches that are run dry for one launch: each costs the script's start once more.
-RELAUNCHES_TRIED = 3
 #: Timelines that are kept where a law does not hold: a plan asks for a handful of sizes many times.
 TRACES_KEPT = 16
 

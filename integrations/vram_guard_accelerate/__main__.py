@@ -60,7 +60,6 @@ def _install(plan: LaunchPlan) -> None:
 
     if plan.precision:
         os.environ["ACCELERATE_MIXED_PRECISION"] = plan.precision
-    plan.sharding.announce()
     PlanInstaller(plan).install()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
-from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
 
 #: Where the processes of a launch find their plan, as :mod:`vram_guard.codec` writes it.
 VARIABLE = "VRAM_GUARD_LAUNCH_PLAN"
@@ -44,7 +43,6 @@ class LaunchPlan:
         resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
         recipe: the techniques beyond precision.
-        sharding: what is changed of how the model is divided.
         by_itself: whether the script trains without Accelerate.
     """
 
@@ -58,14 +56,13 @@ class LaunchPlan:
     resumes_grown: bool = False
     models: int = 1
     recipe: Recipe = AS_WRITTEN
-    sharding: ShardingChange = AS_LAUNCHED
     by_itself: bool = False
 
     @property
     def within(self) -> bool:
         """True if something is changed inside the processes, not by their options alone."""
         recipe = self.recipe.with_(expandable_segments=False)
-        return bool(recipe) or self.sharding != AS_LAUNCHED or bool(self.precision)
+        return bool(recipe) or bool(self.precision)
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""

@@ -21,6 +21,12 @@ from vram_guard.settings import filled, read
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: Why the guard leaves a model divided, or whole, as it is launched.
+ELSEWHERE = marked(
+    "how a model is divided, and whether it lies on the host, is chosen by accelerate's own options, which are "
+    "predicted as they are given (--use_fsdp --fsdp_version 2 --fsdp_offload_params true)"
+)
+
 #: Techniques that cannot be used in a script, which makes model and optimizer by itself, and why.
 NOT_HERE: dict[str, str] = {
     "accumulate": marked("a script computes its loss by itself, once for each batch; slices leave that as it is"),
@@ -32,12 +38,10 @@ NOT_HERE: dict[str, str] = {
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
     "evaluation": marked("what a script makes of the outputs of its evaluations is not known"),
+    "offload_parameters": ELSEWHERE,
+    "shard": ELSEWHERE,
     "optimizer_in_backward": marked("a script may do anything with its gradients before it steps"),
 }
-
-#: Used only where it is named: "offload", which is allowed by default, does not mean it. It changes what a script's
-#: checkpoints and state dicts hold.
-ONLY_BY_NAME = frozenset({"offload_parameters"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +67,7 @@ class LaunchSettings(PlanSettings):
     @property
     def techniques(self) -> frozenset[str]:
         """Those of the allowed techniques that can be applied to a script."""
-        return super().techniques - NOT_HERE.keys() - (ONLY_BY_NAME - set(self.allow or ()))
-
-    @property
-    def may_offload_shards(self) -> bool:
-        """True if a model that is sharded as it is launched may lie on the host: its checkpoints stay the same."""
-        return "offload_parameters" in super().techniques
+        return super().techniques - NOT_HERE.keys()
 
     def asks(self, technique: str) -> bool:
         """True if a technique, or "grow", was asked for by its name, or is by default."""
@@ -135,8 +134,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--allow",
         metavar="NAMES",
         help=_(
-            "what may be changed, comma-separated (default: {default}; offload_parameters and shard, which are FSDP2, "
-            "only where they are named)",
+            "what may be changed, comma-separated (default: {default})",
             default=",".join(DEFAULT_ALLOW),
         ),
     )

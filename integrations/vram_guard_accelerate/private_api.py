@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from vram_guard.private_names import PrivateName
 
-#: Only for parameters on the host: Accelerate has FSDP2 since 1.6.
-FSDP2: tuple[PrivateName, ...] = (
-    PrivateName("accelerate.utils.fsdp_utils:fsdp2_prepare_model", "who shards the model"),
-    PrivateName("accelerate.accelerator:Accelerator.is_fsdp2", "whether FSDP2 was switched on"),
-    PrivateName("accelerate.state:AcceleratorState.fsdp_plugin", "FSDP2 in the dry run"),
-)
-
 TABLE: tuple[PrivateName, ...] = (
-    *FSDP2,
+    PrivateName("accelerate.state:AcceleratorState.fsdp_plugin", "FSDP in the dry run"),
     PrivateName("accelerate.commands.launch:launch_command_parser", "where a script begins among the arguments"),
     PrivateName("accelerate.commands.launch:launch_command", "the launchers for several processes"),
     PrivateName("accelerate.commands.launch:_validate_launch_command", "config file, defaults and contradictions"),

@@ -22,10 +22,9 @@ from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 from vram_guard.codec import from_json, to_json
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too
-from vram_guard_accelerate.planning._best_relaunch import best_of
 from vram_guard_accelerate.planning.prediction import read_answer
+from vram_guard_accelerate.planning.relaunch import Relaunch, better_of
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
-from vram_guard_accelerate.relaunch.relaunch import Relaunch
 
 for late in PLANS:
     importlib.import_module(late)
@@ -51,25 +50,25 @@ def answered(folder: Path, request: DryRunRequest) -> DryRunAnswer | DryRunFailu
     return answer
 
 
-def with_relaunches(folder: Path) -> None:
+def with_relaunch(folder: Path) -> None:
     request = from_json(DryRunRequest, (folder / REQUEST).read_bytes())
     first = answered(folder, request)
-    if isinstance(first, DryRunFailure) or not first.relaunches:
+    if isinstance(first, DryRunFailure) or first.relaunch is None:
         return
     tried: list[str] = []
 
     def run(relaunch: Relaunch) -> DryRunAnswer | DryRunFailure:
-        tried.append(relaunch.change.words)
-        inner = folder / f"relaunch_{len(tried)}"
+        tried.append(relaunch.words)
+        inner = folder / "relaunch"
         inner.mkdir()
         changed = request.relaunched(relaunch)
         (inner / REQUEST).write_text(to_json(changed), encoding="utf-8")
         return answered(inner, changed)
 
-    (folder / ANSWER).write_text(to_json(best_of(first, run)), encoding="utf-8")
+    (folder / ANSWER).write_text(to_json(better_of(first, run)), encoding="utf-8")
     (folder / "tried.json").write_text(json.dumps(tried), encoding="utf-8")
 
 
 for line in sys.stdin:
-    with_relaunches(Path(sys.argv[1], line.strip()))
+    with_relaunch(Path(sys.argv[1], line.strip()))
     print(line, end="", flush=True)

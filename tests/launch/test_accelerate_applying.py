@@ -23,10 +23,9 @@ from vram_guard.cli import EXIT_ENVIRONMENT  # noqa: E402
 from vram_guard.codec import to_json  # noqa: E402
 from vram_guard.techniques import Body, Slices  # noqa: E402
 from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan, LoaderPlace  # noqa: E402
-from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
 
-WRAPPED = ("__init__", "prepare", "prepare_model", "end_training", "save_state", "load_state")
+WRAPPED = ("prepare", "prepare_model", "end_training", "save_state", "load_state")
 
 
 @pytest.fixture
@@ -76,7 +75,6 @@ def test_only_what_a_plan_needs_is_replaced(carried_out: Any) -> None:
     checkpoints = {"Accelerator.save_state", "Accelerator.load_state"}
     recipe = LaunchPlan().recipe
     assert replaced() == always
-    assert replaced(sharding=ShardingChange(offload=True)) == {*always, "Accelerator.__init__"}
     assert replaced(recipe=recipe.with_(activation_memory_budget=0.5)) == {*always, "Accelerator.end_training"}
     assert replaced(batch_size=4, grown_batch_size=8) == {*always, "DataLoader.__init__"}
     assert replaced(batch_size=4, grown_batch_size=4) == always

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from vram_guard.errors import MissingLibraryError
 from vram_guard.simulate import estimate
 from vram_guard.techniques import Recipe
 from vram_guard_accelerate._launch_plan import LaunchPlan
-from vram_guard_accelerate._sharding_change import ShardingChange
 
 SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
 ON_HOST = {"device": "cpu"}
@@ -142,37 +140,6 @@ def test_blocks_are_checkpointed_and_smaller_batches_are_told_where_it_does_not_
         assert answer["own_options"] == [option, size, "--gradient_accumulation_steps", "2"]
 
 
-@pytest.fixture(scope="module")
-def by_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The same, by settings of DeepSpeed's own."""
-    if not INSTALLED:
-        pytest.skip("deepspeed is not installed")
-    asked = tmp_path_factory.mktemp("settings") / "asked"
-    large = ("in_batches", "--out", "never.pt", "--batch_size", 1024, "--samples", 4096)
-    cases.request(asked / "divided", SHARDED, *large, ranks=2, budget="150MiB", allow=("shard", "offload_optimizer"))
-    return cases.dry_runs(asked, **by_engine(asked.parent, 2))
-
-
-@engine
-def test_another_stage_and_states_on_the_host_are_taken_where_they_are_named(by_settings: Any) -> None:
-    answer = by_settings["divided"]
-    assert answer["fits"], answer
-    assert answer["tried"][0] == "zero_optimization.stage=3"
-    sharding = answer["launch_plan"]["sharding"]
-    assert (sharding["stage"], sharding["states_on_host"]) == (3, True)
-    before, after = answer["plan"]["before"]["breakdown"], answer["plan"]["estimate"]["breakdown"]
-    assert after["optimizer_states"] == 0
-    assert after["parameters"] == pytest.approx(before["parameters"] / 2, rel=0.01)
-    assert answer["plan"]["slowdown"] > 1
-    for words in (
-        "the same batches, and the same learning rates",
-        "to resume it, set zero_optimization.stage=3, zero_optimization.offload_optimizer.device=cpu",
-        "weights are empty outside",
-    ):
-        assert any(words in note for note in answer["notes"]), answer["notes"]
-    assert not any("not possible here" in note for note in answer["notes"]), answer["notes"]
-
-
 def launched(folder: Path, *options: object, **config: int) -> tuple[dict[str, Any], str]:
     """What two processes over gloo have come to under ``vram-guard launch``, and what it said."""
     file = by_engine(folder, 2, **config)["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
@@ -192,30 +159,6 @@ def test_a_real_launch_with_deepspeed_is_predicted_changed_and_trains(tmp_path: 
 
 
 @engine
-def test_a_real_launch_takes_another_stage_where_it_is_named(tmp_path: Path) -> None:
-    """Of a model whose weights outweigh all else; the stage before and its states on the host would do as well."""
-    deep = (SHARDED, "in_batches", "--batch_size", 64, "--samples", 256, "--depth", 8)
-    found, said = launched(tmp_path, "--budget", "300MiB", "--allow", "shard,offload_optimizer", *deep, group=2_000_000)
-    assert found["zero"] == (3, False, "AdamW")
-    for words in (
-        "fits with: stage 3 of DeepSpeed's ZeRO",
-        "is launched with zero_optimization.stage=3.",
-        "settings of DeepSpeed's config change where the script calls prepare",
-        "to resume it, set zero_optimization.stage=3 in the DeepSpeed config",
-    ):
-        assert words in said, said
-
-
-@engine
-def test_a_real_launch_keeps_states_on_the_host_where_it_is_named(tmp_path: Path) -> None:
-    large = (SHARDED, "in_batches", "--batch_size", 1024, "--samples", 4096)
-    found, said = launched(tmp_path, "--budget", LITTLE, "--allow", "offload_optimizer", *large)
-    assert found["zero"] == (2, True, "AdamW")
-    assert "fits with: DeepSpeed's optimizer in host memory" in said, said
-    assert "zero_force_ds_cpu_optimizer=false in the DeepSpeed config" in said, said
-
-
-@engine
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_path: Path) -> None:
     """Blocks checkpointed."""
@@ -228,83 +171,12 @@ def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_p
 
 
 @engine
-def test_two_processes_under_another_stage_and_with_states_on_the_host_train_to_equal_weights(tmp_path: Path) -> None:
-    """Clipped gradients of two batches each; the optimizer stays the script's own."""
-    variables = {**by_engine(tmp_path, 1, gradient_clipping=0.05), "DS_ACCELERATOR": "cpu"}
-    words = ("in_batches", "--batch_size", 2, "--gradient_accumulation_steps", 2)
-    written = cases.trained(tmp_path, *words, **variables)
-    assert written["zero"] == (1, False, "AdamW")
-    for change in (
-        ShardingChange(states_on_host=True),
-        ShardingChange(stage=2),
-        ShardingChange(stage=3),
-        ShardingChange(stage=3, states_on_host=True),
-    ):
-        plan = LaunchPlan(batch_size=2, grown_batch_size=2, sharding=change)
-        found = cases.trained(tmp_path, *words, plan=to_json(plan), **variables)
-        assert found["zero"] == (change.stage or 1, change.states_on_host, "AdamW")
-        assert len(found["losses"]) == len(written["losses"])
-        assert cases.difference(written, found) < 1e-5
-
-
-def test_settings_of_deepspeed_are_changed_wherever_they_come_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate import DeepSpeedPlugin
-
-    change = ShardingChange(stage=3, states_on_host=True)
-    plugins = [DeepSpeedPlugin(zero_stage=2)]
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", by_engine(tmp_path, 1)["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
-    plugins.append(DeepSpeedPlugin())
-    for plugin in plugins:
-        change.put_on_engine(plugin)
-        section = plugin.hf_ds_config.config["zero_optimization"]
-        assert (section["stage"], plugin.zero_stage, plugin.hf_ds_config.is_zero3()) == (3, 3, True)
-        assert (section["offload_optimizer"]["device"], plugin.offload_optimizer_device) == ("cpu", "cpu")
-        assert section["stage3_gather_16bit_weights_on_model_save"]
-        assert plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] is False
-    assert plugins[1].deepspeed_config["zero_optimization"]["reduce_bucket_size"] == SMALL
-
-
-class EightBit(torch.optim.Adam):
-    """Not one of torch's own."""
-
-
-@pytest.mark.parametrize(
-    ("config", "optimizer", "resumed", "words"),
-    [
-        ({}, torch.optim.AdamW, False, ("", "")),
-        ({"optimizer": {"type": "AdamW"}}, torch.optim.AdamW, False, ("names the optimizer", "")),
-        ({"zero_optimization": {"offload_optimizer": ON_HOST}}, torch.optim.AdamW, False, ("already", "")),
-        ({}, EightBit, False, ("EightBit is not one of torch's optimizers", "")),
-        ({}, torch.optim.AdamW, True, ("goes on from a checkpoint", "goes on from a checkpoint")),
-    ],
-)
-def test_what_would_be_another_training_under_deepspeed_is_refused(
-    config: Any, optimizer: Any, resumed: bool, words: tuple[str, str]
-) -> None:
-    from vram_guard_accelerate.relaunch import engine
-
-    wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer([torch.nn.Parameter(torch.zeros(1))])))
-    accelerator = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config), _optimizers=[wrapped])
-    script = SimpleNamespace(resumed=SimpleNamespace(files={"checkpoint": None} if resumed else {}))
-    first: Any = SimpleNamespace(accelerator=accelerator, script=script, engine=Parallel(gpus=2, kind="deepspeed2"))
-    found = (engine.why_not_states_on_host(first), engine.why_not_next_stage(first))
-    for why, meant in zip(found, words, strict=True):
-        assert meant in why
-        assert bool(why) == bool(meant)
-    first.engine = Parallel(gpus=2, kind="deepspeed3")
-    assert "divides everything already" in engine.why_not_next_stage(first)
-
-
-@engine
-def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_with_all_of_it(tmp_path: Path) -> None:
-    """Blocks checkpointed, stage 3 in place of 2, states on the host."""
+def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights(tmp_path: Path) -> None:
+    """Blocks checkpointed."""
     plan = LaunchPlan(
         batch_size=4,
         grown_batch_size=4,
         recipe=Recipe(checkpoint=("transformer.h.0", "transformer.h.1")),
-        sharding=ShardingChange(stage=3, states_on_host=True),
     )
     variables = {**by_engine(tmp_path, 2, whole=1000), "DS_ACCELERATOR": "cpu"}
     words = {"output_dir": tmp_path / "trainer", "deepspeed": variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"],
@@ -317,7 +189,7 @@ def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights_wit
     )
     assert (written["forwards"], found["forwards"]) == (["method"] * 4, ["Checkpointed"] * 2 + ["method"] * 2)
     assert written["steps"] == found["steps"] == 2
-    assert (written["zero"], found["zero"]) == ((2, False, "AdamW"), (3, True, "AdamW"))
+    assert (written["zero"], found["zero"]) == ((2, False, "AdamW"),) * 2
     assert cases.difference(written, found) < 1e-5
 
 

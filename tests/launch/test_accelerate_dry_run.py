@@ -56,7 +56,7 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   allow=("precision",))  # fmt: skip
     cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="115MiB",
                   gpu="RTX 2080 Ti", allow=("precision", "slices"))  # fmt: skip
-    cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("slices", "offload_parameters"))
+    cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("slices",))
     cases.request(asked / "by_inductor", TRAINING, "by_inductor", whole_job=False)
     cases.request(asked / "less_saved", TRAINING, "by_inductor", "--batch_size", 1024, "--samples", 2048,
                   budget="1000MiB", allow=("activation_memory_budget",), whole_job=False)  # fmt: skip
@@ -201,14 +201,6 @@ def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     assert not answer["fits"]
     assert any("slices" in reason and "torch.compile" in reason for reason in answer["plan"]["reasons"])
     assert answer["plan"]["compiled"]["followed"]  # by Dynamo's backend that compiles nothing
-
-
-@pytest.mark.torch_since(2, 6)
-def test_a_compiled_model_is_not_put_under_fsdp2(answers: Any) -> None:
-    answer = answers["compiled"]
-    why = "parameters on the host are not possible here: FSDP2 under a model that torch.compile compiles"
-    assert any(note.startswith(why) for note in answer["notes"])
-    assert not answer["plan"]["recipe"]["parameters_on_host"]
 
 
 @pytest.mark.torch_since(2, 6)

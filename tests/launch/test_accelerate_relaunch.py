@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from vram_guard.limits import RELAUNCHES_TRIED
-
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -22,17 +20,16 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, OPTIONS, TRAINER, launch  # noqa: E402
 
 from vram_guard.codec import from_json, from_plain, to_json  # noqa: E402
+from vram_guard.errors import UnsupportedStepError  # noqa: E402
 from vram_guard.language import Message  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard.releases.installed import Releases  # noqa: E402
 from vram_guard.timeline import Estimate, Note, Phase  # noqa: E402
 from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
-from vram_guard_accelerate._sharding_change import ShardingChange  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
-from vram_guard_accelerate.planning._best_relaunch import best_of  # noqa: E402
+from vram_guard_accelerate.planning.relaunch import Baseline, Relaunch, better_of, disagreement  # noqa: E402
 from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402
-from vram_guard_accelerate.relaunch.relaunch import Baseline, LaunchChange, Relaunch, disagreement  # noqa: E402
 
 TRAINER_ARGUMENTS = {
     "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 1, "samples": 64,
@@ -112,7 +109,7 @@ def test_the_command_that_was_not_tried_is_printed_whole(tmp_path: Path) -> None
 # --- what is compared -------------------------------------------------------------------------------------------
 
 WRITTEN = LoopProfile(
-    complete=True, batch_size=16, batches_per_step=1, losses=("NllLossBackward0",),
+    complete=True, batch_size=16, batches_per_step=1,
     counts=(("clip", 1), ("zero", 1)), rates=((0.1,), (0.2,)), batches=4,
 )  # fmt: skip
 
@@ -126,83 +123,56 @@ WRITTEN = LoopProfile(
         ({"batches": 9}, "9 batches, not 4"),
         ({"rates": ((0.1,), (0.3,))}, "learning rates differ"),
         ({"counts": (("clip", 2), ("zero", 1))}, "clips gradients 2 times as often"),
-        ({"losses": ()}, "other operators"),
     ],
 )
 def test_what_differs_is_named(change: dict[str, Any], why: str) -> None:
     found = disagreement(WRITTEN, replace(WRITTEN, **change))
     assert why in found
     assert bool(found) == bool(why)
-    if "losses" in change:
-        assert disagreement(WRITTEN, replace(WRITTEN, **change), losses=False) == ""
 
 
 # --- which is taken ---------------------------------------------------------------------------------------------
 
 
-def answer(slowdown: float, *, fits: bool = True, relaunches: tuple[Relaunch, ...] = ()) -> DryRunAnswer:
+def answer(slowdown: float, *, fits: bool = True, relaunch: Relaunch | None = None) -> DryRunAnswer:
     plan: dict[str, Any] = {"slowdown": slowdown, "estimate": {"peak_reserved": 3 * 1024**3}}
     seconds, memory = {"plan": 1.0}, {"plan": 1}
     releases = Releases("3.11.7", (("torch", "2.13.0"),))
-    return DryRunAnswer(plan, "", LaunchPlan(), (), relaunches, {}, fits, True, "", seconds, memory, releases)
+    return DryRunAnswer(plan, "", LaunchPlan(), (), {}, fits, True, "", seconds, memory, releases, relaunch)
 
 
-def changed(**change: Any) -> Relaunch:
+def in_bf16(option: str = "") -> Relaunch:
     notes = (Note(Message("needs {peak}", peak="1 GiB")),)
     estimate = Estimate(16, 1, 1, {}, {}, Phase("setup", 0, 0), "", "", "", "symbolic", notes=notes)
-    return Relaunch(LaunchChange(**change), Baseline("32-true", 1, 16, 16, estimate, Reason(Why.FITS), 1.0, WRITTEN))
+    return Relaunch("bf16", option, Baseline("32-true", 1, 16, 16, estimate, Reason(Why.FITS), 1.0, WRITTEN))
 
 
-def test_the_cheapest_that_fits_is_taken() -> None:
-    mixed, divided = changed(precision="bf16"), changed(sharding=ShardingChange(stage=3))
-    words = [one.change.words for one in (mixed, divided)]
-    runs = dict(zip(words, (answer(1.1, fits=False), answer(1.2)), strict=True))
-    tried: list[str] = []
-    taken = best_of(answer(1.5, relaunches=(mixed, divided)), lambda one: runs[one.change.words], tried.append)
-    assert tried == words
-    assert taken.slowdown == 1.2
-    assert taken.seconds == {"plan": 3.0}
-    assert any(words[0] in note and "takes 3.00 GiB, which does not fit" in note for note in taken.notes)
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (answer(1.2), ""),
+        (answer(1.1, fits=False), "takes 3.00 GiB, which does not fit"),
+        (answer(2.0), "2.00 times"),
+        (DryRunFailure.unsupported("it takes other steps"), "it takes other steps"),
+    ],
+)
+def test_a_relaunch_is_taken_where_it_fits_and_costs_less(found: DryRunAnswer | DryRunFailure, said: str) -> None:
+    taken = better_of(answer(1.5, relaunch=in_bf16()), lambda _relaunch: found)
+    assert taken.slowdown == (1.5 if said else 1.2)
+    assert [said in note and "--mixed_precision bf16" in note for note in taken.notes] == ([True] if said else [])
+    assert taken.seconds == {"plan": 1.0 if isinstance(found, DryRunFailure) else 2.0}
+    assert taken.relaunch is None
 
 
-def test_states_on_the_host_are_tried_alone_before_another_stage_is_added() -> None:
-    stage, states, both = (
-        changed(sharding=ShardingChange(**one))
-        for one in ({"stage": 3}, {"states_on_host": True}, {"stage": 3, "states_on_host": True})
-    )
-    runs = {stage.change: answer(1.5, fits=False, relaunches=(both,)), states.change: answer(2.0)}
-    taken = best_of(answer(1.0, fits=False, relaunches=(stage, states)), lambda one: runs[one.change])
-    assert (taken.fits, taken.slowdown) == (True, 2.0)
+def test_a_relaunch_that_trains_otherwise_is_refused() -> None:
+    in_bf16().check("bf16-mixed", WRITTEN)
+    for precision, profile in (("32-true", WRITTEN), ("bf16-mixed", replace(WRITTEN, counts=(("clip", 2),)))):
+        with pytest.raises(UnsupportedStepError):
+            in_bf16().check(precision, profile)
 
 
-def test_a_relaunch_that_fails_or_costs_more_leaves_the_plan_as_it_was() -> None:
-    relaunches = [changed(precision="bf16"), *(changed(sharding=ShardingChange(stage=one)) for one in (2, 3))]
-    failed = DryRunFailure.unsupported("it takes other steps")
-    tried: list[str] = []
-    first = answer(1.5, relaunches=tuple(relaunches))
-    taken = best_of(first, lambda one: answer(2.0) if len(tried) == 1 else failed, tried.append)
-    assert taken.slowdown == 1.5
-    assert tried == [one.change.words for one in relaunches[:2]]  # more of that would be the same other training
-    assert any("2.00 times" in note for note in taken.notes)
-    assert any("it takes other steps" in note for note in taken.notes)
-
-
-def test_relaunches_of_relaunches_come_to_an_end() -> None:
-    tried: list[str] = []
-
-    def better(_relaunch: Relaunch) -> DryRunAnswer:
-        more = changed(precision="bf16", precision_option=f"--precision{len(tried)}")
-        return answer(9.0 - len(tried), relaunches=(more, changed(precision="bf16")))
-
-    best_of(answer(9.0, relaunches=(changed(precision="bf16"),)), better, tried.append)
-    assert len(tried) == RELAUNCHES_TRIED
-    assert tried.count("--mixed_precision bf16") == 1
-
-
-def test_a_relaunch_travels_as_text() -> None:
+def test_a_relaunch_is_told_as_it_would_be_typed_and_travels_as_text() -> None:
     """With all that it is compared with: the process that runs it dry is another one."""
-    made = changed(precision="bf16", sharding=ShardingChange(stage=3))
-    assert from_json(Relaunch, to_json(made)) == made
-    text = to_json(answer(1.5, relaunches=(made,)))
-    assert from_json(DryRunAnswer, text) == answer(1.5, relaunches=(made,))
-    assert from_json(DryRunAnswer | DryRunFailure, text).relaunches == (made,)  # type: ignore[arg-type,union-attr]
+    assert [in_bf16(option).words for option in ("", "--dtype")] == ["--mixed_precision bf16", "--dtype bf16"]
+    made = answer(1.5, relaunch=in_bf16())
+    assert from_json(DryRunAnswer, to_json(made)) == made

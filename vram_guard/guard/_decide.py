@@ -15,19 +15,18 @@ from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
+from vram_guard.guard.settling import planned, settled
 from vram_guard.language import _
 from vram_guard.longest.choice import choose, peak_of
-from vram_guard.plan.descriptions import refused as refused_reason
-from vram_guard.plan.techniques import TECHNIQUES
 from vram_guard.proof.bodies import find_body
 from vram_guard.proof.loss_graph import LossGraph
-from vram_guard.proof.prove import Proof, prove, prove_cut
+from vram_guard.proof.prove import Disproof, Proof, prove, prove_cut
 from vram_guard.releases.required import RequiredReleases
 from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.watch.corrections import Corrections, subject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
@@ -152,12 +151,12 @@ def decide_alone(
     )
     refused = {technique: reason for technique, reason in refusals if reason}
     try:
-        plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
+        plan, proof = settled(_Captured(captured, settings, budget, known, graph, progress), refused)
     except Exception as error:
         if captured.step.job is None:
             raise
         captured = _without_job(captured, error)
-        plan, proof = _proven_plan(captured, settings, budget, refused, known, graph, progress)
+        plan, proof = settled(_Captured(captured, settings, budget, known, graph, progress), refused)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     releases = plan.before.releases
     notes = [*captured.notes, *(() if releases is None else required.remarks(releases))]
@@ -212,102 +211,72 @@ def _without_job(captured: CapturedTraining, error: Exception) -> CapturedTraini
     return replace(captured, step=captured.step.with_(job=None), notes=(*captured.notes, said))
 
 
-def _proven_plan(
-    captured: CapturedTraining,
-    settings: GuardSettings,
-    budget: Budget,
-    refused: dict[str, str],
-    correction: float,
-    graph: LossGraph,
-    progress: Progress,
-) -> tuple[Plan, Proof]:
-    """The best plan that is known to leave what is learned as it was; techniques that do not are refused on the way."""
-    unproven = dict[str, str]()
-    fitting: Plan | None = None
-    for _technique in range(len(TECHNIQUES) + 1):
-        plan = _plan(captured, settings, budget, refused, correction, progress)
-        objections = (captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before)))
-        new = {one.technique: one.reason for one in objections if one is not None and one.technique not in refused}
-        if new:
-            refused.update(new)
-            continue
-        if not plan.fits and captured.step.body is None and "slices" not in refused:
-            captured = _with_body(captured, settings, refused)
-            if captured.step.body is not None:
-                continue
-        if fitting is not None and not plan.fits:
-            others = {name: why for name, why in refused.items() if name != "accumulate"}
-            if {name: why for name, why in others.items() if name != "slices"} != unproven:
-                fitting = _plan(captured, settings, budget, others, correction, progress)
-            return (plan.proposing(fitting, refused["accumulate"]) if fitting.fits else plan), Proof("")
-        if not plan.fits and "slices" in refused:
-            plan = replace(plan, reason_values=(*plan.reason_values, refused_reason("slices", refused["slices"])))
-        if settings.mode != "fit" or not plan.fits or not plan.changed:
-            return plan, Proof("")
-        progress(_("proving that the plan leaves what is learned as it was"))
-        proof = prove(captured, plan, graph, settings.said_loss_weight)
-        if isinstance(proof, Proof):
-            divided = captured.step.parallel is not None or plan.recipe.sharding is not None
-            if not divided or not isinstance(proof.loss_weight, Normaliser | EveryLabel) or plan.splits == 1:
-                return plan, proof
-            refused["accumulate"] = left_out()
-            continue
-        if proof.technique == "accumulate":
-            fitting, unproven = plan, dict(refused)
-        refused[proof.technique] = proof.reason
-    raise UnsupportedStepError(_("no technique is left: {reasons}", reasons="; ".join(refused.values())))
+class _Captured:
+    """A captured training, as it is decided for (:class:`~vram_guard.guard.settling.Decided`)."""
 
+    def __init__(
+        self,
+        captured: CapturedTraining,
+        settings: GuardSettings,
+        budget: Budget,
+        correction: float,
+        graph: LossGraph,
+        progress: Progress,
+    ) -> None:
+        self._captured = captured
+        self._settings = settings
+        self._budget = budget
+        self._correction = correction
+        self._graph = graph
+        self._progress = progress
 
-def _with_body(captured: CapturedTraining, settings: GuardSettings, refused: dict[str, str]) -> CapturedTraining:
-    """The training with the module that may run over slices of its batch; where there is none, slices are refused."""
-    if "slices" not in settings.techniques or captured.step.optimizer is None:
-        return captured
-    try:
+    def objections(self, plan: Plan) -> Iterable[Refusal | None]:
+        return self._captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before))
+
+    def finds_body(self, refused: dict[str, str]) -> bool:
+        captured = self._captured
+        if captured.step.body is not None or "slices" not in self._settings.techniques or not captured.step.optimizer:
+            return False
+        try:
+            with captured.symbolic_run():
+                body = find_body(captured.step, captured.sample.batch_size, captured.effects.companions)
+        except Exception as error:  # noqa: BLE001 - the user's own code runs in it
+            known = isinstance(error, UnsupportedTechniqueError)
+            refused["slices"] = str(error) if known else f"{type(error).__name__}: {error}"
+            return False
+        self._captured = replace(captured, step=captured.step.with_(body=body))
+        return True
+
+    def prove(self, plan: Plan, refused: dict[str, str]) -> Proof | Disproof:
+        if self._settings.mode != "fit":
+            return Proof("")
+        self._progress(_("proving that the plan leaves what is learned as it was"))
+        proof = prove(self._captured, plan, self._graph, self._settings.said_loss_weight)
+        divided = self._captured.step.parallel is not None or plan.recipe.sharding is not None
+        counted = isinstance(proof, Proof) and isinstance(proof.loss_weight, Normaliser | EveryLabel)
+        if divided and counted and plan.splits > 1:
+            refused["accumulate"] = left_out()  # nothing is to be proposed to the user
+            return Disproof("accumulate", left_out())
+        return proof
+
+    def plan(self, refused: Mapping[str, str]) -> Plan:
+        captured, settings = self._captured, self._settings
+        step, size = captured.step, captured.sample.batch_size
+        check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
         with captured.symbolic_run():
-            body = find_body(captured.step, captured.sample.batch_size, captured.effects.companions)
-    except Exception as error:  # noqa: BLE001 - the user's own code runs in it
-        known = isinstance(error, UnsupportedTechniqueError)
-        refused["slices"] = str(error) if known else f"{type(error).__name__}: {error}"
-        return captured
-    return replace(captured, step=captured.step.with_(body=body))
-
-
-def _plan(
-    captured: CapturedTraining,
-    settings: GuardSettings,
-    budget: Budget,
-    refused: Mapping[str, str],
-    correction: float,
-    progress: Progress,
-) -> Plan:
-    from vram_guard.plan import PlanOptions, plan
-    from vram_guard.plan.descriptions import Reason, Why
-
-    step, size = captured.step, captured.sample.batch_size
-    check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
-    with captured.symbolic_run():
-        made = plan(
-            step,
-            size,
-            budget,
-            allow=settings.techniques,
-            options=PlanOptions(
+            return planned(
+                step,
+                size,
+                self._budget,
+                settings,
                 refused=refused,
                 blocks=settings.blocks,
-                host_budget=settings.host_budget,
-                target_utilization=settings.target_utilization,
-                lr_rule=settings.lr_rule,
                 dataset_size=captured.epoch_samples,
-                correction=correction,
+                correction=self._correction,
                 cudnn=settings.cudnn,
-            ),
-            pin=settings.pins,
-            grow=settings.grow,
-            progress=progress,
-        )
-    if settings.whole_job:
-        return made
-    return replace(made, reason_values=(*made.reason_values, Reason(Why.JOB_LEFT_OUT)))
+                pin=settings.pins,
+                progress=self._progress,
+            )
 
 
 def why_not_split(make: Callable[[int], Any]) -> str:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
-from vram_guard_accelerate.apply import checkpoints, engine, techniques
-from vram_guard_accelerate.apply.fsdp import plugin_of, sharding
+from vram_guard_accelerate.apply import checkpoints, techniques
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
 
 if TYPE_CHECKING:
@@ -57,8 +56,6 @@ class PlanInstaller:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
         from accelerate import Accelerator
 
-        if self.plan.sharding.kind:
-            wrap(Accelerator, "__init__", self._change_sharding)
         if self.plan.by_itself:
             self._watch_own_loop()
         wrap(Accelerator, "prepare", self.prepare)
@@ -99,14 +96,6 @@ class PlanInstaller:
         )
         calls.watch()
 
-    def _change_sharding(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(*args, **kwargs)
-        plugin = plugin_of(given.arguments.get("fsdp_plugin"))
-        if plugin is not None:
-            self.plan.sharding.put_on(plugin)
-            given.arguments["fsdp_plugin"] = plugin
-        original(*given.args, **given.kwargs)
-
     # --- prepare ----------------------------------------------------------------------------------------------
 
     def prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +109,7 @@ class PlanInstaller:
         ]
         self._models += new  # before: prepare itself calls prepare_model
         self._planned += [model for model in new if self._is_planned(model)]
-        with sharding(accelerator, new, self.plan.sharding), engine.changed(accelerator, new, self.plan.sharding):
-            prepared = original(accelerator, *args, **kwargs)
+        prepared = original(accelerator, *args, **kwargs)
         for model in new:
             self._treat(model)
         techniques.set_optimizers(accelerator, self.plan.recipe)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vram_guard.allocator import with_expandable_segments
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.codec import to_json
-from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.releases.required import RequiredReleases
 from vram_guard.report.html import where_to_read_on
@@ -56,15 +56,6 @@ def launch(arguments: Sequence[str]) -> int:
                 "guard's options] script.py ..."
             )
         )
-    for technique in ("offload_parameters", "shard"):
-        if given.options.cpu and technique in given.settings.techniques and not given.options.dry_run:
-            raise InvalidInputError(
-                _(
-                    "--cpu and --allow {technique} contradict each other: Accelerate shards on GPUs only; leave one "
-                    "out",
-                    technique=technique,
-                )
-            )
     local = max(1, target.ranks // target.machines)
     with misplaced_said(given.arguments):
         budget = budget_for(given.settings, local, target.gpu_ids)

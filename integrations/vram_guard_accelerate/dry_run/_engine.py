@@ -14,8 +14,6 @@ from vram_guard.language import _
 from vram_guard.parallel import deepspeed
 from vram_guard.parallel.spec import GPUS_OF_A_NODE, Parallel
 from vram_guard.patching import replaced
-from vram_guard.techniques import Sharding
-from vram_guard_accelerate._sharding_change import ShardingChange
 from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
@@ -80,16 +78,12 @@ class EngineProcess:
     Args:
         plugin: Accelerate's settings of DeepSpeed.
         shape: the launch.
-        change: what is in them that the launch, or the script, has not chosen.
     """
 
-    def __init__(self, plugin: Any, shape: LaunchShape, change: ShardingChange) -> None:
+    def __init__(self, plugin: Any, shape: LaunchShape) -> None:
         self.plugin = plugin
-        self._change = change
-        self.trainer: Any = None
-        """Transformers' Trainer, where it has made the Accelerator."""
         node = shape.local_ranks if shape.ranks % shape.local_ranks == 0 else GPUS_OF_A_NODE
-        config = deepspeed.changed(deepspeed.filled(plugin.deepspeed_config), change.planned or Sharding())
+        config = deepspeed.filled(plugin.deepspeed_config)
         try:
             self.layout: Parallel = deepspeed.layout_of(config, gpus=shape.ranks, node=node)
         except VramGuardError as error:
@@ -102,7 +96,6 @@ class EngineProcess:
         Args:
             tracer: follows the model already.
         """
-        self._change.put_on_engine(self.plugin)
         library = deepspeed.deepspeed_library()
         made = library.initialize
 

@@ -20,7 +20,7 @@ from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._loads import Loads
-from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
+from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
@@ -106,11 +106,10 @@ class FollowedLoop:
                 stopped(_("Accelerate's FSDP is followed with one model, and the script prepares another one"))
             self.models.append(model)
             self.tracer.shard(model, self._run.shape.ranks, flat=process.flat)
-            process.wrap_blocks(model)
         shape = self._run.shape
         # FSDP1's hybrid strategies divide a model over the GPUs of a machine; a launch has a process for each of them.
         of_node = {"device_count": lambda: shape.local_ranks}
-        with replaced(torch.cuda, of_node if process.flat else {}), process.around(self.accelerator, new):
+        with replaced(torch.cuda, of_node if process.flat else {}):
             prepared = original(self.accelerator, *args, **kwargs)
         for model in new:
             self.tracer.sharded(model)
@@ -193,9 +192,7 @@ class LoopPhase(DryRunPhase):
         """Models become symbolic, or are sharded."""
         self.loop.accelerator = accelerator
         models = [thing for thing in args if isinstance(thing, nn.Module)]
-        if models:
-            self.run.sharding.start_server(accelerator)
-        process = self.run.sharding.process
+        process = self.run.process
         if process is None:
             return self.loop.prepare(original, models, args, kwargs)
         if isinstance(process, EngineProcess):

@@ -20,12 +20,12 @@ from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
-from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
+from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run._without_loader import without_loader
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.dry_run.forked_traces import longest_again, longest_of
+from vram_guard_accelerate.dry_run.forked_traces import longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 
@@ -46,7 +46,7 @@ class FollowingPhase(LoopPhase):
         resumed, found = self.run.script.resumed, loaded_folder(accelerator, folder)
         if found is None or not self.loop.models:
             return
-        if self.run.sharding.process is not None:
+        if self.run.process is not None:
             resumed.not_followed = _("a checkpoint of a model that is divided")
         else:
             resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
@@ -88,27 +88,23 @@ class FollowingPhase(LoopPhase):
 
     def _planned(self, sample: Sample) -> ForkedPhase:
         """Plan in the original, which does not return; the next phase in every copy."""
-        loop, copy, configured = self.loop, self.run.sharding.copy, self.run.sharding.configured
+        loop, process = self.loop, self.run.process
         self._sample = sample
         loop.tracer.train(loop.root)
         if loop.by_itself:
             for module, options in (found for model in loop.models for found in replicas_in(model)):
                 loop.tracer.reduce([module], self.run.shape.ranks, options)
-        elif self.run.sharding.process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
+        elif process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
             handler = getattr(loop.accelerator, "ddp_handler", None)
             loop.tracer.reduce(loop.models, self.run.shape.ranks, {} if handler is None else handler.to_kwargs())
-        if copy is not None:
-            self._sample = longest_again(sample, copy.task)
-            return self._copy(copy.task, copy.parent)
         first = FirstBatch(
             self.run.shape,
             self.run.script,
             loop.accelerator,
             tuple(loop.models),
             sample,
-            self.run.sharding.server,
-            fsdp_plugin=configured.plugin if isinstance(configured, ShardedProcess) else None,
-            engine=configured.layout if isinstance(configured, EngineProcess) else None,
+            fsdp_plugin=process.plugin if isinstance(process, ShardedProcess) else None,
+            engine=process.layout if isinstance(process, EngineProcess) else None,
             loaded_beside=tuple(loop.loaded_beside()),
         )
         try:

@@ -13,10 +13,6 @@ class ForkTask:
     """Run the loop under these settings, for two optimizer steps."""
 
     request: TraceRequest
-    longest: tuple[int, ...] = ()
-    """Numbers of the samples of which batches are made; empty: those that were read."""
-    batch_size: int = 0
-    """Samples of a batch as the loader makes it, where they are given."""
     whole_job: bool = False
     """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
     most: int | None = None

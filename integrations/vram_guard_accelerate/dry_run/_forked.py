@@ -114,7 +114,7 @@ class ForkedPhase(LoopPhase):
         """Remember it; under FSDP2, what is clipped must be what is trained."""
         self._clips = True
         self.run.observer.clipped()
-        if self.run.sharding.process is None or hasattr(parameters, "__tensor_flatten__"):
+        if self.run.process is None or hasattr(parameters, "__tensor_flatten__"):
             return parameters
         listed, own = list(parameters), {id(one) for model in self.loop.models for one in model.parameters()}
         if any(id(parameter) not in own for parameter in listed):

@@ -21,7 +21,7 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
-from vram_guard_accelerate.dry_run._sharded_copy import ShardedProcess
+from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.loop_profile import batches_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
@@ -195,7 +195,7 @@ class WholeJobPhase(ForkedPhase):
 
     def _gathers(self, method: str) -> bool:
         """True if a method of Accelerate's, which does nothing here, gathers the weights of a divided model."""
-        process = self.run.sharding.process
+        process = self.run.process
         if not isinstance(process, ShardedProcess):
             return False
         return method == "save_model" or "FULL" in str(process.plugin.state_dict_type)

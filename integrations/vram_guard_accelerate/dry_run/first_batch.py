@@ -17,7 +17,6 @@ from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
 from vram_guard_accelerate.apply.loaders import LoadersMade
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
-from vram_guard_accelerate.dry_run._fork_server import ForkServer
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
 
 
@@ -77,8 +76,6 @@ class FirstBatch:
     models: tuple[nn.Module, ...]
     """Those that were prepared, in order."""
     sample: Sample
-    fork_server: ForkServer | None
-    """Makes copies in which the model is sharded; None where parameters may not be kept on the host."""
     fsdp_plugin: Any = None
     """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
     engine: Parallel | None = None

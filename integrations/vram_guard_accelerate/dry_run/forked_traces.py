@@ -17,7 +17,6 @@ from vram_guard.plan.source import TraceRequest
 from vram_guard.proof.bodies import BodyFacts, Watch, body_of
 from vram_guard.proof.later_changes import functions_around
 from vram_guard.simulate import TRACED_SIZES
-from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
@@ -43,10 +42,8 @@ class ForkedTraces:
         self._first = first
         self._answers: dict[_TraceKey, TraceResult] = {}
         self._running: dict[_TraceKey, Fork] = {}
-        self.why_not_sharded = ""
-        """The reason why a copy whose parameters are kept on the host came to no answer; "" where none failed."""
         self.fails_at_others = ""
-        """The same of the loop as written, at another batch size than its own."""
+        """The reason why the loop as written fails at another batch size than its own; "" where none was seen to."""
 
     def first_trace(self) -> TraceResult:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
@@ -119,18 +116,11 @@ class ForkedTraces:
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
                 self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
-            self.why_not_sharded = str(error) if request.recipe.parameters_on_host else self.why_not_sharded
             raise
         return answer
 
     def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, watch: Watch | None = None) -> Fork:
-        """A copy from here, or from where the model is prepared, where it has to be prepared in another way."""
-        sample = self._first.sample
-        numbers = next((part.numbers for part in sample.parts), ())
-        task = ForkTask(request, numbers, sample.batch_size, whole_job=whole_job, most=most, watch=watch)
-        if request.recipe.parameters_on_host and self._first.fork_server is not None:
-            return self._first.fork_server.fork(task)
-        return forks.fork(task)
+        return forks.fork(ForkTask(request, whole_job=whole_job, most=most, watch=watch))
 
 
 def longest_of(first: FirstBatch, planned_batch: PlannedBatch) -> Sample:
@@ -146,16 +136,6 @@ def longest_of(first: FirstBatch, planned_batch: PlannedBatch) -> Sample:
         return taken.peak_reserved, taken.peak_allocated
 
     return choose(first.sample, planned_batch, ranks=first.shape.ranks, by_batches=True, peak=peak, in_copy=False)
-
-
-def longest_again(sample: Sample, task: ForkTask) -> Sample:
-    """The same in a copy that was made before the script had read anything."""
-    if not task.longest:
-        return sample
-    for part in sample.parts:
-        with random_state_kept():
-            part.take([part.loader.dataset[number] for number in task.longest], task.batch_size, task.longest)
-    return replace(sample, batch_size=task.batch_size)
 
 
 def _what(request: TraceRequest) -> str:

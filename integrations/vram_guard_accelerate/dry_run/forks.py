@@ -45,7 +45,7 @@ class ParentPipe:
             try:
                 data, then = pickle.dumps(answer), 0
             except Exception as error:  # noqa: BLE001 - what a script makes may raise anything
-                data, then = pickle.dumps(EndedBy(1, f"{type(error).__name__}: {error}")), 1
+                data, then = pickle.dumps(CannotBeSent(f"{type(error).__name__}: {error}")), 1
             write_all(self.pipe, memoryview(data))
             code = then
         except BrokenPipeError:
@@ -65,16 +65,15 @@ class ForkEntered(BaseException):
         self.parent = parent
 
 
-running: dict[Child, object] = {}
-"""Copies that have not answered yet, and those that wait to be asked."""
+running: set[Child] = set()
+"""Copies that have not answered yet."""
 
 
 @dataclass(frozen=True)
-class EndedBy:
-    """In place of an answer: how a copy ended that is no child of the process that asked for it, or cannot answer."""
+class CannotBeSent:
+    """In place of an answer: the reason why it cannot be sent."""
 
-    code: int
-    reason: str = ""
+    reason: str
 
 
 class Fork:
@@ -88,7 +87,7 @@ class Fork:
     def __init__(self, process: int, pipe: int) -> None:
         self._process = Child(process)
         self._pipe = pipe
-        running[self._process] = self
+        running.add(self._process)
 
     def answer(self, seconds: float, *, may_be_silent: bool = False, watched: bool = False) -> Any:
         """The answer that the copy sends, once.
@@ -113,7 +112,7 @@ class Fork:
             abort(self._process.process)
         finally:
             os.close(self._pipe)
-            running.pop(self._process, None)
+            running.discard(self._process)
             code = self._process.end()
         if hangs:
             raise LostCopyError(hangs)
@@ -122,10 +121,8 @@ class Fork:
                 _("the script did not finish two optimizer steps in {seconds} s", seconds=f"{seconds:.0f}")
             )
         answer = _read(data)
-        if isinstance(answer, EndedBy):
-            if answer.reason:
-                raise LostCopyError(_("what the script was followed for cannot be sent: {error}", error=answer.reason))
-            code, answer = answer.code, None
+        if isinstance(answer, CannotBeSent):
+            raise LostCopyError(_("what the script was followed for cannot be sent: {error}", error=answer.reason))
         if answer is not None or (code in (0, None) and may_be_silent):
             return answer
         if ended.from_outside(code):
@@ -172,29 +169,17 @@ def _death(code: int) -> str:
 def fork(task: Any) -> Fork:
     """A copy that begins here: :class:`ForkEntered` is raised in it, with what it is to do."""
     reading, writing = os.pipe()
-    process = flushed_fork()
-    if process == 0:
-        os.close(reading)
-        raise ForkEntered(task, ParentPipe(writing))
-    os.close(writing)
-    return Fork(process, reading)
-
-
-def flushed_fork() -> int:
-    """A copy of this process, with nothing in the buffers of the output that it would write once more."""
-    sys.stdout.flush()
+    sys.stdout.flush()  # what is in its buffers would be written once more
     sys.stderr.flush()
     process = fork_with_generators()
     if process == 0:
         running.clear()  # copies of the original's: they are not this one's to end
-        write_apart()
-    return process
-
-
-def write_apart() -> None:
-    """From now on what this process writes is seen by none of those that it was copied from, or that are copied."""
-    if way():
-        discard_writes()
+        if way():  # what this process writes is seen by none of those that it was copied from
+            discard_writes()
+        os.close(reading)
+        raise ForkEntered(task, ParentPipe(writing))
+    os.close(writing)
+    return Fork(process, reading)
 
 
 def check_forks() -> None:

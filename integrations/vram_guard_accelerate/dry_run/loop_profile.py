@@ -1,7 +1,7 @@
-"""The profile of a script's loop: what it differentiates and clips in an optimizer step, at which learning rates.
+"""The profile of a script's loop: how often it clips in an optimizer step, at which learning rates.
 
 A launch in another way may be another training: two dry runs are compared by this
-(:func:`vram_guard_accelerate.relaunch.relaunch.disagreement`).
+(:func:`vram_guard_accelerate.planning.relaunch.disagreement`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class LoopProfile:
     """There was a second step."""
     batch_size: int
     batches_per_step: int
-    losses: tuple[str, ...]
-    """The operators that made everything that ``backward`` was called for."""
     counts: tuple[tuple[str, int], ...]
     """Numbers of gradient clippings and of calls that set gradients to zero."""
     rates: tuple[tuple[float, ...], ...]
@@ -54,41 +52,28 @@ class LoopObserver:
         self._events: list[_Event] = []
         self._ends: list[int] = []
         """Indices of the events at which optimizer steps end."""
-        self._scaled: tuple[Any, Any] = (None, None)
-        self._inside = Counter[str]()
+        self._inside = Counter[type]()
 
     def install(self) -> None:
         """Permanently: the process has no other purpose."""
-        self._around(torch.autograd, "backward", self._differentiated)
-        self._around(torch.amp.GradScaler, "scale", self._scaled_up)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
-            self._around(owner, "zero_grad", self._zeroed)
+            self._watch_zeroing(owner)
         register_optimizer_step_pre_hook(self._before_step)
         replace_attributes(torch.autograd.Function, {"apply": told(self.functions)})
 
-    def _around(self, owner: Any, name: str, callback: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Call back after every call that is not inside another call of the same function.
+    def _watch_zeroing(self, owner: type) -> None:
+        """Of calls inside another call of the same function, the outer one counts."""
 
-        Args:
-            owner: whose function it is.
-            name: of the function.
-            callback: called with the result and the arguments; before, where it is ``backward``.
-        """
-        key, before = f"{owner.__name__}.{name}", name == "backward"
-
-        def watched(original: Any, *args: Any, **kwargs: Any) -> Any:
-            self._inside[key] += 1
+        def zeroed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._inside[owner] += 1
             try:
-                if before and self._inside[key] == 1:
-                    callback(None, args, kwargs)
-                result = original(*args, **kwargs)
-                if not before and self._inside[key] == 1:
-                    callback(result, args, kwargs)
-                return result
+                return original(*args, **kwargs)
             finally:
-                self._inside[key] -= 1
+                self._inside[owner] -= 1
+                if not self._inside[owner]:
+                    self._events.append(_Event("zero"))
 
-        wrap(owner, name, watched)
+        wrap(owner, "zero_grad", zeroed)
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -99,21 +84,6 @@ class LoopObserver:
     def clipped(self) -> None:
         """Gradients are clipped."""
         self._events.append(_Event("clip"))
-
-    def _zeroed(self, *_call: Any) -> None:
-        self._events.append(_Event("zero"))
-
-    def _scaled_up(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*args[1:], *kwargs.values()]
-        if isinstance(result, torch.Tensor) and given:
-            self._scaled = (result, given[0])
-
-    def _differentiated(self, _result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else kwargs.get("tensors")
-        for root in [given] if isinstance(given, torch.Tensor) else list(given or ()):
-            loss = self._scaled[1] if root is self._scaled[0] else root
-            self._events.append(_Event("loss", "" if loss.grad_fn is None else loss.grad_fn.name()))
-        self._scaled = (None, None)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_args: Any) -> None:
         self._events += [_Event("rate", float(group["lr"])) for group in optimizer.param_groups]
@@ -130,7 +100,6 @@ class LoopObserver:
             complete=complete,
             batch_size=sample.batch_size,
             batches_per_step=batches_per_step,
-            losses=tuple(event.what for event in window if event.kind == "loss"),
             counts=tuple((kind, happened[kind]) for kind in ("clip", "zero")),
             rates=tuple(tuple(dict.fromkeys(one.what for one in step if one.kind == "rate")) for step in steps),
             batches=batches_of(sample.loader),

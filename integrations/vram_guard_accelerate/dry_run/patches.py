@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from vram_guard.language import _
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._patching import made_by_script, wrap
-from vram_guard_accelerate.apply.fsdp import plugin_of
 from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects
+from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess, plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
 
@@ -63,22 +63,18 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin="megatron_lm_plugin"))
     engine = _engine.plugin_of(given.get("deepspeed_plugin") or given.get("deepspeed_plugins"))
     if engine is not None:
-        run.sharding.configure_engine(engine, run.shape)
+        run.process = _engine.EngineProcess(engine, run.shape)
         given.pop("deepspeed_plugins", None)
         given["deepspeed_plugin"] = engine
     sharded = plugin_of(given.get("fsdp_plugin"))
     if sharded is not None:
-        run.sharding.change.put_on(sharded)
         given["fsdp_plugin"] = sharded
     original(made, **{name: value for name, value in given.items() if name != "cpu"})
     if sharded is not None:
-        run.sharding.configure(made, sharded)
+        run.process = ShardedProcess(made, sharded)
     asker = sys._getframe(2).f_locals.get("self")
     if any(kind.__module__ == "transformers.trainer" for kind in type(asker).__mro__):
         run.script.by_trainer = True
-        if isinstance(run.sharding.configured, _engine.EngineProcess):
-            run.sharding.configured.trainer = asker
-        run.sharding.start_server(made)
 
 
 def _state_made(run: DryRun, original: Any, state: Any, _cpu: bool = False, **kwargs: Any) -> None:

@@ -16,19 +16,18 @@ from inspect import CO_GENERATOR
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vram_guard.language import _
 from vram_guard.limits import BATCHES_AHEAD, ROUNDS_FOLLOWED
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.user_code import is_users_file
-from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
-from vram_guard_accelerate.dry_run._sharded_copy import RunSharding
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
-from vram_guard_accelerate.dry_run.results import DryRunFailure
 
 if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
+
+    from vram_guard_accelerate.dry_run._engine import EngineProcess
+    from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 
 _CALLS_NEXT = re.compile(r"(?<![\w.])next\(")
 
@@ -51,8 +50,6 @@ class DryRun:
     Args:
         shape: the launch that it stands for.
         decide: given the script at its first training batch: plans, and does not return.
-        may_shard: whether the plan may keep parameters on the host (FSDP2).
-        sharding: what is changed of how the launch, or the script, shards the model.
         planned_batch: the batch that is planned for.
     """
 
@@ -61,15 +58,14 @@ class DryRun:
         shape: LaunchShape,
         decide: Callable[[FirstBatch], NoReturn],
         *,
-        may_shard: bool = False,
-        sharding: ShardingChange = AS_LAUNCHED,
         planned_batch: PlannedBatch = PlannedBatch(),  # noqa: B008 - a value
     ) -> None:
         self.shape = shape
         self.decide = decide
         self.script = ScriptObservations()
         self.observer = LoopObserver()
-        self.sharding = RunSharding(may_shard=may_shard, change=sharding)
+        self.process: ShardedProcess | EngineProcess | None = None
+        """What divides the model, where the launch, or the script, chose that; None: it stays whole."""
         self.planned_batch = planned_batch
         self.phase = DryRunPhase(self)
         self.loads = False
@@ -173,12 +169,6 @@ class DryRunPhase:
 
     def failed(self, error: BaseException, script: str) -> None:
         """The script has raised this. Does not return in a copy, which sends it to its original."""
-        copy = self.run.sharding.copy
-        if copy is not None:
-            copy.parent.send(DryRunFailure.of(error, script))
 
     def ended(self) -> None:
         """The script is over. Does not return in a copy, which sends what it has seen to its original."""
-        copy = self.run.sharding.copy
-        if copy is not None:
-            copy.parent.send(DryRunFailure.unsupported(_("the script ended without asking for a training batch")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -12,36 +12,26 @@ from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
 from vram_guard.errors import VramGuardError
 from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
+from vram_guard.guard.settling import planned, settled
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
-from vram_guard.plan import Plan, PlanOptions, plan
-from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.descriptions import refused as refused_reason
+from vram_guard.plan import Plan
+from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import Source, TraceRequest
 from vram_guard.plan.techniques import FORMS, TECHNIQUES, splits_of
 from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
+from vram_guard.proof.prove import Disproof, Proof
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques import Body, Recipe, find_blocks
 from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
 from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate._precision import ACCELERATES
-from vram_guard_accelerate._settings import NOT_HERE, LaunchSettings
-from vram_guard_accelerate._sharding_change import AS_LAUNCHED, ShardingChange
-from vram_guard_accelerate.apply.fsdp import ON_HOST, wrapped_classes
+from vram_guard_accelerate._settings import ELSEWHERE, NOT_HERE, LaunchSettings
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.planning._sharding_notes import (
-    SHARDINGS,
-    divided_notes,
-    engine_notes,
-    sharding_notes,
-    why_not_on_host,
-)
-from vram_guard_accelerate.relaunch import engine
-from vram_guard_accelerate.relaunch.candidates import RelaunchCandidates
-from vram_guard_accelerate.relaunch.relaunch import Relaunch
+from vram_guard_accelerate.planning.relaunch import Baseline, Relaunch, relaunched_in
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +67,8 @@ class ScriptPlan:
     """The same for the processes of the real launch."""
     notes: tuple[str, ...]
     """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
-    relaunches: tuple[Relaunch, ...] = ()
-    """Relaunches that may be better, the likeliest first."""
+    relaunch: Relaunch | None = None
+    """In another precision, which may be better; None: there is none."""
     only_told: str = ""
     """The reason why the launch is not changed as the plan says; "" where it is."""
     own_options: tuple[str, ...] = ()
@@ -130,77 +120,47 @@ def _decided(
     if current is not None:
         current.check(first.precision, trace.profile)
     alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
-    may_relaunch = may_relaunch and alone and not first.why_one_size
-    candidates = RelaunchCandidates(first, trace, settings) if may_relaunch else None
-    without = (set() if current is None else current.settled) | (set() if candidates is None else candidates.reserved)
+    other = relaunched_in(first, settings) if may_relaunch and alone and not first.why_one_size else ""
+    without = frozenset(("precision", "grow") if current is not None else ("precision",) if other else ())
     refused = {name: why for name, why in _refused(first, trace.facts) if name not in without}
-    planner = _Planner(first, settings, budget, traces, trace.facts, refused, frozenset(without))
-    made, planner, steps = _settled(planner)
+    script = _Script(first, settings, budget, traces, trace.facts, without)
+    made, proof = settled(script, refused)
     launch_plan = _launch_plan(made, first)
-    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(planner, made)]
-    notes += [steps.words()] if steps is not None else []
-    relaunches: tuple[Relaunch, ...] = ()
-    if candidates is not None:
-        if not made.fits or (made.changed and not _grows(made)):
-            relaunches = candidates.find(made, current)
-        notes += candidates.notes
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(script, refused, made), *proof.notes]
+    relaunch = None
+    if other and (not made.fits or (made.changed and not _grows(made))):
+        relaunch = Relaunch(other, first.script.precision_option, Baseline.of(made, trace.profile))
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
-    own = _own_options(planner, made)
-    if current is None:
-        return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunches, told, own)
-    if current.change.sharding.introduced:
-        notes += divided_notes(first, made)
-    if current.change.sharding.by_engine:
-        notes += engine_notes(first, made, current.change.sharding)
-    notes = [current.note, *notes]
-    combined = current.combined(made, first)
-    changed = current.change.applied_to(launch_plan)
-    return ScriptPlan(combined, changed, tuple(dict.fromkeys(notes)), relaunches, told, own)
+    own = _own_options(script, made)
+    if current is not None:
+        made, launch_plan = current.combined(made), current.applied_to(launch_plan)
+        notes = [current.note, *notes]
+    return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunch, told, own)
 
 
-def _settled(planner: _Planner) -> tuple[Plan, _Planner, SmallSteps | None]:
-    """The best plan that leaves what is learned as it was, how it was made, and what its optimizer was seen to do."""
-    while True:
-        made = planner.plan()
-        if not made.fits and planner.body is None and "slices" not in planner.refused:
-            planner = planner.with_body()
-            if planner.body is not None:
-                continue
-        steps = _small_steps(planner.first, made.recipe)
-        if steps is None or not steps.refutation:
-            break
-        planner = planner.refusing(FORMS[made.recipe.optimizer], steps.refutation)
-    if not made.fits and "slices" in planner.refused:
-        reason = refused_reason("slices", planner.refused["slices"])
-        made = replace(made, reason_values=(*made.reason_values, reason))
-    return made, planner, steps
-
-
-def _own_options(planner: _Planner, made: Plan) -> tuple[str, ...]:
+def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
     """What the script's own options for smaller batches would be, where nothing that the guard does fits."""
-    first, facts = planner.first, planner.facts
+    first, facts = script.first, script.facts
     batch, accumulation = first.batch_size_option, first.script.options.accumulation(facts.batches_per_step)
-    if made.fits or first.why_one_size or not (batch and accumulation and planner.settings.asks("accumulate")):
+    if made.fits or first.why_one_size or not (batch and accumulation and script.settings.asks("accumulate")):
         return ()
     size, written = first.sample.batch_size, made.timeline_before
-    for count in splits_of(size) if written is not None else ():
-        if written.at(size // count).peak_reserved <= planner.budget.usable:
+    for count in splits_of(size):
+        if written is not None and written.at(size // count).peak_reserved <= script.budget.usable:
             return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
     return ()
 
 
-@dataclass(frozen=True)
-class _Planner:
-    """Plans for a script."""
+@dataclass
+class _Script:
+    """A script, as it is decided for (:class:`~vram_guard.guard.settling.Decided`)."""
 
     first: FirstBatch
     settings: LaunchSettings
     budget: Budget
     traces: ForkedTraces
     facts: LoopFacts
-    refused: Mapping[str, str]
-    """Technique -> why it cannot be applied to this script."""
     without: frozenset[str]
     """Techniques that are not to be planned here, and of which nothing is said."""
     body: Body | None = None
@@ -208,22 +168,27 @@ class _Planner:
     random: bool = False
     """True if it draws random numbers."""
 
-    def refusing(self, technique: str, why: str) -> _Planner:
-        """Without this technique."""
-        return replace(self, refused={**self.refused, technique: why})
+    def objections(self, plan: Plan) -> Iterable[Refusal | None]:  # noqa: ARG002 - copies that fail say what fails
+        return ()
 
-    def with_body(self) -> _Planner:
-        """With the module that may run over slices of its batch; where there is none, slices are refused."""
-        if "slices" not in self.settings.techniques - self.without:
-            return self
+    def finds_body(self, refused: dict[str, str]) -> bool:
+        if self.body is not None or "slices" not in self.settings.techniques - self.without:
+            return False
         try:
             found = self.traces.body()
         except VramGuardError as error:
-            return self.refusing("slices", str(error))
-        return replace(self, body=found.body, random=found.random)
+            refused["slices"] = str(error)
+            return False
+        self.body, self.random = found.body, found.random
+        return True
 
-    def plan(self) -> Plan:
-        """The cheapest plan that fits."""
+    def prove(self, plan: Plan, refused: dict[str, str]) -> Proof | Disproof:  # noqa: ARG002 - nothing else rests on it
+        steps = _small_steps(self.first, plan.recipe)
+        if steps is not None and steps.refutation:
+            return Disproof(FORMS[plan.recipe.optimizer], steps.refutation)
+        return Proof("", notes=() if steps is None else (steps.words(),))
+
+    def plan(self, refused: Mapping[str, str]) -> Plan:
         first, settings = self.first, self.settings
         source = Source(
             model=first.root,
@@ -232,29 +197,23 @@ class _Planner:
             accumulate=self.facts.batches_per_step,
             ranks=first.shape.ranks,
             one_size=bool(first.why_one_size),
-            sharded=first.fork_server is not None,
             compiles=first.compiles,
             copies=True,
             body=self.body,
             job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda job: cast("_OwnJob", job.play).trace,
         )
-        made = plan(
+        made = planned(
             source,
             first.sample.batch_size,
             self.budget,
+            settings,
             allow=settings.techniques - self.without,
-            options=PlanOptions(
-                refused=self.refused,
-                host_budget=host_share(settings.host_budget, first.shape.local_ranks),
-                target_utilization=settings.target_utilization,
-                lr_rule=settings.lr_rule,
-                dataset_size=first.sample.dataset_size,
-            ),
-            grow=settings.asks("grow") and "grow" not in self.without,
+            refused=refused,
+            host_budget=host_share(settings.host_budget, first.shape.local_ranks),
+            dataset_size=first.sample.dataset_size,
+            grow=settings.grow and "grow" not in self.without,
         )
-        if not settings.whole_job:
-            made = replace(made, reason_values=(*made.reason_values, Reason(Why.JOB_LEFT_OUT)))
         if "precision" not in self.without:
             return made
         # It is tried by launching the script in another way, which the notes tell of.
@@ -266,23 +225,23 @@ class _Planner:
 _SAID_BY_PLANS = ("accumulate", "evaluation", "slices")
 
 
-def _notes(planner: _Planner, made: Plan) -> Iterator[str]:
+def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
-    first, settings, traces = planner.first, planner.settings, planner.traces
-    yield from first.loaded_beside
-    if 2 * traces.kept_outputs > made.estimate.peak_allocated:
+    yield from script.first.loaded_beside
+    if 2 * script.traces.kept_outputs > made.estimate.peak_allocated:
         yield _(
             "most of the peak is outputs of an evaluation, which the Trainer keeps on the GPU until its last batch; "
             "its argument eval_accumulation_steps moves them to host memory after so many batches"
         )
-    for name, why in planner.refused.items():
-        if settings.asks(name) and name not in _SAID_BY_PLANS:
+    for name, why in refused.items():
+        if script.settings.asks(name) and name not in _SAID_BY_PLANS:
             yield Refusal(name, why).words()
-    if made.recipe.slices is not None and planner.random:
+    if made.recipe.slices is not None and script.random:
         yield other_draws_of_slices()
     if made.recipe.checkpoint or made.recipe.slices is not None:
         yield compared_while_training()
-    yield from sharding_notes(first, made, settings, traces.why_not_sharded)
+    if not made.fits and not script.first.by_itself:
+        yield _(ELSEWHERE)
 
 
 def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
@@ -302,7 +261,6 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
         models=len(first.models),
         by_itself=first.by_itself,
         recipe=made.recipe,
-        sharding=_sharding(first, made.recipe.parameters_on_host),
     )
 
 
@@ -315,11 +273,6 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
     return first.fails_at_others
-
-
-def _sharding(first: FirstBatch, on_host: tuple[str, ...]) -> ShardingChange:
-    """The change that parameters on the host are for a script that is not sharded."""
-    return replace(ON_HOST, wrapped=wrapped_classes(first.root, on_host)) if on_host else AS_LAUNCHED
 
 
 def _grows(made: Plan) -> bool:
@@ -348,7 +301,6 @@ def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
     clips = _("the script clips gradients, which a fused optimizer unscales itself")
     reasons = {
         **{name: _(why) for name, why in NOT_HERE.items()},
-        "offload_parameters": why_not_on_host(first),
         "expandable_segments": "" if os.environ.get(BEFORE_START) == "1" else before_the_process(),
         "precision": _why_not_mixed(first),
         "grow": _why_not_grown(first),
@@ -357,7 +309,7 @@ def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
         "slices": _why_not_sliced(first),
     }
     if first.by_itself:
-        reasons["offload_parameters"] = reasons["grow"] = _("the script trains without Accelerate, which would do it")
+        reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.sharded:
         reasons |= _beside_shards(first)
     return ((name, reason) for name, reason in reasons.items() if reason)
@@ -367,16 +319,10 @@ def _beside_shards(first: FirstBatch) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
     if first.engine is not None:
         divides = _("DeepSpeed's engine trains the model, and divides it as it is launched")
-        return {
-            **{name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint")},
-            "shard": engine.why_not_next_stage(first),
-            "offload_optimizer": engine.why_not_states_on_host(first),
-        }
-    if first.fsdp_plugin.fsdp_version == 2:
-        return {**dict(beside_layout("FSDP2", "checkpoint", *SHARDINGS)), "offload_parameters": why_not_on_host(first)}
-    # A name that leads through a wrapper is not there in a model that is not divided yet.
+        return {name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint")}
+    # A name that leads through a wrapper of FSDP1 is not there in a model that is not divided yet.
     nested = any("_fsdp_wrapped_module" in block.name for block in find_blocks(first.root))
-    return dict(beside_layout("FSDP1", *(() if nested else ("checkpoint",))))
+    return dict(beside_layout(f"FSDP{first.fsdp_plugin.fsdp_version}", *(() if nested else ("checkpoint",))))
 
 
 def _why_not_grown(first: FirstBatch) -> str:

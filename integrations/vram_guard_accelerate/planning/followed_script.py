@@ -23,7 +23,6 @@ from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import LaunchSettings
-from vram_guard_accelerate._sharding_change import AS_LAUNCHED
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
 from vram_guard_accelerate.dry_run.early_effects import EarlyPrograms
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
@@ -73,7 +72,7 @@ def _follow(
                 page=page_to_keep(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
                 notes=(*found.notes, *filter(None, (early.note,))),
-                relaunches=found.relaunches,
+                relaunch=found.relaunch,
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
@@ -86,16 +85,8 @@ def _follow(
         )
 
     shape = LaunchShape.of(request.budget, request.ranks, request.local_ranks)
-    shards = "offload_parameters" in settings.techniques
-    change = AS_LAUNCHED if request.relaunch is None else request.relaunch.change.sharding
     tied.keep_programs()
-    run = DryRun(
-        shape,
-        decided,
-        may_shard=shards,
-        sharding=change,
-        planned_batch=settings.planned_batch,
-    )
+    run = DryRun(shape, decided, planned_batch=settings.planned_batch)
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
     patches.install(run)

@@ -28,8 +28,8 @@ from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
-from vram_guard_accelerate.planning._best_relaunch import best_of
 from vram_guard_accelerate.planning.caches import make_caches, remove_empty
+from vram_guard_accelerate.planning.relaunch import Relaunch, better_of
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def predict(
     Args:
         request: the launch.
         fresh: do not look for a remembered answer.
-        progress: called with the options of every relaunch that is run dry too.
+        progress: called with the options of a relaunch, before it is run dry too.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
@@ -99,8 +99,12 @@ def predict(
             log=log,
         )
         raise replace(first, message=message).as_error()
-    best = best_of(first, lambda relaunch: _known(_run(request.relaunched(relaunch), log)), progress)
-    prediction = Prediction(best, str(log))
+
+    def run(relaunch: Relaunch) -> DryRunAnswer | DryRunFailure:
+        progress(relaunch.words)
+        return _known(_run(request.relaunched(relaunch), log))
+
+    prediction = Prediction(better_of(first, run), str(log))
     if remembered is not None and remembered.parent.is_dir():
         with contextlib.suppress(OSError):
             write_atomically(remembered, to_json(prediction))

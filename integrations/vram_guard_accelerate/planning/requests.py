@@ -12,7 +12,7 @@ from vram_guard.releases.installed import Releases
 from vram_guard_accelerate._launch_plan import LaunchPlan
 from vram_guard_accelerate._script_files import FileState
 from vram_guard_accelerate._settings import LaunchSettings
-from vram_guard_accelerate.relaunch.relaunch import Relaunch
+from vram_guard_accelerate.planning.relaunch import Relaunch
 
 REQUEST: Final = Path("request.json")
 ANSWER: Final = Path("answer.json")
@@ -37,11 +37,10 @@ class DryRunRequest:
 
     def relaunched(self, relaunch: Relaunch) -> DryRunRequest:
         """The same for a relaunch of the launch as it was typed."""
-        change = relaunch.change
         return replace(
             self,
-            command=(*self.command, *change.arguments),
-            environment={**self.environment, **change.environment},
+            command=(*self.command, *relaunch.arguments),
+            environment={**self.environment, **relaunch.environment},
             relaunch=relaunch,
         )
 
@@ -56,8 +55,6 @@ class DryRunAnswer:
     """The same for people."""
     launch_plan: LaunchPlan
     notes: tuple[str, ...]
-    relaunches: tuple[Relaunch, ...]
-    """Relaunches that may be better, the likeliest first."""
     files: Mapping[str, FileState]
     """The files that it was made from."""
     fits: bool
@@ -70,6 +67,8 @@ class DryRunAnswer:
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
     releases: Releases
     """Those that the script ran with."""
+    relaunch: Relaunch | None = None
+    """In another precision, which may be better; None: there is none."""
     own_options: tuple[str, ...] = ()
     """Words for the script's command line that make its batches smaller: nobody has tried them."""
     brief: str = ""

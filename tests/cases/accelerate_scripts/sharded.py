@@ -1,13 +1,11 @@
-"""Loops over a model whose weights outweigh its activations, for parameters that wait on the host."""
+"""Loops over a model whose weights outweigh its activations, divided or not."""
 
 import argparse
 import os
-from pathlib import Path
 
 import torch
 import torch._functorch.config
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, set_seed
 from common import Block, end_process_groups_at_exit
 from gloo import take_for_gpus, zero_of
@@ -29,19 +27,6 @@ class Wide(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x) * self.scale
-
-    def save_pretrained(self, path, is_main_process=True, state_dict=None):
-        """As the models of Transformers and Diffusers save themselves."""
-        if is_main_process:
-            torch.save(self.state_dict() if state_dict is None else state_dict, path)
-
-
-class Tied(Wide):
-    """Two blocks share a weight, which FSDP2 would carry twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].wide.weight = self.blocks[0].wide.weight
 
 
 def data(samples):
@@ -87,15 +72,6 @@ def train(options, accelerator, model=None, before=None, clip=None):
             optimizer.zero_grad()
         rates.append(scheduler.get_last_lr()[0])
         losses.append(accelerator.gather(loss.detach()).mean().item())
-    if options.checkpoint:
-        accelerator.save_state(options.checkpoint)
-        accelerator.wait_for_everyone()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        accelerator.load_state(options.checkpoint)
-        saved = accelerator.unwrap_model(model)
-        saved.save_pretrained(f"{options.checkpoint}.pt", is_main_process=accelerator.is_main_process)
     weights = whole_weights(accelerator, model)
     divided = accelerator.is_fsdp2 or isinstance(model, FullyShardedDataParallel)
     if accelerator.is_main_process:
@@ -142,10 +118,6 @@ def clipping(options):
     train(options, Accelerator(), clip=by_norm)
 
 
-def accumulating(options):
-    train(options, Accelerator(gradient_accumulation_steps=2))
-
-
 def in_batches(options):
     """Its own options say how large a batch is, and how many make an optimizer step."""
     train(options, Accelerator(gradient_accumulation_steps=options.gradient_accumulation_steps))
@@ -169,67 +141,15 @@ def configured(options):
         cpu_ram_efficient_loading=False,
     )
     steps = options.gradient_accumulation_steps
-    train(options, Accelerator(gradient_accumulation_steps=steps, fsdp_plugin=plugin), clip=by_norm)
+    accelerator = Accelerator(gradient_accumulation_steps=steps, fsdp_plugin=plugin)
+    if not options.listed:
+        train(options, accelerator, clip=by_norm)
+        return
 
+    def clip(accelerator, _model, listed):
+        return accelerator.clip_grad_norm_(listed, 0.1)
 
-def counting(options):
-    """The model counts its calls in a buffer, which DistributedDataParallel copies from the first process."""
-
-    class Counting(Wide):
-        def forward(self, x):
-            self.scale.add_(0.001)
-            return super().forward(x)
-
-    train(options, Accelerator(), model=Counting())
-
-
-def compressing(options):
-    """Gradients travel in bfloat16."""
-    from accelerate.utils import DDPCommunicationHookType
-
-    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    train(options, Accelerator(kwargs_handlers=[handler]))
-
-
-def listed_before(options):
-    """Clips what it listed before ``prepare``, as many scripts do."""
-    clip = lambda accelerator, _, listed: accelerator.clip_grad_norm_(listed, 0.1)  # noqa: E731
-    train(options, Accelerator(), before=lambda model: list(model.parameters()), clip=clip)
-
-
-def frozen(options):
-    """Some of a block's weights are trained, most are not."""
-    model = Wide()
-    for block in model.blocks:
-        block.wide.requires_grad_(False)
-    train(options, Accelerator(), model=model)
-
-
-def tied(options):
-    train(options, Accelerator(), model=Tied())
-
-
-def averaging(options):
-    """An average of weights that was copied before ``prepare`` meets weights that are sharded now."""
-
-    def clip(_accelerator, model, kept):
-        with torch.no_grad():
-            for average, new in zip(kept, model.parameters(), strict=True):
-                average.lerp_(new, 0.1)
-        return 0.0
-
-    accelerator = Accelerator()
-
-    def before(model):
-        return [parameter.detach().clone().to(accelerator.device) for parameter in model.parameters()]
-
-    train(options, accelerator, before=before, clip=clip)
-
-
-def values(options):
-    train(
-        options, Accelerator(), clip=lambda accelerator, model, _: accelerator.clip_grad_value_(model.parameters(), 1)
-    )
+    train(options, accelerator, before=lambda model: list(model.parameters()), clip=clip)
 
 
 def two_models(options):
@@ -244,97 +164,13 @@ def two_models(options):
         optimizer.zero_grad()
 
 
-def apart(options):
-    """Model and optimizer are prepared one after the other."""
-    accelerator = Accelerator()
-    model = accelerator.prepare(Wide())
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    for x, y in accelerator.prepare(DataLoader(data(options.samples), batch_size=options.batch_size)):
-        accelerator.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class Language(torch.utils.data.Dataset):
-    def __init__(self, samples):
-        self.rows = torch.randint(0, 64, (samples, 16), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, at):
-        return {"input_ids": self.rows[at], "labels": self.rows[at].clone()}
-
-
-def language_model():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    set_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=3, n_embd=384, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0,
-                   resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    )  # fmt: skip
-
-
-def transformers(options):
-    """A model whose embedding and head are one weight, and which returns its loss."""
-    accelerator = Accelerator()
-    model = language_model()
-    if options.checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Language(options.samples), batch_size=options.batch_size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    losses = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.gather(loss.detach()).mean().item())
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        kept = {name: value.detach().clone() for name, value in weights.items()}
-        torch.save({"weights": [kept], "losses": losses, "fsdp": accelerator.is_fsdp2}, options.out)
-
-
-def trainer(options):
-    from transformers import Trainer, TrainingArguments
-
-    settings = TrainingArguments(options.output_dir, per_device_train_batch_size=options.batch_size, report_to="none",
-                                 num_train_epochs=1, disable_tqdm=True, save_strategy="no", max_grad_norm=0.1,
-                                 logging_steps=1)  # fmt: skip
-    made = Trainer(model=language_model(), args=settings, train_dataset=Language(options.samples))
-    made.train()
-    weights = made.accelerator.get_state_dict(made.model)
-    if made.accelerator.is_main_process:
-        kept = {name: value.detach().clone() for name, value in weights.items()}
-        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-        torch.save({"weights": [kept], "losses": losses, "fsdp": made.accelerator.is_fsdp2}, options.out)
-
-
-def several(options):
-    """One loop after the other in one process, whose start takes longer than all of them."""
-    folder = Path(options.out)
-    for one in (clipping, accumulating):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        options.out = folder / f"{one.__name__}.pt"
-        options.checkpoint = folder / f"{one.__name__}_checkpoint"
-        one(options)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("loop")
     parser.add_argument("--out")
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--checkpoint")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--output_dir")
-    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--own_seed", action="store_true")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--regions", action="store_true")
@@ -343,6 +179,7 @@ def main():
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--from_first", action="store_true")
     parser.add_argument("--on_host", action="store_true")
+    parser.add_argument("--listed", action="store_true", help="it clips what it listed before prepare")
     options = parser.parse_args()
     take_for_gpus()
     globals()[options.loop](options)

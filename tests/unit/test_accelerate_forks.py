@@ -1,0 +1,57 @@
+"""Copies of a process, and the ways in which they end without an answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("accelerate")
+if sys.platform == "win32":
+    pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
+
+from vram_guard.errors import LostCopyError
+from vram_guard_accelerate.dry_run import forks
+from vram_guard_accelerate.dry_run.forks import ForkEntered
+
+WATCHDOG = 200  # seconds; an answer that is there comes at once
+
+
+@pytest.mark.parametrize("may_be_silent", [False, True])
+def test_an_answer_that_cannot_be_sent_is_an_error_with_its_reason(may_be_silent: bool) -> None:
+    try:
+        copy = forks.fork(None)
+    except ForkEntered as entered:
+        entered.parent.send(threading.Lock())
+    with pytest.raises(LostCopyError, match="cannot pickle"):
+        copy.answer(WATCHDOG, may_be_silent=may_be_silent)
+
+
+def test_a_copy_whose_pipe_is_closed_ends_with_an_error_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        copy = forks.fork(None)
+    except ForkEntered as entered:
+        os.close(entered.parent.pipe)  # as a script that becomes a daemon does
+        entered.parent.send("answer")
+    with pytest.raises(LostCopyError, match="exit code 1"):
+        copy.answer(WATCHDOG, may_be_silent=True)
+    assert "Bad file descriptor" in capfd.readouterr().err
+
+
+def test_a_copy_does_not_end_the_other_copies_of_its_original() -> None:
+    def begin(task: str) -> forks.Fork:
+        try:
+            return forks.fork(task)
+        except ForkEntered as copy:
+            if copy.task == "ends all":
+                forks.end_all()
+            else:
+                threading.Event().wait(0.5)  # the other one is made, and ends what it may, meanwhile
+            copy.parent.send(copy.task)
+
+    waits, ends = begin("waits"), begin("ends all")
+    assert ends.answer(WATCHDOG) == "ends all"
+    assert waits.answer(WATCHDOG) == "waits"
+    assert not forks.running
