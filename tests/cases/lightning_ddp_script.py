@@ -17,7 +17,7 @@ from compiled_cases import WIDTH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_compiled_cases import Module, Stop
 
-from vram_guard.guard import _decide
+from vram_guard.guard import settling
 from vram_guard.watch.process_groups import end_process_groups
 from vram_guard_lightning import VramGuard
 
@@ -39,7 +39,7 @@ def broken_plan(*_: Any, **__: Any) -> Any:
 def main(case: str, out: Path) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     if case == "one fails" and rank == 1:
-        _decide._plan = broken_plan
+        settling.planned = broken_plan
     guard = (
         VramGuard(budget=budget(case, rank), margin=0, allow=("accumulate",), loss_weight="mean")
         if case != "plain"

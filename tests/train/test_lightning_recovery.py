@@ -22,7 +22,7 @@ from guard_arguments import in_advanced
 
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.errors import InvalidInputError, RecoveryFailedError, UnsupportedStepError
-from vram_guard.guard import _decide
+from vram_guard.guard import settling
 from vram_guard_lightning import VramGuard, _closure, _namespaces, _training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -260,12 +260,12 @@ def test_with_a_prediction(tmp_path: Any, predicted: None) -> None:
 
 
 def test_batches_that_were_split_before(tmp_path: Any, predicted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = _decide._plan
+    own = settling.planned
 
     def split(*args: Any, **settings: Any) -> Any:
         return dataclasses.replace(own(*args, **settings), micro_batch_size=4, accumulate=2)
 
-    monkeypatch.setattr(_decide, "_plan", split)
+    monkeypatch.setattr(settling, "planned", split)
     recovered = train(tmp_path, make_module(breaks="backward", at=3, capacity=2), guard())
     assert recovered[0].seen == [4] * 2 * 3 + [2] * 4 * 7
     monkeypatch.undo()

@@ -11,11 +11,11 @@ from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, NoDeviceError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
+from vram_guard.guard import settling
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
-from vram_guard.guard.settling import planned, settled
 from vram_guard.language import _
 from vram_guard.longest.choice import choose, peak_of
 from vram_guard.proof.bodies import find_body
@@ -151,12 +151,12 @@ def decide_alone(
     )
     refused = {technique: reason for technique, reason in refusals if reason}
     try:
-        plan, proof = settled(_Captured(captured, settings, budget, known, graph, progress), refused)
+        plan, proof = settling.settled(_Captured(captured, settings, budget, known, graph, progress), refused)
     except Exception as error:
         if captured.step.job is None:
             raise
         captured = _without_job(captured, error)
-        plan, proof = settled(_Captured(captured, settings, budget, known, graph, progress), refused)
+        plan, proof = settling.settled(_Captured(captured, settings, budget, known, graph, progress), refused)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     releases = plan.before.releases
     notes = [*captured.notes, *(() if releases is None else required.remarks(releases))]
@@ -264,7 +264,7 @@ class _Captured:
         step, size = captured.step, captured.sample.batch_size
         check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
         with captured.symbolic_run():
-            return planned(
+            return settling.planned(
                 step,
                 size,
                 self._budget,
