@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -25,28 +24,29 @@ from vram_guard.limits import BATCHES_COMPARED, EPOCHS_FOLLOWED
 from vram_guard.longest._sizes import Sizes
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Batches that a sampler can make: these, or any ``size`` samples of a pool.
+class Pool(NamedTuple):
+    """Samples of which any may come together in a batch."""
 
-    Attributes:
-        made: batches as they were made.
-        pool: samples of which any may come together.
-        size: samples in a batch of the pool.
-        repeats: how often one of them may be in the same batch.
-        remark: what is not known about them; "" where there are no others.
-    """
+    samples: torch.Tensor
+    size: int
+    """Of a batch."""
+    repeats: int
+    """Times that one of them may be in the same batch."""
 
-    made: Sequence[torch.Tensor] = ()
-    pool: torch.Tensor | None = None
-    size: int = 1
-    repeats: int = 1
-    remark: str = ""
+    def largest(self, sizes: Sizes) -> list[torch.Tensor]:
+        """The largest batches: in each measure, in the product, and with the largest in each together."""
+        values, areas = sizes.values[self.samples], sizes.areas[self.samples]
+        most = min(len(values), self.size + values.shape[1])
+        rankings = [column.topk(most).indices for column in (areas, *values.unbind(1))]
+        mixed = torch.cat([torch.stack([ranking[0] for ranking in rankings[1:]]), rankings[0]])
+        rankings.insert(0, torch.tensor(list(dict.fromkeys(mixed.tolist()))))
+        return [self.samples[one.repeat_interleave(self.repeats)[: self.size]] for one in rankings]
 
-    @classmethod
-    def together(cls, pool: torch.Tensor, size: int, repeats: int = 1, remark: str = "") -> Batches:
-        """Any samples of a pool."""
-        return cls(pool=pool, size=min(size, len(pool) * repeats), repeats=repeats, remark=remark)
+    def drawn(self) -> list[torch.Tensor]:
+        """Batches of some epochs, drawn at random."""
+        generator = torch.Generator().manual_seed(0)
+        orders = [torch.randperm(len(self.samples), generator=generator) for _epoch in range(EPOCHS_FOLLOWED)]
+        return [batch for order in orders for batch in self.samples[order].split(self.size)]
 
 
 def batches_of(
@@ -58,8 +58,8 @@ def batches_of(
     by_batches: bool = False,
     endless: bool = False,
     seconds: float,
-) -> Batches:
-    """The batches of a loader whose data set has an index.
+) -> tuple[Pool | list[torch.Tensor], str]:
+    """The batches of a loader whose data set has an index, and what is not known about them.
 
     Args:
         loader: a DataLoader.
@@ -82,17 +82,17 @@ def batches_of(
     if listed or kind is SequentialSampler or (kind is DistributedSampler and not sampler.shuffle):
         order = torch.tensor(sampler) if listed else torch.arange(count)
         ranks = getattr(sampler, "num_replicas", ranks)
-        return _in_order(order, size, ranks, drops=bool(batches.drop_last), by_batches=by_batches)
+        return _in_order(order, size, ranks, drops=bool(batches.drop_last), by_batches=by_batches), ""
     random = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-    pool = torch.as_tensor(sampler.indices) if kind is SubsetRandomSampler else torch.arange(count)
+    samples = torch.as_tensor(sampler.indices) if kind is SubsetRandomSampler else torch.arange(count)
     repeats = size if kind in random and getattr(sampler, "replacement", False) else 1
     if endless or (kind is RandomSampler and sampler.num_samples > count):
         repeats = max(repeats, 2 + size // count)  # a batch may be of two rounds
     said = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
-    return Batches.together(pool, size, repeats, "" if kind in random else said)
+    return Pool(samples, min(size, len(samples) * repeats), repeats), "" if kind in random else said
 
 
-def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> Batches:
+def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> list[torch.Tensor]:
     """The same batches in every epoch, those of all ranks."""
     step = size * ranks if by_batches else ranks
     # The first samples again, so that every process has as many.
@@ -101,13 +101,13 @@ def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_bat
         shares = [order if drops or ranks == 1 else evened]
     else:
         shares = [evened[rank::ranks] for rank in range(ranks)]
-    return Batches([part for share in shares for part in share.split(size) if len(part) == size or not drops])
+    return [part for share in shares for part in share.split(size) if len(part) == size or not drops]
 
 
-def _of_own_batches(sampler: Any, count: int, seconds: float) -> Batches:
+def _of_own_batches(sampler: Any, count: int, seconds: float) -> tuple[list[torch.Tensor], str]:
     name = type(sampler).__name__
     if isinstance(sampler, (list, tuple)):
-        return Batches([torch.tensor(list(one), dtype=torch.int64) for one in sampler if len(one)])
+        return [torch.tensor(list(one), dtype=torch.int64) for one in sampler if len(one)], ""
     if not seconds:
         raise UnsupportedStepError(_("{sampler} makes batches of its own, and cannot be copied here", sampler=name))
     end = time.monotonic() + seconds
@@ -122,13 +122,12 @@ def _of_own_batches(sampler: Any, count: int, seconds: float) -> Batches:
                 break
     if not made:
         raise UnsupportedStepError(_("the batch sampler {kind} delivers no batch", kind=name))
-    return Batches(made, remark=_("{sampler} made {count} batches, and may make others", sampler=name, count=len(made)))
+    return made, _("{sampler} made {count} batches, and may make others", sampler=name, count=len(made))
 
 
-# --- the largest --------------------------------------------------------------------------------------------------
-
-
-def candidates(batches: Batches, sizes: Sizes, share: float | None = None) -> tuple[list[torch.Tensor], int]:
+def candidates(
+    batches: Pool | list[torch.Tensor], sizes: Sizes, share: float | None = None
+) -> tuple[list[torch.Tensor], int]:
     """Batches one of which is planned for, the largest sample first in each, and how many were looked at for it.
 
     Args:
@@ -137,18 +136,18 @@ def candidates(batches: Batches, sizes: Sizes, share: float | None = None) -> tu
         share: None: several, each the largest in one way, the likeliest first. A number: the batch than which this
             share of the batches of some epochs is no larger.
     """
+    if isinstance(batches, Pool):
+        batches = batches.largest(sizes) if share is None else batches.drawn()
+    scores = _scores(batches, sizes)
     if share is not None:
-        made = batches.made or _drawn(batches)
-        padded, _squares, areas, *_others = _scores(made, sizes)
+        padded, _squares, areas, *_others = scores
         order = areas.argsort(stable=True)
         order = order[padded[order].argsort(stable=True)]
-        return [_sorted(made[int(order[math.ceil(share * len(made)) - 1])], sizes)], len(made)
-    made = batches.made or _of_pool(batches, sizes)
-    scores = _scores(made, sizes)
+        return [_sorted(batches[int(order[math.ceil(share * len(batches)) - 1])], sizes)], len(batches)
     best = [(score == score.max()).nonzero().flatten() for score in scores]
-    chosen = [_sorted(made[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
+    chosen = [_sorted(batches[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
     different = {tuple(sorted(batch.tolist())): batch for batch in reversed(chosen)}
-    return list(reversed(different.values()))[:BATCHES_COMPARED], len(made)
+    return list(reversed(different.values()))[:BATCHES_COMPARED], len(batches)
 
 
 def _scores(batches: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
@@ -162,25 +161,6 @@ def _scores(batches: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]
     plane = largest.clamp(min=1).prod(1)
     sums = [nothing[:, 0].index_add(0, owner, one) for one in (areas, areas**2, *rows.unbind(1))]
     return [samples * plane, samples * plane**2, *sums, *largest.unbind(1), samples.double()]
-
-
-def _of_pool(batches: Batches, sizes: Sizes) -> list[torch.Tensor]:
-    """The largest that a pool can give: in each measure, in the product, and with the largest in each together."""
-    assert batches.pool is not None
-    values, areas = sizes.values[batches.pool], sizes.areas[batches.pool]
-    most = min(len(values), batches.size + values.shape[1])
-    rankings = [column.topk(most).indices for column in (areas, *values.unbind(1))]
-    mixed = torch.cat([torch.stack([ranking[0] for ranking in rankings[1:]]), rankings[0]])
-    rankings.insert(0, torch.tensor(list(dict.fromkeys(mixed.tolist()))))
-    return [batches.pool[one.repeat_interleave(batches.repeats)[: batches.size]] for one in rankings]
-
-
-def _drawn(batches: Batches) -> list[torch.Tensor]:
-    """Batches of some epochs, drawn at random."""
-    assert batches.pool is not None
-    generator = torch.Generator().manual_seed(0)
-    orders = [torch.randperm(len(batches.pool), generator=generator) for _epoch in range(EPOCHS_FOLLOWED)]
-    return [batch for order in orders for batch in batches.pool[order].split(batches.size)]
 
 
 def _sorted(batch: torch.Tensor, sizes: Sizes) -> torch.Tensor:

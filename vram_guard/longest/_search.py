@@ -15,7 +15,7 @@ from vram_guard.capture.loader import Reading
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.limits import SAMPLES_ASKED, SAMPLES_CHECKED, SHARE_FOR_ALIKE, SHARE_FOR_BATCHES, SHARE_FOR_SIZES
-from vram_guard.longest._batches import Batches, batches_of, candidates
+from vram_guard.longest._batches import batches_of, candidates
 from vram_guard.longest._sizes import Shape, Sizes, shapes_of, table_of, told_sizes
 from vram_guard.longest.planned_batch import PlannedBatch
 
@@ -82,23 +82,7 @@ class Search:
             raise UnsupportedStepError(_("no sample told its size within {seconds} s", seconds=self._planned.seconds))
         if self._alike() or not sizes.names:
             return None
-        batches = self._batches(alone=alone)
-        chosen, looked_at = candidates(batches, sizes, self._planned.share)
-        read = [self._readable(batch.tolist()) for batch in chosen]
-        if self._alike():
-            return None
-        after = [*([batches.remark] if batches.remark else []), self._source(sizes, told=told is not None)]
-        return Found(
-            tuple(read),
-            tuple(map(len, chosen)),
-            tuple("; ".join([self._words(one, sizes, looked_at), *after]) for one in chosen),
-            differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
-            remarks=tuple(self._remarks),
-            sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
-        )
-
-    def _batches(self, *, alone: bool) -> Batches:
-        return batches_of(
+        batches, remark = batches_of(
             self._loader,
             self._size,
             self._count,
@@ -106,6 +90,19 @@ class Search:
             by_batches=self._by_batches,
             endless=self._endless,
             seconds=SHARE_FOR_BATCHES * self._planned.seconds if alone else 0.0,
+        )
+        chosen, looked_at = candidates(batches, sizes, self._planned.share)
+        read = [self._readable(batch.tolist()) for batch in chosen]
+        if self._alike():
+            return None
+        after = [*([remark] if remark else []), self._source(sizes, told=told is not None)]
+        return Found(
+            tuple(read),
+            tuple(map(len, chosen)),
+            tuple("; ".join([self._words(one, sizes, looked_at), *after]) for one in chosen),
+            differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
+            remarks=tuple(self._remarks),
+            sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
         )
 
     def _past(self, share: float) -> bool:
