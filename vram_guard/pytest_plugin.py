@@ -75,11 +75,11 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
         estimate, timeline, held_against = checked(step, batch_size, budget, **more)
         folder = request.config.getoption("--vram-guard-report")
         if folder:
-            from vram_guard.report.html import save_html
+            from vram_guard.report import save
 
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.node.nodeid).strip("-")
             path = Path(folder) / f"{name}{f'-{counted}' if counted > 1 else ''}.html"
-            save_html(estimate, path, timeline=timeline, budget=held_against, title=request.node.nodeid)
+            save(estimate, path, timeline=timeline, budget=held_against, title=request.node.nodeid)
         try:
             raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
         except DoesNotFitError as error:

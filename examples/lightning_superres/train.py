@@ -192,17 +192,14 @@ def psnr(image: Tensor, truth: Tensor) -> float:
 
 def leave_reports(guard: VramGuard, out: Path) -> None:
     """A picture of the memory over time, a snapshot for memory_viz, and the report as JSON."""
-    from vram_guard.report.as_json import write_json
-    from vram_guard.report.picture import save_picture
-    from vram_guard.report.snapshot import save_snapshot
+    from vram_guard.report import save
 
     plan = guard.plan
     if plan is None or plan.timeline is None:
         print("\nNo plan was made, so there is nothing to draw.")
         return
-    save_picture(plan, out / "memory.svg")
-    save_snapshot(plan.timeline, plan.micro_batch_size, out / "snapshot.pickle")
-    write_json(plan, out / "report.json")
+    for name in ("memory.svg", "snapshot.pickle", "report.json"):
+        save(plan, out / name)
     print(f"\nLeft in {out}/:")
     print("  memory.svg        memory over one step, as written and under the plan")
     print("  snapshot.pickle   the same for PyTorch's memory_viz page (https://docs.pytorch.org/memory_viz)")

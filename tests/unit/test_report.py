@@ -23,8 +23,8 @@ from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.search_space import LowerBound, Option, Request, Space
 from vram_guard.plan.techniques import splits_of
-from vram_guard.report.as_json import SCHEMA, as_dict, as_json, write_json
-from vram_guard.report.files import NotWrittenWarning, write_atomically
+from vram_guard.report.as_json import SCHEMA, as_dict, as_json
+from vram_guard.report.files import NotWrittenWarning, save, write_atomically
 from vram_guard.report.html import page_to_keep, where_to_read_on
 from vram_guard.report.text import BAR_WIDTH, render, show
 from vram_guard.timeline import Affine, Block, Note, Phase, Timeline
@@ -320,8 +320,8 @@ def test_json_is_ascii_whatever_the_names_are() -> None:
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
     target = tmp_path / "new" / "report.json"
-    assert write_json(planned(), target)
-    assert write_json(step(MIB).at(32), target)
+    assert save(planned(), target)
+    assert save(step(MIB).at(32), target)
     assert json.loads(target.read_text())["kind"] == "estimate"
     assert [path.name for path in target.parent.iterdir()] == ["report.json"]
 
@@ -370,7 +370,7 @@ def test_a_full_disk_is_a_warning_and_the_old_report_stays(tmp_path: Path, monke
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.warns(NotWrittenWarning, match="was not written"):
-        assert write_json(planned(), tmp_path / "file" / "report.json") is False
+        assert save(planned(), tmp_path / "file" / "report.json") is False
     with pytest.warns(NotWrittenWarning):
         assert write_atomically(tmp_path, "a folder stands there") is False
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

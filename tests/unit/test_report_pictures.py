@@ -16,8 +16,9 @@ from torch.cuda import _memory_viz
 from vram_guard import Budget, TrainingStep
 from vram_guard.errors import InvalidInputError
 from vram_guard.plan import plan
-from vram_guard.report.picture import picture, save_picture
-from vram_guard.report.snapshot import PICKLE_PROTOCOL, save_snapshot, snapshot
+from vram_guard.report import save
+from vram_guard.report.picture import picture
+from vram_guard.report.snapshot import PICKLE_PROTOCOL, snapshot
 from vram_guard.simulate import trace
 from vram_guard.timeline import Affine, Block, Phase, Timeline
 
@@ -55,7 +56,7 @@ def texts(svg: str) -> str:
 
 def test_a_picture_shows_peak_phases_and_budget(timeline: Timeline, tmp_path: Path) -> None:
     budget, estimate = Budget.of("64MiB", margin=0), timeline.at(16)
-    assert save_picture(estimate, tmp_path / "step.svg", timeline=timeline, budget=budget)
+    assert save(estimate, tmp_path / "step.svg", timeline=timeline, budget=budget)
     drawn = (tmp_path / "step.svg").read_text("utf-8")
     said = texts(drawn)
     for part in ("step 1", "step 2", "forward", "backward", "activations", "reserved", "budget", "MiB"):
@@ -79,6 +80,9 @@ def test_a_plan_without_timelines_is_refused() -> None:
     made = replace(plan(STEP, 2, "4GiB"), timeline=None)
     with pytest.raises(InvalidInputError, match="timelines"):
         picture(made)
+    for name in ("s.pickle", "s.svg", "s.png"):
+        with pytest.raises(InvalidInputError):
+            save(made, name)
 
 
 def test_an_empty_timeline_can_be_drawn() -> None:
@@ -96,12 +100,12 @@ def loaded(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def viewed(timeline: Timeline, tmp_path: Path) -> dict[str, Any]:
-    assert save_snapshot(timeline, 16, tmp_path / "step.pickle")
+    assert save(timeline.at(16), tmp_path / "step.pickle", timeline=timeline)
     return loaded(tmp_path / "step.pickle")
 
 
 def test_the_pickle_holds_plain_values_in_a_protocol_that_the_page_reads(timeline: Timeline, tmp_path: Path) -> None:
-    save_snapshot(timeline, 16, tmp_path / "step.pickle")
+    save(timeline.at(16), tmp_path / "step.pickle", timeline=timeline)
     operations = [operation for operation, *_ in pickletools.genops((tmp_path / "step.pickle").read_bytes())]
     assert max(operation.proto for operation in operations) <= PICKLE_PROTOCOL == 4
     # Nothing is imported or called on loading: only dicts, lists, tuples, text, numbers.

@@ -91,27 +91,19 @@ def _check_pictures(options: argparse.Namespace) -> None:
     for path in (options.html, options.plot, options.snapshot):
         if path and Path(path).is_dir():
             raise InvalidInputError(_("{path} is a folder: give the name of a file", path=path))
-    if options.plot:
-        from vram_guard.report.picture import check_picture_name
-
-        check_picture_name(options.plot)
+    if options.plot and Path(options.plot).suffix.lower() != ".svg":
+        raise InvalidInputError(_("{path}: the picture is written as .svg", path=options.plot))
 
 
 def _write_pictures(options: argparse.Namespace, made: Plan, title: str) -> None:
     """Write what was asked for, and say on standard error where it is."""
-    from vram_guard.report import save_html, save_picture, save_snapshot
-    from vram_guard.report.files import must_be_written
+    from vram_guard.report.files import content, must_be_written, write_atomically
 
-    with must_be_written():
-        if options.html:
-            save_html(made, options.html, title=title)
-        if options.plot:
-            save_picture(made, options.plot)
-        if options.snapshot:
-            assert made.timeline is not None  # as plan() makes them
-            save_snapshot(made.timeline, made.estimate.batch_size, options.snapshot)
-    for path in filter(None, (options.html, options.plot, options.snapshot)):
-        say(_("wrote {path}", path=path), sys.stderr)
+    for path, kind in ((options.html, ".html"), (options.plot, ".svg"), (options.snapshot, ".pickle")):
+        if path:
+            with must_be_written():
+                write_atomically(path, content(made, kind, title=title))
+            say(_("wrote {path}", path=path), sys.stderr)
 
 
 def _several(options: argparse.Namespace) -> PlanOptions:

@@ -11,24 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vram_guard.report.as_json import write_json
-    from vram_guard.report.html import html_report, save_html
-    from vram_guard.report.picture import save_picture
-    from vram_guard.report.snapshot import save_snapshot
+    from vram_guard.report.files import save
+    from vram_guard.report.html import html_report
     from vram_guard.report.text import render, show
 
 # Names of functions only, none of which is a module's: importing the module would replace the function.
-__all__ = ["html_report", "render", "save_html", "save_picture", "save_snapshot", "show", "write_json"]
+__all__ = ["html_report", "render", "save", "show"]
 
-_HOME = {
-    "html_report": "html",
-    "render": "text",
-    "save_html": "html",
-    "save_picture": "picture",
-    "save_snapshot": "snapshot",
-    "show": "text",
-    "write_json": "as_json",
-}
+_HOME = {"html_report": "html", "render": "text", "save": "files", "show": "text"}
 
 
 def __getattr__(name: str) -> object:

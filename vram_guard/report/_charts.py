@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -89,7 +88,6 @@ def timeline_charts(
     answer: Plan | Estimate,
     timeline: Timeline | None,
     budget: Budget | None,
-    settings: AllocatorSettings | None,
 ) -> list[Chart]:
     """The step as written and as planned, on one scale; one chart for an estimate, or where nothing changes.
 
@@ -97,7 +95,6 @@ def timeline_charts(
         answer: a plan, which brings its timelines and its budget, or an estimate.
         timeline: what an estimate was read from.
         budget: what an estimate is compared with.
-        settings: the allocator's settings; None: PyTorch's defaults.
 
     Raises:
         InvalidInputError: there is no timeline.
@@ -118,12 +115,17 @@ def timeline_charts(
             after = _("{name}: {words}", name=_("planned"), words=words)
             drawn.append((after, timeline, answer.micro_batch_size))
     if timeline is None:
-        raise InvalidInputError(_("this plan carries no timelines to draw; plans made by vram_guard.plan() do"))
+        raise no_timeline()
     charts = [(caption, one.exact(size), size) for caption, one, size in drawn if one is not None]
-    peaks = [one.at(size, settings=settings).peak_reserved for _caption, one, size in charts]
+    peaks = [one.at(size).peak_reserved for _caption, one, size in charts]
     usable = None if budget is None else budget.usable
     top = _scale_top(peaks, usable)
-    return [_timeline_chart(caption, one, size, usable, top, settings) for caption, one, size in charts]
+    return [_timeline_chart(caption, one, size, usable, top) for caption, one, size in charts]
+
+
+def no_timeline() -> InvalidInputError:
+    """The error where there is nothing to draw."""
+    return InvalidInputError(_("this plan carries no timelines to draw; plans made by vram_guard.plan() do"))
 
 
 def _planned_size(plan: Plan) -> str:
@@ -147,11 +149,10 @@ def _timeline_chart(
     batch_size: int,
     usable: int | None,
     top: int,
-    settings: AllocatorSettings | None,
 ) -> Chart:
-    drawn = stack(timeline, batch_size, settings, most=COLUMNS)
-    estimate = timeline.at(batch_size, settings=settings)
-    event = timeline.replay(batch_size, settings=settings).peak_event
+    drawn = stack(timeline, batch_size, most=COLUMNS)
+    estimate = timeline.at(batch_size)
+    event = timeline.replay(batch_size).peak_event
     count = len(timeline.events)
     peak, reserved = format_bytes(estimate.peak_allocated), format_bytes(estimate.peak_reserved)
     remark = _("peak reserved {peak}", peak=reserved)

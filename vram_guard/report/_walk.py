@@ -77,9 +77,9 @@ class Stack(NamedTuple):
     reserved: list[int]
 
 
-def stack(timeline: Timeline, batch_size: int, settings: AllocatorSettings | None = None, *, most: int) -> Stack:
+def stack(timeline: Timeline, batch_size: int, *, most: int) -> Stack:
     """Bytes by category after every event, thinned to ``most`` columns that keep the maxima."""
-    walked = walk(timeline, batch_size, settings=settings)
+    walked = walk(timeline, batch_size)
     columns = _highest(walked.allocated, most)
     wanted = set(columns)
     now: dict[Category, int] = dict.fromkeys(LAYERS, 0)

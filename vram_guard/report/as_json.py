@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.plan.model import CompiledStep, Plan
 from vram_guard.report._spread import spread_dict
-from vram_guard.report.files import write_atomically
 
 if TYPE_CHECKING:
-    import os
-
     from vram_guard.budget import Budget
     from vram_guard.techniques.recipe import Recipe
     from vram_guard.timeline import Estimate, Note, OutOfMemoryPoint, Phase
@@ -39,11 +36,6 @@ def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[st
 def as_json(answer: Plan | Estimate, *, budget: Budget | None = None) -> str:
     """The answer as JSON text; pure ASCII, so that no terminal or file encoding can spoil it."""
     return json.dumps(as_dict(answer, budget=budget), indent=2, allow_nan=False)
-
-
-def write_json(answer: Plan | Estimate, path: str | os.PathLike[str], *, budget: Budget | None = None) -> bool:
-    """Write the answer as a JSON file, whole or not at all; False (and a warning) where it cannot be."""
-    return write_atomically(path, as_json(answer, budget=budget) + "\n")
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
 
-from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import Budget
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.errors import UnsupportedStepError
@@ -36,7 +35,6 @@ def html_report(
     *,
     timeline: Timeline | None = None,
     budget: Budget | None = None,
-    settings: AllocatorSettings | None = None,
     title: str = "",
 ) -> str:
     """The page as text.
@@ -45,7 +43,6 @@ def html_report(
         answer: a plan, or an estimate.
         timeline: what an estimate was read from, for its charts; a plan brings its own.
         budget: what an estimate is compared with; a plan brings its own.
-        settings: the allocator's settings; None: PyTorch's defaults.
         title: what was predicted ("GPT-2 on our data").
     """
     content = Content.of(answer, budget)
@@ -57,7 +54,7 @@ def html_report(
         _head(name, content),
         *map(_section, content.planned(LISTED_ON_PAGE)),
         *map(_section, content.memory(LISTED_ON_PAGE)),
-        _charts(content, timeline, settings),
+        _charts(content, timeline),
         _section(notes),
         _foot(),
     ]
@@ -70,24 +67,6 @@ def html_report(
         + "\n".join(filter(None, parts))
         + "\n</body>\n</html>\n"
     )
-
-
-def save_html(
-    answer: Plan | Estimate,
-    path: str | os.PathLike[str],
-    *,
-    timeline: Timeline | None = None,
-    budget: Budget | None = None,
-    settings: AllocatorSettings | None = None,
-    title: str = "",
-) -> bool:
-    """Write :func:`html_report` to a file, whole or not at all.
-
-    Returns:
-        Whether it was written; where it could not be, a warning says why.
-    """
-    page = html_report(answer, timeline=timeline, budget=budget, settings=settings, title=title)
-    return write_atomically(path, page)
 
 
 def page_to_keep(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> str:
@@ -146,11 +125,11 @@ def _bar(name: str, peak: int, budget: Budget) -> str:
     )
 
 
-def _charts(content: Content, timeline: Timeline | None, settings: AllocatorSettings | None) -> str:
+def _charts(content: Content, timeline: Timeline | None) -> str:
     if timeline is None:
         return ""
     try:
-        charts = timeline_charts(content.answer, timeline, content.budget, settings)
+        charts = timeline_charts(content.answer, timeline, content.budget)
     except UnsupportedStepError:  # each size is a trace of its own, and the plan came from another process
         return ""
     return f'<h2>{escape(_("Over the step"))}</h2>\n<div class="scroll">{drawing(charts)}</div>'

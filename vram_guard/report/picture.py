@@ -9,21 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.report._charts import Chart, timeline_charts
 from vram_guard.report._markup import escape
 from vram_guard.report.categories import category_name
-from vram_guard.report.files import write_atomically
 from vram_guard.terminal import display_width
 
 if TYPE_CHECKING:
-    import os
-
-    from vram_guard.allocator import AllocatorSettings
     from vram_guard.budget import Budget
     from vram_guard.plan import Plan
     from vram_guard.timeline import Estimate, Timeline
@@ -41,7 +35,6 @@ def picture(
     *,
     timeline: Timeline | None = None,
     budget: Budget | None = None,
-    settings: AllocatorSettings | None = None,
 ) -> str:
     """The picture as SVG text: the step as written above the step as planned, on one scale; one chart for an estimate.
 
@@ -49,48 +42,17 @@ def picture(
         answer: a plan, which brings its timelines and its budget, or an estimate.
         timeline: what an estimate was read from.
         budget: what an estimate is compared with.
-        settings: the allocator's settings; None: PyTorch's defaults.
 
     Raises:
         InvalidInputError: there is no timeline.
     """
-    charts = timeline_charts(answer, timeline, budget, settings)
+    charts = timeline_charts(answer, timeline, budget)
     drawn = drawing(charts).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     page = (files("vram_guard.report") / "assets" / "report.css").read_text(encoding="utf-8")
     colours = dict(re.findall(r"--(\w+): (#\w+);", page.split("}", 1)[0]))
     rules = "".join(f"{rule}\n" for rule in re.findall(r"svg (?:text|\.|circle)[^{]*\{[^}]*\}", page))
     behind = f'\n<style>\n{rules}</style>\n<rect width="100%" height="100%" fill="var(--page)"/>\n'
     return re.sub(r"var\(--(\w+)\)", lambda name: colours[name[1]], drawn.replace("\n", behind, 1))
-
-
-def save_picture(
-    answer: Plan | Estimate,
-    path: str | os.PathLike[str],
-    *,
-    timeline: Timeline | None = None,
-    budget: Budget | None = None,
-    settings: AllocatorSettings | None = None,
-) -> bool:
-    """Write :func:`picture` to a file, whole or not at all.
-
-    Returns:
-        Whether it was written; where it could not be, a warning says why.
-
-    Raises:
-        InvalidInputError: the name does not end in .svg, or there is no timeline.
-    """
-    check_picture_name(path)
-    return write_atomically(path, picture(answer, timeline=timeline, budget=budget, settings=settings))
-
-
-def check_picture_name(path: str | os.PathLike[str]) -> None:
-    """Refuse a name that does not end in .svg.
-
-    Raises:
-        InvalidInputError: it does not.
-    """
-    if Path(path).suffix.lower() != ".svg":
-        raise InvalidInputError(_("{path}: the picture is written as .svg", path=path))
 
 
 def drawing(charts: Sequence[Chart]) -> str:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.plan.model import Plan
+from vram_guard.report._charts import no_timeline
 from vram_guard.report._walk import Walk, walk
-from vram_guard.report.files import write_atomically
 
 if TYPE_CHECKING:
-    import os
-
     from vram_guard.allocator import AllocatorSettings, Segment
-    from vram_guard.timeline import Block, Timeline
+    from vram_guard.timeline import Block, Estimate, Timeline
 
 #: The page's unpickler stops at opcodes of protocol 5.
 PICKLE_PROTOCOL = 4
@@ -45,20 +44,17 @@ def snapshot(
     }
 
 
-def save_snapshot(
-    timeline: Timeline,
-    batch_size: int,
-    path: str | os.PathLike[str],
-    *,
-    settings: AllocatorSettings | None = None,
-) -> bool:
-    """Write :func:`snapshot` to a file, to be opened at https://pytorch.org/memory_viz.
+def pickled(answer: Plan | Estimate, timeline: Timeline | None = None) -> bytes:
+    """The snapshot of a plan, or of an estimate and its timeline, as the page reads it from a file.
 
-    Returns:
-        Whether it was written; where it could not be, a warning says why.
+    Raises:
+        InvalidInputError: there is no timeline.
     """
-    content = snapshot(timeline, batch_size, settings=settings)
-    return write_atomically(path, pickle.dumps(content, protocol=PICKLE_PROTOCOL))
+    estimate = answer.estimate if isinstance(answer, Plan) else answer
+    timeline = answer.timeline if isinstance(answer, Plan) else timeline
+    if timeline is None:
+        raise no_timeline()
+    return pickle.dumps(snapshot(timeline, estimate.batch_size), protocol=PICKLE_PROTOCOL)
 
 
 def _trace(walked: Walk) -> list[dict[str, Any]]:
