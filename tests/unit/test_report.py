@@ -23,8 +23,9 @@ from vram_guard.plan._search import search
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.search_space import LowerBound, Option, Request, Space
 from vram_guard.plan.techniques import splits_of
+from vram_guard.report import save
 from vram_guard.report.as_json import SCHEMA, as_dict, as_json
-from vram_guard.report.files import NotWrittenWarning, save, write_atomically
+from vram_guard.report.files import NotWrittenWarning, write_atomically
 from vram_guard.report.html import page_to_keep, where_to_read_on
 from vram_guard.report.text import BAR_WIDTH, render, show
 from vram_guard.timeline import Affine, Block, Note, Phase, Timeline

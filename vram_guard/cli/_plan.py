@@ -97,7 +97,8 @@ def _check_pictures(options: argparse.Namespace) -> None:
 
 def _write_pictures(options: argparse.Namespace, made: Plan, title: str) -> None:
     """Write what was asked for, and say on standard error where it is."""
-    from vram_guard.report.files import content, must_be_written, write_atomically
+    from vram_guard.report.files import must_be_written, write_atomically
+    from vram_guard.report.saving import content
 
     for path, kind in ((options.html, ".html"), (options.plot, ".svg"), (options.snapshot, ".pickle")):
         if path:

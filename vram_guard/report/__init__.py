@@ -11,14 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vram_guard.report.files import save
     from vram_guard.report.html import html_report
+    from vram_guard.report.saving import save
     from vram_guard.report.text import render, show
 
 # Names of functions only, none of which is a module's: importing the module would replace the function.
 __all__ = ["html_report", "render", "save", "show"]
 
-_HOME = {"html_report": "html", "render": "text", "save": "files", "show": "text"}
+_HOME = {"html_report": "html", "render": "text", "save": "saving", "show": "text"}
 
 
 def __getattr__(name: str) -> object:
