@@ -22,8 +22,8 @@ from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 from vram_guard.codec import from_json, to_json
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too
-from vram_guard_accelerate.planning.prediction import read_answer
-from vram_guard_accelerate.planning.relaunch import Relaunch, better_of
+from vram_guard_accelerate.planning.prediction import better_of, read_answer
+from vram_guard_accelerate.planning.relaunch import Relaunch
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 
 for late in PLANS:

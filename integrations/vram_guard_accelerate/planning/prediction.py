@@ -23,13 +23,15 @@ from vram_guard.errors import EndedCopyError
 from vram_guard.forks import ended
 from vram_guard.language import _, language
 from vram_guard.limits import FILES_KEPT
+from vram_guard.plan.descriptions import RelativeTime
+from vram_guard.units import format_bytes
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate._script_files import state_of
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.planning.caches import make_caches, remove_empty
-from vram_guard_accelerate.planning.relaunch import Relaunch, better_of
+from vram_guard_accelerate.planning.relaunch import Relaunch
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 
 if TYPE_CHECKING:
@@ -120,6 +122,33 @@ def _known(answer: DryRunAnswer | DryRunFailure) -> DryRunAnswer | DryRunFailure
     if isinstance(answer, DryRunFailure) and answer.error == EndedCopyError.__name__:
         raise answer.as_error()
     return answer
+
+
+def better_of(first: DryRunAnswer, run: Callable[[Relaunch], DryRunAnswer | DryRunFailure]) -> DryRunAnswer:
+    """The answer that is taken, of a launch as it was typed and its relaunch.
+
+    Args:
+        first: the answer of the launch as it was typed, with its relaunch.
+        run: runs that dry.
+    """
+    if first.relaunch is None:
+        return first
+    answer = run(first.relaunch)
+    if isinstance(answer, DryRunFailure):
+        return replace(first, notes=(*first.notes, _not_taken(first.relaunch, answer.message)), relaunch=None)
+    seconds: dict[str, Any] = {name: taken + answer.seconds[name] for name, taken in first.seconds.items()}
+    told = bool(first.only_told) and not answer.only_told
+    if answer.fits and (not first.fits or told or answer.slowdown < first.slowdown):
+        return replace(answer, seconds=seconds)
+    why = _("takes {time}", time=RelativeTime(answer.slowdown))
+    if not answer.fits:
+        peak = format_bytes(answer.plan["estimate"]["peak_reserved"])
+        why = _("it takes {peak}, which does not fit", peak=peak)
+    return replace(first, notes=(*first.notes, _not_taken(first.relaunch, why)), seconds=seconds, relaunch=None)
+
+
+def _not_taken(relaunch: Relaunch, why: str) -> str:
+    return _("{options} was tried in a dry run of its own, and is not taken: {why}", options=relaunch.words, why=why)
 
 
 # --- answers that are remembered --------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ relaunch is cheaper.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _, marked
@@ -18,17 +17,14 @@ from vram_guard.plan.descriptions import Reason, RelativeTime, Why
 from vram_guard.plan.step_time import seconds_as_written
 from vram_guard.plan.techniques import mixed_precision
 from vram_guard.timeline import Estimate
-from vram_guard.units import format_bytes
 from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
-from vram_guard_accelerate.dry_run.results import DryRunFailure
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard_accelerate._settings import LaunchSettings
     from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-    from vram_guard_accelerate.planning.requests import DryRunAnswer
 
 
 @dataclass(frozen=True)
@@ -187,30 +183,3 @@ def disagreement(written: LoopProfile, changed: LoopProfile) -> str:
         if count != other:
             return _(_MORE_OFTEN[kind], factor=f"{other / max(1, count):g}")
     return ""
-
-
-def better_of(first: DryRunAnswer, run: Callable[[Relaunch], DryRunAnswer | DryRunFailure]) -> DryRunAnswer:
-    """The answer that is taken, of a launch as it was typed and its relaunch.
-
-    Args:
-        first: the answer of the launch as it was typed, with its relaunch.
-        run: runs that dry.
-    """
-    if first.relaunch is None:
-        return first
-    answer = run(first.relaunch)
-    if isinstance(answer, DryRunFailure):
-        return replace(first, notes=(*first.notes, _not_taken(first.relaunch, answer.message)), relaunch=None)
-    seconds: dict[str, Any] = {name: taken + answer.seconds[name] for name, taken in first.seconds.items()}
-    told = bool(first.only_told) and not answer.only_told
-    if answer.fits and (not first.fits or told or answer.slowdown < first.slowdown):
-        return replace(answer, seconds=seconds)
-    why = _("takes {time}", time=RelativeTime(answer.slowdown))
-    if not answer.fits:
-        peak = format_bytes(answer.plan["estimate"]["peak_reserved"])
-        why = _("it takes {peak}, which does not fit", peak=peak)
-    return replace(first, notes=(*first.notes, _not_taken(first.relaunch, why)), seconds=seconds, relaunch=None)
-
-
-def _not_taken(relaunch: Relaunch, why: str) -> str:
-    return _("{options} was tried in a dry run of its own, and is not taken: {why}", options=relaunch.words, why=why)
