@@ -71,9 +71,9 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
                   "--samples", 128, budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
-    cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB")
+    cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB", allow=("precision", "checkpoint"))
     cases.request(asked / "one_step", TRAINER, "--output_dir", folder / "one_step", *TRAINER_ARGUMENTS,
-                  "--max_steps", 1, "--out", *never, budget="8MiB")  # fmt: skip
+                  "--max_steps", 1, "--out", *never, budget="8MiB", allow=("checkpoint",))  # fmt: skip
     cases.request(asked / "trainer", TRAINER, "--output_dir", folder / "trainer", *TRAINER_ARGUMENTS, "--out", *never)
     return cases.dry_runs(asked)
 

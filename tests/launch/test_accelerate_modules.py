@@ -59,8 +59,16 @@ def run(configs: dict[int, Path], processes: int, out: Path, *own: str, guarded:
     return {**torch.load(out), "said": done.stderr}
 
 
-def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(configs: Any, tmp_path: Path) -> None:
-    plain = run(configs, 1, tmp_path / "plain.pt", *MODULE)
+@pytest.fixture(scope="module")
+def plain(configs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(cases.HERE / "accelerate_scripts")
+        return run(configs, 1, tmp_path_factory.mktemp("plain") / "plain.pt", *MODULE)
+
+
+def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(
+    configs: Any, plain: Any, tmp_path: Path
+) -> None:
     options = ("--budget", "60MiB", "--margin", "0", "--allow", "slices")
     found = run(configs, 1, tmp_path / "guarded.pt", "-v", *options, *MODULE, guarded=True)
     assert "slices of the batch" in found["said"]
@@ -68,7 +76,7 @@ def test_a_module_of_a_package_runs_under_the_plan_as_its_config_file_says(confi
     assert 0 < difference(plain, found) < 1e-4  # gradients of bfloat16
 
 
-def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, tmp_path: Path) -> None:
+def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, plain: Any, tmp_path: Path) -> None:
     blocks = tuple(f"blocks.{number}" for number in range(3))
     for keeps in ((), ("addmm",)):
         plan = LaunchPlan(
@@ -78,7 +86,6 @@ def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, tmp_pa
         )
         planned = {VARIABLE: to_json(plan)}
         found = run(configs, 1, tmp_path / f"{len(keeps)}.pt", "-m", "vram_guard_accelerate", *MODULE, **planned)
-        plain = run(configs, 1, tmp_path / "plain.pt", *MODULE)
         assert difference(plain, found) == 0
 
 

@@ -312,6 +312,7 @@ MMENGINE_ON_CPU = """
 import torch
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
+from pathlib import Path
 
 class Model(BaseModel):
     def __init__(self):
@@ -323,7 +324,7 @@ class Model(BaseModel):
 samples = [{"inputs": torch.zeros(8)}] * 32
 loader = dict(dataset=samples, sampler=dict(type="DefaultSampler", shuffle=True), batch_size=4)
 Runner(
-    Model(), "work", train_dataloader=loader, train_cfg=dict(by_epoch=True, max_epochs=1),
+    Model(), str(Path(__file__).parent / "work"), train_dataloader=loader, train_cfg=dict(by_epoch=True, max_epochs=1),
     optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
 ).train()
 """
@@ -339,26 +340,7 @@ def test_a_loop_that_a_framework_runs_is_sent_to_its_own_guard(tmp_path: Path) -
     for name, (source, advice) in loops.items():
         script = tmp_path / f"{name}_loop.py"
         script.write_text(source)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "vram_guard",
-                "launch",
-                "--dry-run",
-                "--advanced",
-                "remember=false",
-                "--budget",
-                "1GiB",
-                str(script),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "VRAM_GUARD_CACHE": str(tmp_path / "cache")},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        done = cases.launch("--dry-run", "--budget", "1GiB", script, cache=tmp_path / "cache")
         assert done.returncode == 3, done.stderr
         assert advice in done.stderr
         assert "Accelerator()" not in done.stderr

@@ -184,10 +184,6 @@ class Heavy(Network):
         self.blocks = nn.ModuleList(Squared(256) for _ in range(3))
 
 
-class Unhindered(Network):
-    """Blocks that do not."""
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
