@@ -62,7 +62,7 @@ def test_json_and_exit_codes(capsys):
     ("arguments", "said"),
     [
         (["missing.yaml"], "missing.yaml"),
-        (["missing.py"], "missing.py cannot be read: No such file"),
+        (["missing.py"], "missing.py is unknown"),
         ([], "name what to plan for"),
         ([CONFIG, "--plot", "x.bmp"], ".svg"),
         ([CONFIG, "--set", "batch_size=0"], "batch_size"),

@@ -270,7 +270,7 @@ def test_a_value_in_two_words_is_told_to_be_quoted(typed, capsys):
 
 def test_a_value_in_two_words_beside_a_model_is_no_missing_model(capsys):
     assert cli.main(["plan", "--model", "model.py:net", "--batch", "8", "--gpu", "RTX", "4090"]) == 2
-    assert "there is no file 4090; if it belongs to a value: one with spaces needs quotes" in capsys.readouterr().err
+    assert "give 4090 or --step, not both; a value with spaces needs quotes" in capsys.readouterr().err
 
 
 def test_a_model_that_no_installed_library_has_is_no_missing_file_alone(monkeypatch, capsys):
@@ -279,7 +279,7 @@ def test_a_model_that_no_installed_library_has_is_no_missing_file_alone(monkeypa
     monkeypatch.setattr("vram_guard.capture.model_names.library_of", lambda _name: None)
     assert cli.main(["plan", "resnet50", "--batch", "8", "--gpu", "4090"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("vram-guard: there is no file resnet50; the model resnet50 is unknown")
+    assert said.startswith("vram-guard: the model resnet50 is unknown")
     assert "Not installed here" in said
     assert "torchvision" in said
 

@@ -70,8 +70,9 @@ torch == 2.5.1+cu124 \\
     --hash=sha256:aaaa \\
     --hash=sha256:bbbb
 Transformers[torch]>=4.40,<5  # not five
--c constraints.txt
--r more/models.txt
+open_clip_torch==2.29.0
+accelerate~=1.2,\\
+!=1.2.1
 -e git+https://example.org/x.git#egg=trl
 peft @ git+https://example.org/peft.git@main
 numpy==no.number.at.all
@@ -83,15 +84,11 @@ diffusers==0.31.0; extra == 'video'
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_requirements_as_pip_reads_them(tmp_path, encoding):
     path = write(tmp_path, "requirements.txt", REQUIREMENTS.replace("\n", "\r\n"), encoding)
-    write(tmp_path, "constraints.txt", "transformers!=4.41.0\n")
-    write(tmp_path, "more/models.txt", "open_clip_torch==2.29.0\n-r ../requirements.txt\n--requirement=last.txt")
-    write(tmp_path, "more/last.txt", "accelerate~=1.2,\\\n!=1.2.1\nlightning==2.5.0.dev20241112")
     assert {name: set(one.split(",")) for name, one in asked(path).items()} == {
         "torch": {"2.5.1"},
-        "transformers": {">=4.40", "<5", "!=4.41.0"},
+        "transformers": {">=4.40", "<5"},
         "open-clip-torch": {"2.29.0"},
         "accelerate": {"~=1.2", "!=1.2.1"},
-        "lightning": {"2.5.0.dev20241112"},
     }
 
 
@@ -124,7 +121,7 @@ def test_locks_in_which_a_package_stands_once_for_each_platform(tmp_path):
 
 BAD = [
     ("requirements.txt", b"# models\ntorch==2.x.y\n", "requirements.txt: 'torch==2.x.y' is no requirement"),
-    ("requirements.txt", b"-r missing.txt\n", "missing.txt cannot be read: No such file"),
+    ("requirements.txt", b"-r other.txt\n", "is neither requirements nor a lock"),
     ("requirements.txt", "# caf\xe9\ntorch\n".encode("latin-1"), "is not UTF-8 text (byte 5)"),
     ("uv.lock", b'[[package]]\nname = "torch"\nversion = "2.5', "is not valid TOML"),
     ("uv.lock", b'[[package]]\nname = "torch"\nversion = "two"\n', "torch has no release 'two'"),

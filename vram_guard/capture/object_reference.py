@@ -31,13 +31,6 @@ _ADVICE = marked(
 )
 
 
-def names_object(text: str) -> bool:
-    """True for ``module:attribute`` and ``file.py:attribute``, where no file is called so."""
-    module, colon, attribute = text.rpartition(":")
-    dotted = all(part.isidentifier() for part in attribute.split("."))
-    return bool(colon and module) and dotted and (_is_file(module) or "/" not in module) and not Path(text).exists()
-
-
 def load_object(name: str) -> Any:
     """Import the object that ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
 

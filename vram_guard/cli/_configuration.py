@@ -133,7 +133,9 @@ def configuration(
     request = parse_request(merged, given)
     if other := other_network(request, merged):
         raise InvalidInputError(other)
-    if not is_buildable(request.model):
+    if request.model is not None and not is_buildable(request.model):
+        raise InvalidInputError(unknown_model(request.model))
+    if request.model is None:
         raise InvalidInputError(
             _("{name} names no model that can be built: give --step module:function, or step: in the config", name=name)
         )

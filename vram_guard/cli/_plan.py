@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, unknown_model, whole_number
+from vram_guard.cli._arguments import count, whole_number
 from vram_guard.cli._configuration import check_said_once, configuration, parsed, said, tell_assumed
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import (
@@ -120,35 +120,13 @@ def _several(options: argparse.Namespace) -> PlanOptions:
 
 def _one_of(options: argparse.Namespace) -> None:
     """The one thing to plan for: a config, or the name of a step or a model, which CONFIG may be as well."""
-    from vram_guard.capture.object_reference import names_object
-
-    if options.config and (names_object(options.config) or _names_model(options.config)):
-        if options.model is not None:
-            raise InvalidInputError(_("give {name} or --step, not both", name=options.config))
-        options.config, options.model = None, options.config
-    if options.config and Path(options.config).name == options.config and not Path(options.config).suffix:
-        _check_exists(options.config, beside_model=options.model is not None)
+    name = options.config
+    if name and not Path(name).exists() and Path(name).suffix not in (".yaml", ".yml", ".json"):
+        if options.model is not None:  # also of --model gpt2 --gpu RTX 4090
+            raise InvalidInputError(_("give {name} or --step, not both; a value with spaces needs quotes", name=name))
+        options.config, options.model = None, name
     if not options.config and not options.model:
         raise InvalidInputError(_("name what to plan for: CONFIG, or --step module:function"))
-
-
-def _check_exists(name: str, *, beside_model: bool) -> None:
-    """Refuse a name that is neither a file's nor, here, a model's."""
-    if Path(name).exists():
-        return
-    if beside_model:  # --model gpt2 --gpu RTX 4090
-        said = _("there is no file {name}; if it belongs to a value: one with spaces needs quotes", name=name)
-        raise InvalidInputError(said)
-    raise InvalidInputError(_("there is no file {name}; {said}", name=name, said=unknown_model(name)))
-
-
-def _names_model(text: str) -> bool:
-    """True for a model of an installed library, where no file is called so."""
-    from vram_guard.capture.model_names import library_of
-
-    if Path(text).exists() or Path(text).suffix in (".yaml", ".yml", ".json"):
-        return False
-    return library_of(text) is not None
 
 
 @collector_paused()  # imports make hundreds of thousands of objects that all stay

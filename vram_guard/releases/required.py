@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +38,7 @@ _MARKERS: Final[Mapping[str, str]] = {
     ),
 }
 
-_INCLUDE: Final = re.compile(r"(?:-r|-c|--requirement|--constraint)(?:\s+|=|(?=[^-\s]))(\S.*)")
+_INCLUDE: Final = re.compile(r"-r|-c|--requirement|--constraint")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -65,15 +65,9 @@ class RequiredReleases:
             return cls()
         path = Path(file).expanduser()
         if path.name in _OTHER_FILES:
-            raise InvalidInputError(
-                _(
-                    "--releases: {path} is neither requirements nor a lock of uv, Poetry or PDM: write what it asks "
-                    "for to a file as pip reads it (pip freeze > requirements.txt, in the training's environment)",
-                    path=file,
-                )
-            )
+            raise _of_another_kind(file)
         is_lock = path.suffix in (".lock", ".toml")
-        return cls(str(path), _locked(path) if is_lock else dict(_merged(_requirements(path, frozenset()))))
+        return cls(str(path), _locked(path) if is_lock else _requirements(path))
 
     def remarks(self, predicted: Releases) -> list[str]:
         """A sentence for the reader of a prediction; none where its releases are those that are asked for."""
@@ -97,6 +91,16 @@ class RequiredReleases:
                 differences="; ".join(found),
             )
         ]
+
+
+def _of_another_kind(file: str | Path) -> InvalidInputError:
+    return InvalidInputError(
+        _(
+            "--releases: {path} is neither requirements nor a lock of uv, Poetry or PDM: write what it asks "
+            "for to a file as pip reads it (pip freeze > requirements.txt, in the training's environment)",
+            path=file,
+        )
+    )
 
 
 def _allows(wanted: tuple[SpecifierSet, ...], release: str) -> bool:
@@ -129,43 +133,30 @@ def _locked(path: Path) -> dict[str, tuple[SpecifierSet, ...]]:
     return found
 
 
-def _merged(asked: Iterator[tuple[str, SpecifierSet]]) -> dict[str, tuple[SpecifierSet, ...]]:
-    """All requirements of a package have to be met."""
+def _requirements(path: Path) -> dict[str, tuple[SpecifierSet, ...]]:
+    """The releases that a file in pip's format allows; all requirements of a package have to be met.
+
+    Raises:
+        InvalidInputError: it includes other files, or a line is no requirement.
+    """
     found: dict[str, SpecifierSet] = {}
-    for name, allowed in asked:
-        # How it was built, the local part of a version (2.4.1+cu121), is no part of the release.
-        public = SpecifierSet(re.sub(r"\+[\w.]+", "", str(allowed)))
-        found[name] = found.get(name, SpecifierSet()) & public
-    return {name: (allowed,) for name, allowed in found.items()}
-
-
-def _requirements(path: Path, seen: frozenset[Path]) -> Iterator[tuple[str, SpecifierSet]]:
-    """The requirements of a file in pip's format, with the files that it includes by ``-r`` and ``-c``."""
-    seen |= {path.resolve()}
     lines = re.sub(r"\\\r?\n", " ", read_text(path, LARGEST_LISTING)).splitlines()
     for text in (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines):
-        include = _INCLUDE.match(text)
-        if include is not None:
-            other = path.parent / include[1].strip("\"'")
-            if "://" not in include[1] and other.resolve() not in seen:
-                yield from _requirements(other, seen)
-        elif (found := _requirement(text, path)) is not None:
-            yield found
-
-
-def _requirement(text: str, path: Path) -> tuple[str, SpecifierSet] | None:
-    """The package of a requirement and the releases that it allows; None where it does not matter, or not here."""
-    named = _NAME.match(text)
-    name = "" if named is None else canonicalize_name(named[0])
-    if name not in RELEVANT:
-        return None
-    try:
-        found = Requirement(re.sub(r"\s--.*", "", text))
-    except InvalidRequirement as error:
-        reason = str(error).partition("\n")[0]  # below it, packaging draws where the error is
-        raise InvalidInputError(
-            _("{where}: {text} is no requirement: {problem}", where=path, text=repr(text)[:60], problem=reason)
-        ) from None
-    if found.url is not None or (found.marker is not None and not found.marker.evaluate(dict(_MARKERS))):
-        return None
-    return name, found.specifier
+        if _INCLUDE.match(text):
+            raise _of_another_kind(path)
+        named = _NAME.match(text)
+        name = "" if named is None else canonicalize_name(named[0])
+        if name not in RELEVANT:
+            continue
+        try:
+            asked = Requirement(re.sub(r"\s--.*", "", text))
+        except InvalidRequirement as error:
+            reason = str(error).partition("\n")[0]  # below it, packaging draws where the error is
+            raise InvalidInputError(
+                _("{where}: {text} is no requirement: {problem}", where=path, text=repr(text)[:60], problem=reason)
+            ) from None
+        if asked.url is None and (asked.marker is None or asked.marker.evaluate(dict(_MARKERS))):
+            # How it was built, the local part of a version (2.4.1+cu121), is no part of the release.
+            public = SpecifierSet(re.sub(r"\+[\w.]+", "", str(asked.specifier)))
+            found[name] = found.get(name, SpecifierSet()) & public
+    return {name: (allowed,) for name, allowed in found.items()}
