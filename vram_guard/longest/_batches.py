@@ -24,7 +24,7 @@ from vram_guard.limits import BATCHES_COMPARED, EPOCHS_FOLLOWED
 from vram_guard.longest._sizes import Sizes
 
 
-class Pool(NamedTuple):
+class SamplePool(NamedTuple):
     """Samples of which any may come together in a batch."""
 
     samples: torch.Tensor
@@ -58,7 +58,7 @@ def batches_of(
     by_batches: bool = False,
     endless: bool = False,
     seconds: float,
-) -> tuple[Pool | list[torch.Tensor], str]:
+) -> tuple[SamplePool | list[torch.Tensor], str]:
     """The batches of a loader whose data set has an index, and what is not known about them.
 
     Args:
@@ -89,7 +89,7 @@ def batches_of(
     if endless or (kind is RandomSampler and sampler.num_samples > count):
         repeats = max(repeats, 2 + size // count)  # a batch may be of two rounds
     said = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
-    return Pool(samples, min(size, len(samples) * repeats), repeats), "" if kind in random else said
+    return SamplePool(samples, min(size, len(samples) * repeats), repeats), "" if kind in random else said
 
 
 def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> list[torch.Tensor]:
@@ -126,7 +126,7 @@ def _of_own_batches(sampler: Any, count: int, seconds: float) -> tuple[list[torc
 
 
 def candidates(
-    batches: Pool | list[torch.Tensor], sizes: Sizes, share: float | None = None
+    batches: SamplePool | list[torch.Tensor], sizes: Sizes, share: float | None = None
 ) -> tuple[list[torch.Tensor], int]:
     """Batches one of which is planned for, the largest sample first in each, and how many were looked at for it.
 
@@ -136,7 +136,7 @@ def candidates(
         share: None: several, each the largest in one way, the likeliest first. A number: the batch than which this
             share of the batches of some epochs is no larger.
     """
-    if isinstance(batches, Pool):
+    if isinstance(batches, SamplePool):
         batches = batches.largest(sizes) if share is None else batches.drawn()
     scores = _scores(batches, sizes)
     if share is not None:

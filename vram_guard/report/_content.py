@@ -333,24 +333,12 @@ def _peak_place(estimate: Estimate) -> str:
     return _(", ").join(filter(None, words))
 
 
-_RANGES = {
-    ("workspaces",): marked(
-        "{low} to {high}: cuDNN's workspaces in float32 are unknown, its usual kernels take up to {most} of it"
-    ),
-    ("streams",): marked(
-        "{low} to {high}: memory that several CUDA streams use (record_stream) is free again when the GPU gets there, "
-        "at the latest when the program waits for it; up to {most}"
-    ),
-    ("workspaces", "streams"): marked(
-        "{low} to {high}: cuDNN's workspaces in float32 are unknown, and memory that several CUDA streams use "
-        "(record_stream) is free again when the GPU gets there; together up to {most}"
-    ),
+#: Reason of a range -> what is uncertain.
+_UNCERTAIN = {
+    "workspaces": marked("cuDNN's workspaces in float32 are unknown"),
+    "transforms": marked("cuFFT's workspaces are unknown, its documentation allows 8 complex numbers for each element"),
+    "streams": marked("memory that several CUDA streams use (record_stream) is free again when the GPU gets there"),
 }
-
-_RANGE_WITH_TRANSFORMS = marked(
-    "{low} to {high}: cuFFT's workspaces are unknown, its documentation allows 8 complex numbers for each element; "
-    "with all else that is uncertain up to {most}"
-)
 
 
 def _range_facts(estimate: Estimate) -> list[tuple[str, str]]:
@@ -365,7 +353,8 @@ def _range_facts(estimate: Estimate) -> list[tuple[str, str]]:
         facts.append((_("placement of segments"), words))
     if estimate.peak_upper > estimate.peak_reserved:
         words = _(
-            _RANGES.get(estimate.upper_reasons, _RANGE_WITH_TRANSFORMS),
+            "{low} to {high}: {reasons}; up to {most}",
+            reasons=_(", ").join(_(_UNCERTAIN[reason]) for reason in estimate.upper_reasons),
             low=format_bytes(estimate.peak_reserved),
             high=format_bytes(estimate.peak_upper),
             most=format_bytes(estimate.peak_upper - estimate.peak_reserved),
