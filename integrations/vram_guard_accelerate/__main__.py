@@ -14,9 +14,9 @@ from vram_guard.codec import from_json
 from vram_guard.errors import VramGuardError
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _run_script
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate.cli.arguments import LaunchArguments, own_arguments
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
 
 
 def main() -> None:

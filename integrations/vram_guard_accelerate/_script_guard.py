@@ -30,7 +30,6 @@ from vram_guard.report.text import render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.terminal import fitting_log, in_log, log_draws
-from vram_guard_accelerate._launch_plan import ON_CPU, VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.apply import techniques
@@ -41,6 +40,7 @@ from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.launch_plan import ON_CPU, VARIABLE, LaunchPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Self

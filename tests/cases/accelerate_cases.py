@@ -18,9 +18,9 @@ from guard_imports import PLANS
 
 from vram_guard.budget import Budget
 from vram_guard.codec import to_json
-from vram_guard_accelerate._launch_plan import VARIABLE
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
+from vram_guard_accelerate.launch_plan import VARIABLE
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunRequest
 
 HERE = Path(__file__).parent

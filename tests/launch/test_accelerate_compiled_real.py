@@ -20,7 +20,7 @@ from test_accelerate_compiled import FSDP2
 
 from vram_guard.codec import to_json
 from vram_guard.techniques import Recipe
-from vram_guard_accelerate._launch_plan import LaunchPlan
+from vram_guard_accelerate.launch_plan import LaunchPlan
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason="this torch's compiler is not followed")
 

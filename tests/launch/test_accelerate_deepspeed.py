@@ -23,7 +23,7 @@ from vram_guard.codec import to_json
 from vram_guard.errors import MissingLibraryError
 from vram_guard.simulate import estimate
 from vram_guard.techniques import Recipe
-from vram_guard_accelerate._launch_plan import LaunchPlan
+from vram_guard_accelerate.launch_plan import LaunchPlan
 
 SHARDED = cases.HERE / "accelerate_scripts" / "sharded.py"
 ON_HOST = {"device": "cpu"}

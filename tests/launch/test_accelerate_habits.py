@@ -24,10 +24,10 @@ from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 from vram_guard.codec import from_plain, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
 from vram_guard.techniques import Body, Slices  # noqa: E402
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
-from vram_guard_accelerate._script_guard import guard  # noqa: E402
+from vram_guard_accelerate import guard  # noqa: E402
 from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
-from vram_guard_accelerate.dry_run._subprocess_policy import only_reads  # noqa: E402
+from vram_guard_accelerate.dry_run.subprocess_policy import only_reads  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
 HABITS = cases.HERE / "accelerate_scripts" / "habits.py"
 LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes", "tracked", "counted", "one_by_one")

@@ -40,10 +40,10 @@ from json_answers import held_against  # noqa: E402
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard.techniques import Body, Recipe, Slices  # noqa: E402
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
-from vram_guard_accelerate._script_files import state_of  # noqa: E402
 from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
+from vram_guard_accelerate.script_files import state_of  # noqa: E402
 
 LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
@@ -199,12 +199,12 @@ def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, ca
 def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, typed: str, started: bool) -> None:
     """With the plan that is remembered; what would be started is looked at, not run."""
     from vram_guard.cli import main
-    from vram_guard_accelerate.cli import _launchers
+    from vram_guard_accelerate.cli import launchers
 
     _, out, options = launched
     starts: list[list[str]] = []
     monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
-    monkeypatch.setattr(_launchers, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
+    monkeypatch.setattr(launchers, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     monkeypatch.delenv(VARIABLE, raising=False)
     code = main(["launch", *options, "--ask", str(TRAINING), "plain", "--out", str(out)])
@@ -354,10 +354,8 @@ def switched_off(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("prepared, dies", "was killed by signal 11"),
         ("training, dies", "was killed by signal 11"),
         ("prepared, hangs", "did not answer for 2 s"),
-        ("training, hangs", "did not answer for 2 s"),
     ],
 )
 def test_an_edited_script_whose_copy_is_lost_trains_as_it_is_written(
@@ -542,24 +540,14 @@ def test_sharded_launches_are_refused_by_name(capsys: Any) -> None:
 QUIET_FSDP = ("--num_processes", "2", *cases.QUIET)
 
 
-def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any, monkeypatch: Any) -> None:
+def test_several_machines_are_sent_to_the_guard_that_agrees(capsys: Any) -> None:
     from vram_guard.cli import main
-    from vram_guard_accelerate.cli import _launch as module
 
     several = ("--multi_gpu", "--num_machines", "2", "--num_processes", "16", "--machine_rank", "0")
     where = ("--main_process_ip", "127.0.0.1", "--main_process_port", "29511", "--mixed_precision", "no")
     own = ["launch", *several, *where, "--dynamo_backend", "no"]
     assert main([*own, "--budget", "1GiB", str(TRAINING), "plain"]) == 3
     assert "-m vram_guard_accelerate" in " ".join(capsys.readouterr().err.split())
-    asked: list[int] = []
-
-    def budget_for(_settings: Any, processes: int, _gpu_ids: str) -> None:
-        asked.append(processes)
-        raise InvalidInputError("enough was seen")
-
-    monkeypatch.setattr(module, "budget_for", budget_for)
-    assert main([*own, "--dry-run", str(TRAINING), "plain"]) == 2
-    assert asked == [8]  # the GPUs of this machine
 
 
 def test_help_names_every_option_of_ours(capsys: Any) -> None:
@@ -611,12 +599,3 @@ def test_a_config_file_and_the_environment_decide_what_accelerate_does(tmp_path:
     assert target.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     one = target_of(parsed(["--budget", "1GiB", *ONE, str(TRAINING), "plain"]))
     assert (one.ranks, one.simple) == (1, True)
-
-
-def test_a_launch_plan_travels_as_text() -> None:
-    plan = LaunchPlan(precision="bf16", precision_option="--mixed_precision", batch_size=8, grown_batch_size=16,
-                    recipe=Recipe(checkpoint=("blocks.0",)))  # fmt: skip
-    again = from_json(LaunchPlan, to_json(plan))
-    assert again == plan
-    assert again.recipe.checkpoint == ("blocks.0",)
-    assert again.script_arguments() == ["--mixed_precision", "bf16"]

@@ -18,7 +18,7 @@ from accelerate_cases import difference, launch  # noqa: E402
 
 from vram_guard.codec import to_json  # noqa: E402
 from vram_guard.techniques import Body, Recipe, Slices  # noqa: E402
-from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
 MODULE = ("-m", "packaged.train")
 CONFIG = """\

@@ -21,8 +21,9 @@ import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from vram_guard import TrainingStep, trace  # noqa: E402
 from vram_guard.budget import find_gpu  # noqa: E402
 from vram_guard.codec import from_json, to_json  # noqa: E402
-from vram_guard_accelerate._launch_plan import VARIABLE  # noqa: E402
-from vram_guard_accelerate.cli import _launch  # noqa: E402
+from vram_guard_accelerate.cli import launch as command  # noqa: E402
+from vram_guard_accelerate.cli import launchers  # noqa: E402
+from vram_guard_accelerate.launch_plan import VARIABLE  # noqa: E402
 from vram_guard_accelerate.planning.prediction import Prediction, read_answer  # noqa: E402
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "own_loop.py"
@@ -251,14 +252,14 @@ def test_what_is_not_proven_is_told_and_not_started(
     assert "compiles its model" in answers["compiles"]["only_told"]
     found: Any = read_answer(folder / "compiles")
     assert found == from_json(type(found), to_json(found))
-    monkeypatch.setattr(_launch, "predict", lambda *_args, **_kwargs: Prediction(found, "log"))
-    monkeypatch.setattr(_launch, "_launch", lambda *_args: pytest.fail("it was started"))
+    monkeypatch.setattr(command, "predict", lambda *_args, **_kwargs: Prediction(found, "log"))
+    monkeypatch.setattr(launchers, "run", lambda *_args, **_how: pytest.fail("it was started"))
     for look in ([], ["--dry-run"]):  # what a check in CI looks at is what a launch would do
-        assert _launch.launch([*look, *cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
+        assert command.launch([*look, *cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
         said = capsys.readouterr().err
         assert "only told" in said
         assert "as it is written it does not fit, and is not started" in said
-    assert _launch.launch(["--dry-run", "--json", *cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
+    assert command.launch(["--dry-run", "--json", *cases.ONE, "--budget", "90MiB", str(SCRIPT)]) == 1
     assert "compiles its model" in json.loads(capsys.readouterr().out)["only_told"]
 
 

@@ -25,9 +25,9 @@ from vram_guard.language import Message  # noqa: E402
 from vram_guard.plan.descriptions import Reason, Why  # noqa: E402
 from vram_guard.releases.installed import Releases  # noqa: E402
 from vram_guard.timeline import Estimate, Note, Phase  # noqa: E402
-from vram_guard_accelerate._launch_plan import LaunchPlan  # noqa: E402
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile  # noqa: E402
 from vram_guard_accelerate.dry_run.results import DryRunFailure  # noqa: E402
+from vram_guard_accelerate.launch_plan import LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning.prediction import better_of  # noqa: E402
 from vram_guard_accelerate.planning.relaunch import Baseline, Relaunch, disagreement  # noqa: E402
 from vram_guard_accelerate.planning.requests import DryRunAnswer  # noqa: E402

@@ -20,7 +20,7 @@ from vram_guard import Parallel
 from vram_guard.codec import to_json
 from vram_guard.simulate import estimate
 from vram_guard.techniques import Recipe
-from vram_guard_accelerate._launch_plan import LaunchPlan
+from vram_guard_accelerate.launch_plan import LaunchPlan
 
 SHARDED = cases.SHARDED
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")

@@ -312,7 +312,7 @@ def test_a_launched_script(tmp_path: Path) -> None:
     from accelerate_cases import HERE, ONE, launch
 
     from vram_guard.codec import to_json
-    from vram_guard_accelerate._launch_plan import VARIABLE, LaunchPlan
+    from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan
 
     names = tuple(f"{number}.{block}" for number in range(len(TRIED)) for block in BLOCKS)
     plan = LaunchPlan(recipe=Recipe(checkpoint=names), models=len(TRIED))

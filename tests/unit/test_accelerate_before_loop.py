@@ -17,7 +17,7 @@ if sys.platform == "win32":
 from torch import nn  # noqa: E402 - what is tested has to be there
 
 from vram_guard.forks.fork import run_in_fork  # noqa: E402
-from vram_guard_accelerate.dry_run._cuda_shim import CudaShim  # noqa: E402
+from vram_guard_accelerate.dry_run.cuda_shim import CudaShim  # noqa: E402
 
 
 def places() -> dict[str, Any]:

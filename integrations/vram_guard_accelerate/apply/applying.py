@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.techniques import Recipe
-    from vram_guard_accelerate._launch_plan import LaunchPlan
+    from vram_guard_accelerate.launch_plan import LaunchPlan
 
 
 class OtherModelError(UnsupportedStepError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.language import _
-from vram_guard_accelerate._script_files import FileState, state_of
+from vram_guard_accelerate.script_files import FileState, state_of
 
 #: The file in a checkpoint.
 STATE = "vram_guard.json"

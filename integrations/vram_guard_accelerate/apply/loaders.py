@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from vram_guard_accelerate._launch_plan import LoaderPlace
+from vram_guard_accelerate.launch_plan import LoaderPlace
 
 if TYPE_CHECKING:
     from vram_guard.capture.loader import Sample

@@ -11,12 +11,12 @@ from vram_guard.codec import from_json, to_json
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
 from vram_guard.releases.required import RequiredReleases
-from vram_guard_accelerate._launch_plan import LaunchPlan
-from vram_guard_accelerate.cli._launch import show
 from vram_guard_accelerate.cli.arguments import LaunchArguments
+from vram_guard_accelerate.cli.launch import show
 from vram_guard_accelerate.cli.target import budget_for
 from vram_guard_accelerate.dry_run.forks import check_forks
 from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard_accelerate.launch_plan import LaunchPlan
 from vram_guard_accelerate.planning.prediction import predict
 from vram_guard_accelerate.planning.requests import DryRunRequest
 

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     _find_memory(options.arguments)
-    from vram_guard_accelerate.cli._launch import launch
+    from vram_guard_accelerate.cli.launch import launch
 
     return launch(options.arguments)
 

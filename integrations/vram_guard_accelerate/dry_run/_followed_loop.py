@@ -14,9 +14,8 @@ from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard.state.containers import leaves
 from vram_guard.techniques.patched_forward import arguments_by_name
-from vram_guard_accelerate._launch_plan import ON_CPU
 from vram_guard_accelerate.apply.own_loop import OwnLoop
-from vram_guard_accelerate.dry_run import _subprocess_policy, side_effects
+from vram_guard_accelerate.dry_run import side_effects, subprocess_policy
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._evaluation_rounds import EvaluationRounds
 from vram_guard_accelerate.dry_run._loads import Loads
@@ -24,6 +23,7 @@ from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 from vram_guard_accelerate.dry_run.first_batch import root_of
 from vram_guard_accelerate.dry_run.phases import DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
+from vram_guard_accelerate.launch_plan import ON_CPU
 
 # ruff: noqa: SLF001 - every private name of Accelerate used here stands in private_api.py
 
@@ -62,7 +62,7 @@ class FollowedLoop:
         )
         self.tracer.begin()
         side_effects.discard_saving()
-        _subprocess_policy.refuse_processes(stopped)
+        subprocess_policy.refuse_processes(stopped)
         self.rounds = EvaluationRounds(
             self.tracer.recorder,
             lambda loader: run.phase.stands_for_others(loader),  # noqa: PLW0108 - of the phase that it is then

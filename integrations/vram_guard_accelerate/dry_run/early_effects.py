@@ -10,9 +10,9 @@ from typing import Any
 from vram_guard.forks.side_effects import way
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate._script_files import asked_by_script
-from vram_guard_accelerate.dry_run._subprocess_policy import around_starts, only_reads, shown
 from vram_guard_accelerate.dry_run.results import stopped
+from vram_guard_accelerate.dry_run.subprocess_policy import around_starts, only_reads, shown
+from vram_guard_accelerate.script_files import asked_by_script
 
 
 class EarlyPrograms:

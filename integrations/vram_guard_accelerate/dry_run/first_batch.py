@@ -12,12 +12,12 @@ from vram_guard.capture.loader import Sample
 from vram_guard.parallel.spec import Parallel
 from vram_guard.simulate.compiled import compiles
 from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
-from vram_guard_accelerate._launch_plan import LoaderPlace
 from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
 from vram_guard_accelerate.apply.loaders import LoadersMade
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
+from vram_guard_accelerate.launch_plan import LoaderPlace
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from vram_guard.simulate.tracing.uncompiled import compiler_not_imported
 from vram_guard_accelerate._alive import alive
 from vram_guard_accelerate.apply.own_loop import ModelCalls, OwnLoop, models_on_gpu, optimizers_of
 from vram_guard_accelerate.dry_run import own_ranks
-from vram_guard_accelerate.dry_run._cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run._following import FollowingPhase
+from vram_guard_accelerate.dry_run.cuda_shim import CudaShim
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
 

@@ -25,12 +25,12 @@ from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques import Body, Recipe, find_blocks
 from vram_guard.tensors import without_modes
 from vram_guard.timeline import Timeline
-from vram_guard_accelerate._launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import ELSEWHERE, NOT_HERE, LaunchSettings
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
+from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate.planning.relaunch import Baseline, Relaunch, relaunched_in
 
 if TYPE_CHECKING:

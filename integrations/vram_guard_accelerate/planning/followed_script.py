@@ -21,7 +21,6 @@ from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import page_to_keep
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
-from vram_guard_accelerate._script_files import imported_files
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches
 from vram_guard_accelerate.dry_run.early_effects import EarlyPrograms
@@ -32,6 +31,7 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure, at_line, stoppe
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+from vram_guard_accelerate.script_files import imported_files
 
 
 def follow(folder: Path) -> NoReturn:

@@ -26,13 +26,13 @@ from vram_guard.limits import FILES_KEPT
 from vram_guard.plan.descriptions import RelativeTime
 from vram_guard.units import format_bytes
 from vram_guard_accelerate import _signals
-from vram_guard_accelerate._launch_plan import ON_CPU
-from vram_guard_accelerate._script_files import state_of
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
+from vram_guard_accelerate.launch_plan import ON_CPU
 from vram_guard_accelerate.planning.caches import make_caches, remove_empty
 from vram_guard_accelerate.planning.relaunch import Relaunch
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+from vram_guard_accelerate.script_files import state_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,9 +17,9 @@ from vram_guard.plan.descriptions import Reason, RelativeTime, Why
 from vram_guard.plan.step_time import seconds_as_written
 from vram_guard.plan.techniques import mixed_precision
 from vram_guard.timeline import Estimate
-from vram_guard_accelerate._launch_plan import LaunchPlan, option_words
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
+from vram_guard_accelerate.launch_plan import LaunchPlan, option_words
 
 if TYPE_CHECKING:
     from vram_guard.plan import Plan

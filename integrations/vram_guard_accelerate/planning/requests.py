@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from vram_guard.budget import Budget
 from vram_guard.releases.installed import Releases
-from vram_guard_accelerate._launch_plan import LaunchPlan
-from vram_guard_accelerate._script_files import FileState
 from vram_guard_accelerate._settings import LaunchSettings
+from vram_guard_accelerate.launch_plan import LaunchPlan
 from vram_guard_accelerate.planning.relaunch import Relaunch
+from vram_guard_accelerate.script_files import FileState
 
 REQUEST: Final = Path("request.json")
 ANSWER: Final = Path("answer.json")

@@ -18,13 +18,13 @@ from vram_guard.releases.required import RequiredReleases
 from vram_guard.report.html import where_to_read_on
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _signals
-from vram_guard_accelerate._launch_plan import BEFORE_START, VARIABLE, LaunchPlan
 from vram_guard_accelerate._messages import say
-from vram_guard_accelerate.cli import _launchers
+from vram_guard_accelerate.cli import launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
 from vram_guard_accelerate.cli.misplaced import misplaced_said
 from vram_guard_accelerate.cli.target import Target, budget_for, target_of
 from vram_guard_accelerate.dry_run.forks import check_forks
+from vram_guard_accelerate.launch_plan import BEFORE_START, VARIABLE, LaunchPlan
 from vram_guard_accelerate.planning.prediction import Prediction, predict
 from vram_guard_accelerate.planning.requests import DryRunRequest
 
@@ -62,7 +62,7 @@ def launch(arguments: Sequence[str]) -> int:
     required = RequiredReleases.read(given.settings.releases)
     environment = {**target.environment, BEFORE_START: "1"}
     request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)
-    _launchers.say_what_is_ignored()
+    launchers.say_what_is_ignored()
     try:
         # A sign of life on a terminal, nothing elsewhere.
         running = _("vram-guard: running the script symbolically, up to two optimizer steps")
@@ -163,4 +163,4 @@ def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> 
         precision = ["--mixed_precision", plan.precision] if plan.precision else []
         command = [*precision, "-m", "vram_guard_accelerate", *command]
     options = [word for word in given.accelerate if word not in ("-m", "--module")]
-    return _launchers.run(options, command, simple=target.simple)
+    return launchers.run(options, command, simple=target.simple)
