@@ -77,7 +77,8 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
         return _RULE, rows
     check_read(options, of_model(kind_of(found)))
     margin = checked_margin(options.margin)
-    steps = {size: step_from_config(_sized(found, size), config) for size in [*sizes] or [None]}
+    every: list[tuple[int, int] | None] = [*sizes] or [None]
+    steps = {size: step_from_config(_sized(found, size), config) for size in every}
     rows = {size: _symbolic(step, cards, margin) for size, step in steps.items()}
     tell_assumed(next(iter(steps.values())), found.model or "", options.input)
     return _SYMBOLIC, rows
