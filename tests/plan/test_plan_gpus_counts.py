@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
 from plan_gpus_cases import LINK, a_step, planned, spread  # noqa: E402
 
 from vram_guard import Parallel, plan, trace  # noqa: E402

@@ -18,8 +18,6 @@ from mmengine.registry import MODELS
 from vram_guard.errors import DoesNotFitError
 from vram_guard_mmengine.commands import write_base
 
-RUNNER = "vram_guard_mmengine.GuardRunner"
-
 
 @MODELS.register_module(force=True)
 class Overflowing(cases.SmallClassifier):
