@@ -270,13 +270,6 @@ class Consumed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return self.values[self.at - 1 : self.at]
 
 
-def test_a_stream_stays_where_it_is() -> None:
-    stream = Consumed()
-    found = _sample.read(torch.utils.data.DataLoader(stream, batch_size=4))
-    assert found.make(6).shape == (6, 1)
-    assert (found.batch_size, found.dataset_size, stream.at) == (4, None, 0)
-
-
 def test_a_stream_that_cannot_be_copied_is_refused() -> None:
     class Holding(Consumed):
         def __init__(self) -> None:

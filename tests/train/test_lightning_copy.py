@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -153,48 +150,3 @@ def test_what_a_used_gpu_forbids_in_a_copy_is_done_in_the_process(
     fitted(tmp_path, guard, "guarded", Refusing)
     assert "was looked at in its own process (Cannot re-initialize CUDA" in " ".join(capsys.readouterr().out.split())
     assert guard.plan is not None
-
-
-def two_threads_with_guards(tmp_path: Path) -> None:
-    """Two trainings at a time get the answers that one alone gets."""
-    alone = VramGuard(budget="1GiB", mode="report", advanced={"remember": False})
-    fitted(tmp_path, alone, "alone")
-    guards = [VramGuard(budget="1GiB", mode="report", advanced={"remember": False}) for _ in range(2)]
-    failed: list[BaseException] = []
-
-    def run(guard: VramGuard) -> None:
-        try:
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                max_steps=2,
-                logger=False,
-                enable_checkpointing=False,
-                callbacks=[guard],
-                enable_progress_bar=False,
-                default_root_dir=tmp_path,
-            )
-            data = Drawing(tmp_path / f"{id(guard)}.txt")
-            trainer.fit(Small(Counting()), DataLoader(data, batch_size=4))
-        except BaseException as error:  # noqa: BLE001 - it is shown below
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(guard,)) for guard in guards]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert alone.plan is not None
-    peaks = [None if guard.plan is None else guard.plan.before.peak_reserved for guard in guards]
-    assert peaks == [alone.plan.before.peak_reserved] * 2, peaks
-
-
-@forks
-def test_two_guards_in_two_threads_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """In a process of its own: a copy that is made in a thread has only what that process did before."""
-    code = "import sys, pathlib, test_lightning_copy as cases; cases.two_threads_with_guards(pathlib.Path(sys.argv[1]))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:].decode()

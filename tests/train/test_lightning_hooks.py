@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("lightning")
 
-import warnings
 
 import lightning_cases as cases
 from guard_arguments import in_advanced
@@ -120,14 +119,6 @@ def before_backward(module: Any, callbacks: list[Any], trainer: dict[str, Any]) 
     module.__class__ = type("Own", (kind,), {"on_before_backward": lambda _, loss: None})
 
 
-def callback_before_backward(module: Any, callbacks: list[Any], trainer: dict[str, Any]) -> None:
-    callbacks.append(type("Mine", (LIGHTNING.Callback,), {"on_before_backward": lambda *_: None})())
-
-
-def lambda_before_backward(module: Any, callbacks: list[Any], trainer: dict[str, Any]) -> None:
-    callbacks.append(importlib.import_module(f"{PL}.callbacks").LambdaCallback(on_before_backward=lambda *_: None))
-
-
 def own_backward(module: Any, callbacks: list[Any], trainer: dict[str, Any]) -> None:
     kind = type(module)
 
@@ -149,28 +140,16 @@ def gradient_hook(module: Any, callbacks: list[Any], trainer: dict[str, Any]) ->
     module.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-def accumulated_hook(module: Any, callbacks: list[Any], trainer: dict[str, Any]) -> None:
-    module.net[0].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clamp(-0.01, 0.01)))
-
-
 def module_hook(module: Any, callbacks: list[Any], trainer: dict[str, Any]) -> None:
     module.net[3].register_full_backward_hook(lambda _, given, __: tuple(g.clamp(-0.01, 0.01) for g in given))
 
 
-def module_pre_hook(module: Any, callbacks: list[Any], trainer: dict[str, Any]) -> None:
-    module.net[3].register_full_backward_pre_hook(lambda _, given: tuple(g.clamp(-0.01, 0.01) for g in given))
-
-
 REFUSED = {
     before_backward: "on_before_backward of Own is called with the loss of the whole batch",
-    callback_before_backward: "on_before_backward of Mine is called with the loss of the whole batch",
-    lambda_before_backward: "on_before_backward of LambdaCallback",
     own_backward: "backward of Own is overridden",
     precision_plugin: "post_backward of Own is overridden",
     gradient_hook: r"net\.0\.weight has a hook",
-    accumulated_hook: r"net\.0\.bias has a hook",
     module_hook: r"net\.3 has a hook",
-    module_pre_hook: r"net\.3 has a hook",
 }
 
 
@@ -299,56 +278,6 @@ def test_a_steps_value_of_a_metric_is_that_of_the_batch(tmp_path: Any, recover: 
 
 
 # --- outputs ------------------------------------------------------------------------------------------------------
-
-
-def test_a_count_in_the_outputs_is_added_up_and_said(tmp_path: Any) -> None:
-    class Counting(type(cases.make_module(PL))):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": super().training_step(batch, batch_idx), "samples": len(batch[0])}
-
-        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-            assert outputs["samples"] == 8
-
-    with pytest.warns(UserWarning, match="samples of what the step returns"):
-        run(tmp_path, Counting(), guard(), samples=40)
-
-
-class NoneForSome(Editing):
-    """Returns no loss where the micro-batch's number says so."""
-
-    without: tuple[int, ...] = ()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if (len(self.seen) - 1) % 4 in self.without else loss
-
-    def on_after_backward(self) -> None:
-        self.rates.append(-1.0)
-
-
-@pytest.mark.parametrize("recover", [False, True], ids=["", "recovery armed"])
-@pytest.mark.parametrize(("without", "calls"), [((3,), 5), ((0, 1), 5), ((0, 1, 2, 3), 0)])
-def test_hooks_after_backward_where_some_micro_batches_have_no_loss(
-    tmp_path: Any, without: Any, calls: int, recover: bool
-) -> None:
-    """The last one's backward may not be the last backward."""
-    module = NoneForSome()
-    trainer = run(tmp_path, module, samples=40, max_epochs=0)
-    del trainer
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "vram_guard")
-        # What the callback sets is not followed: a step without a loss cannot be.
-        armed = guard(recover=recover, micro=2, advanced={"whole_job": False})
-        sets = type("Sets", (LIGHTNING.Callback,), {"on_train_start": lambda *_: _set(module, without)})()
-        run(tmp_path, module, armed, callbacks=[sets], samples=40, max_epochs=1)
-    assert armed.plan is not None
-    assert armed.plan.splits == 4
-    assert module.rates.count(-1.0) == calls
-
-
-def _set(module: Any, without: Any) -> None:
-    module.without = without
-    module.seen.clear()
 
 
 def test_hooks_get_all_kinds_of_outputs_of_the_whole_batch(tmp_path: Any) -> None:

@@ -11,15 +11,11 @@ from torch import nn
 
 pytest.importorskip("lightning")
 
-from types import SimpleNamespace
 
 import lightning_cases as cases
-from guard_arguments import in_advanced
 
-from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
-from vram_guard.guard.applied import Applied
-from vram_guard.techniques import Recipe
-from vram_guard_lightning import VramGuard, _apply
+from vram_guard.errors import DoesNotFitError, UnsupportedStepError
+from vram_guard_lightning import VramGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
 INSTALLED = cases.INSTALLED
@@ -165,25 +161,6 @@ def test_what_cannot_be_pinned_here_is_refused_with_the_reason(tmp_path: Any) ->
         fit(tmp_path, clipped, gradient_clip_val=1.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pin": {"micro_batch": 4}}, "did you mean 'micro_batch_size'"),
-        ({"pin": {"checkpoint": True}}, "checkpoint must be"),
-        ({"pin": {"checkpoint": -1}}, "checkpoint must be"),
-        ({"pin": {"precision": "fp8"}}, "precision must be one of"),
-        ({"pin": {"optimizer_on_host": 1}}, "True or False"),
-        ({"pin": {"optimizer_on_host": True, "parameters_on_host": True}}, "leave optimizer_on_host out"),
-        ({"pin": {"checkpoint": "all", "offload_activations": "all"}}, "either checkpointed or offloaded"),
-        ({"pin": 4}, "mapping"),
-        ({"host_budget": "-1GiB"}, "-1GiB"),
-    ],
-)
-def test_nonsense_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        VramGuard(**in_advanced({"budget": "4GiB", **settings}))
-
-
 def test_strict_asks_whether_the_step_fits_as_written_whatever_is_pinned(tmp_path: Any) -> None:
     pin = {"micro_batch_size": 4, "checkpoint": "all"}
     guard = VramGuard(budget="4GiB", pin=pin, mode="strict")
@@ -219,12 +196,6 @@ def test_hooks_that_come_between_refuse_an_optimizer_in_the_backward_pass(tmp_pa
     trainer = cases.make_trainer(INSTALLED[0], tmp_path, [guard])
     with pytest.warns(UserWarning, match=why):
         trainer.fit(module, cases.loader(40))
-
-
-def test_clipping_refuses_an_optimizer_in_the_backward_pass(tmp_path: Any) -> None:
-    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True})
-    with pytest.warns(UserWarning, match="gradients are clipped once all of them are there"):
-        fit(tmp_path, guard, gradient_clip_val=1.0)
 
 
 @pytest.mark.torch_since(2, 6)
@@ -275,16 +246,3 @@ def test_an_optimizer_on_the_host_is_not_planned_for_a_training_on_the_cpu(tmp_p
     pinned = VramGuard(budget="4GiB", pin={"optimizer_on_host": True}, mode="strict")
     with pytest.raises(UnsupportedStepError):
         fit(tmp_path, pinned)
-
-
-def test_schedulers_follow_the_optimizer_that_took_the_place_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
-    made = torch.optim.SGD(first.param_groups[0]["params"], lr=1.0)
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in (first, second)]
-    configs = [SimpleNamespace(scheduler=one) for one in schedulers]
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(optimizers=[first, second], lr_scheduler_configs=configs))
-    monkeypatch.setattr(_apply._layouts, "whole", lambda _trainer: False)
-    monkeypatch.setattr(_apply, "optimizer_for", lambda one, _recipe: made if one is first else one)
-    _apply.after_setup(trainer, Recipe(), Applied())
-    assert trainer.strategy.optimizers == [made, second]
-    assert [one.optimizer for one in schedulers] == [made, second]

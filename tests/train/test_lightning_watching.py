@@ -121,20 +121,6 @@ def test_memory_that_others_take_after_the_plan_is_said_before_the_first_step(tm
     assert not [one for one in told if "no longer free" in str(one.message)]
 
 
-def test_a_correction_can_make_a_plan_tighter(tmp_path: Path, memory: Numbers) -> None:
-    def wide() -> Any:
-        return cases.make_module(PL, width=6, hidden=60_000, optimizer="sgd")
-
-    guard, _ = train(tmp_path, memory, 1.5, module=wide(), allow=("accumulate",))
-    assert guard.plan is not None
-    budget = int(guard.plan.estimate.peak_reserved * 1.2)
-    memory.__init__()  # type: ignore[misc]
-    tighter, _ = train(tmp_path, memory, 1.0, module=wide(), budget=budget, allow=("accumulate",), mode="report")
-    assert tighter.plan is not None
-    assert tighter.plan.correction == pytest.approx(1.5, rel=1e-3)
-    assert tighter.plan.splits > 1 or not tighter.plan.fits
-
-
 def test_switched_off(tmp_path: Path, memory: Numbers, capsys: Any) -> None:
     train(tmp_path, memory, 1.25, remember=False)
     assert "after 3 optimizer steps" in capsys.readouterr().out
@@ -159,10 +145,3 @@ def test_a_peak_at_an_out_of_memory_error_is_remembered(tmp_path: Path, memory: 
     assert logged == [], "what was measured later is not the predicted plan's"
     about = subject(Breaks(), "32-true", memory.name())
     assert Corrections().factor(about) == pytest.approx(1.5, rel=1e-3)
-
-
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(tmp_path / "cache"))
-    train(tmp_path, Numbers(), 1.25)
-    assert "measured" not in capsys.readouterr().out
-    assert remembered(tmp_path) == []

@@ -51,12 +51,6 @@ def test_sizes_and_precisions_are_compared_once_each(config: Path, capsys: Any) 
     assert deeper[0]["peak_reserved"] >= rows[0]["peak_reserved"]
 
 
-def test_whose_learning_rates_are_shown_is_said(config: Path, capsys: Any) -> None:
-    assert cli.main(["mmengine", "compare", str(config), "--budget", "1GiB", "--batch-size", "4"]) == 0
-    said = capsys.readouterr().out
-    assert "in brackets" not in said
-
-
 def test_what_does_not_fit_has_an_exit_code_of_its_own(config: Path, capsys: Any) -> None:
     assert cli.main(["mmengine", "compare", str(config), "--budget", "1MiB", "--batch-size", "8"]) == 1
     assert "batch 8" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it kn
 
 import mmengine_cases as cases
 import torch
-from guard_arguments import in_advanced
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
@@ -27,7 +25,6 @@ from vram_guard import estimate
 from vram_guard.errors import DoesNotFitError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.guard.evaluation import foresee
-from vram_guard_mmengine import _shadow
 from vram_guard_mmengine._capture import capture
 from vram_guard_mmengine._checkpoints import resumable
 from mmengine.optim import OptimWrapper
@@ -403,14 +400,6 @@ def test_what_a_hook_keeps_of_every_step_is_a_leak(plain: Look, look: Callable[.
     assert "test_mmengine_job.py" in leak.source
 
 
-@pytest.mark.torch_since(2, 6)  # torch 2.4's meta convolution takes any input
-def test_a_later_step_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:
-    hook = {"type": "PipelineSwitch", "switch_epoch": 2, "size": 3}
-    found = look(hook, train_dataloader__dataset={"type": "Piped", "_delete_": True})
-    assert found.said("the step from epoch 3 on cannot be followed", "Kernel size")
-    assert found.phase("training").peak_allocated == plain.phase("training").peak_allocated
-
-
 def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:
     found = look({"type": "Broken"})
     assert found.said("Broken.before_train_epoch cannot be followed", "no such thing")
@@ -418,52 +407,6 @@ def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[...,
 
 
 # --- the user's objects, the guard --------------------------------------------------------------------------------
-
-
-def test_the_users_objects_are_as_before(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    hooks = {"type": "Unfreeze", "epoch": 2}, {"type": "PipelineSwitch", "switch_epoch": 2, "size": 128}
-    runner = build(*hooks, {"type": "EMAHook"}, train_dataloader__dataset={"type": "Piped", "_delete_": True})
-    monkeypatch.setattr(_shadow, "in_copy", lambda: True)  # follow the user's hooks here, where it could be seen
-    looks = [(vars(hook), dict(vars(hook))) for hook in runner.hooks]
-    model, generator = copy.deepcopy(runner.model.state_dict()), torch.get_rng_state()
-    evaluator, work = runner._val_evaluator, sorted(Path(runner.work_dir).rglob("*"))
-    found = Look(runner)
-    assert found.said("24 more parameters")
-    assert found.said("train_dataloader")
-    again = Look(runner)
-    assert (again.peak, again.notes) == (found.peak, found.notes)
-    assert all(now == before for now, before in looks)
-    assert all(parameter.requires_grad for parameter in runner.model.parameters())
-    assert all(torch.equal(one, model[name]) for name, one in runner.model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert [type(one) for one in runner._train_dataloader.dataset.pipeline.transforms] == [Paint]
-    assert runner._train_dataloader.dataset.pipeline.transforms[0].size == 64
-    assert isinstance(runner._val_loop, dict)
-    assert runner._val_evaluator is evaluator
-    assert sorted(Path(runner.work_dir).rglob("*")) == work
-
-
-def test_a_plan_is_made_for_the_epoch_that_takes_most(build: Callable[..., Any], look: Callable[..., Look]) -> None:
-    def planned(**settings: Any) -> Any:
-        shared = {"margin": 0, "allow": ["accumulate"], "loss_weight": "mean", **settings}
-        runner = build(
-            {"type": "Unfreeze", "epoch": 1},
-            runner_type="vram_guard_mmengine.GuardRunner",
-            vram_guard=in_advanced(shared),
-            train_cfg__max_epochs=2,
-        )
-        runner.train()
-        return runner, cases.guard(runner).plan
-
-    hook = {"type": "Unfreeze", "epoch": 1}
-    whole = look(hook, train_cfg__max_epochs=2).reserved
-    assert look(hook, whole_job=False).reserved < whole
-    assert planned(budget=whole - 1, whole_job=False)[1].splits == 1
-    runner, plan = planned(budget=whole - 1)
-    assert plan.fits
-    assert plan.splits > 1
-    assert len(cases.diary(runner).batches) == 6
-    assert all(parameter.requires_grad for parameter in runner.model.parameters())
 
 
 def test_a_test_that_the_script_calls_after_its_training_is_a_phase_of_it(build: Callable[..., Any]) -> None:
@@ -490,26 +433,6 @@ def test_a_test_that_the_script_calls_after_its_training_is_a_phase_of_it(build:
     few, many = tested(8 * 20), tested(8 * 50)
     assert few.name == "test"
     assert many.peak_allocated - few.peak_allocated == 30 * 8 * 4096
-
-
-def test_a_loss_of_every_third_epoch(look: Callable[..., Look]) -> None:
-    found = look(model={**MODEL, "type": "TwoLosses", "every": 3})
-    assert found.said("from epoch 3 on the step differs", "the model asks")
-    assert {phase.label for phase in found.phases if phase.label} == {"epoch 3"}
-    assert found.peak_phase.label == "epoch 3"
-
-
-@HOOKS.register_module(force=True)
-class Accumulate(Hook):
-    def before_train_epoch(self, runner: Any) -> None:
-        if runner.epoch == 3:
-            runner.optim_wrapper._accumulative_counts = 4
-
-
-def test_accumulation_by_epoch(look: Callable[..., Look]) -> None:
-    found = look({"type": "Accumulate"})
-    assert found.said("from epoch 4 on the step differs", "accumulative_counts")
-    assert found.phase("training", "epoch 4").peak_allocated > found.phase("training").peak_allocated
 
 
 def test_an_optimizer_that_was_built_before_takes_what_one_of_a_config_takes(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard_mmengine._refusals import _static_graph
 
 RUNNER = "vram_guard_mmengine.GuardRunner"
 AT = 4
@@ -166,21 +163,6 @@ def test_why_it_is_not_armed_is_said(root: Path) -> None:
     assert "would not be recovered from: smaller micro-batches are not allowed" in warnings_of(runner)
 
 
-@pytest.mark.parametrize(
-    ("config", "static"),
-    [
-        ({}, False),
-        ({"model_wrapper_cfg": {"type": "MMDistributedDataParallel", "static_graph": True}}, True),
-        ({"strategy": {"type": "DDPStrategy", "model_wrapper": {"static_graph": True}}}, True),
-    ],
-)
-def test_mmengines_configs_name_a_static_graph(config: dict[str, Any], static: bool) -> None:
-    model = torch.nn.Linear(1, 1)
-    assert _static_graph(SimpleNamespace(cfg=config, model=model)) is static
-    model.static_graph = True
-    assert _static_graph(SimpleNamespace(cfg={}, model=model))
-
-
 class LetGo(cases.Hook):
     """Writes down how many of the images of earlier batches are still there when one begins."""
 
@@ -194,20 +176,3 @@ class LetGo(cases.Hook):
 
 
 cases.HOOKS.register_module(force=True, module=LetGo)
-
-
-@pytest.mark.parametrize("settings", [{}, {"pin": {"micro_batch_size": 4}}, {"recover": False}])
-def test_a_batch_is_gone_when_the_next_one_comes(root: Path, settings: dict[str, Any]) -> None:
-    """None waits for Python's garbage collector."""
-    hooks = [{"type": "Arming"}, {"type": "LetGo"}]
-    gc.collect()
-    gc.disable()
-    try:
-        runner = train(
-            *(root, f"let-go-{len(str(settings))}", ""),
-            **{"custom_hooks": hooks, **{f"vram_guard.{name}": value for name, value in settings.items()}},
-        )
-    finally:
-        gc.enable()
-    left = next(hook for hook in runner.hooks if isinstance(hook, LetGo)).left
-    assert left == [0] * 10

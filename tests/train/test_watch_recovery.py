@@ -285,16 +285,6 @@ def test_a_plain_loop_recovers(where: str, number: int) -> None:
     runs_out_in(where, number, batches=6)
 
 
-def test_memory_that_runs_out_in_the_thousandth_step() -> None:
-    """A step of two batches; nothing lost, nothing repeated."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # such small operators only wait for each other
-    try:
-        runs_out_in("backward", 1999, batches=2004)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def runs_out_in(where: str, number: int, batches: int) -> None:
     """A loop whose memory runs out, against one that is cut by hand from that batch on."""
     broken, reference = Loop(), Loop()
@@ -320,17 +310,6 @@ def test_the_schedule_goes_down_by_equal_parts() -> None:
     assert [MicroBatchSchedule(size, 12).below(5) for size in (None, 12, 6, 4, 3, 2, 1)] == [6, 6, 4, 3, 2, 1, 0]
     assert MicroBatchSchedule().below(7) == 1
     assert MicroBatchSchedule().below(1) == 0
-
-
-def test_the_price_of_being_armed_is_small() -> None:
-    """A few microseconds a module; the bound is loose, for a busy machine."""
-    import time
-
-    recovery = Recovery(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(100)]))
-    start = time.process_time()
-    for _ in range(10):
-        recovery.run(lambda _attempt: None, MicroBatchSchedule(), lambda: 8, "this batch")
-    assert (time.process_time() - start) / 10 < 0.05
 
 
 # --- what is reached from the model ---------------------------------------------------------------------------
