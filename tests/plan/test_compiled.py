@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compiled_cases import MISSING, WIDTH, Block
-from docs_blocks import pinned
 from torch import nn
 
 from vram_guard import TrainingStep
@@ -409,45 +407,6 @@ def test_torch_is_as_before_and_compiles_for_real_afterwards() -> None:
     assert torch.ops.aten.nll_loss.default.py_kernels == kernels
     x = torch.ones(2, WIDTH)
     assert torch.allclose(model(x), nn.Sequential(*(block for block in model))(x))
-
-
-@pytest.mark.skipif(not (pinned("torch") and pinned("transformers")), reason="the figures are of other releases")
-@pytest.mark.parametrize(("row", "samples"), [("GPT-2 small", 8), ("ResNet-50", 64), ("ViT-B/16", 64)])
-def test_the_pages_uncompiled_figures_are_what_is_predicted_today(row: str, samples: int) -> None:
-    """The compiled column takes minutes; this one shows that the models are the ones that the table names."""
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        ResNetConfig,
-        ResNetForImageClassification,
-        ViTConfig,
-        ViTForImageClassification,
-    )
-
-    def tokens(size: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(size, 1024, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
-    def pictures(size: int) -> dict[str, torch.Tensor]:
-        return {"pixel_values": torch.zeros(size, 3, 224, 224), "labels": torch.zeros(size, dtype=torch.long)}
-
-    models: dict[str, Callable[[], nn.Module]] = {
-        "GPT-2 small": lambda: GPT2LMHeadModel(GPT2Config()),
-        "ResNet-50": lambda: ResNetForImageClassification(ResNetConfig(num_labels=1000)),
-        "ViT-B/16": lambda: ViTForImageClassification(ViTConfig(num_labels=1000)),
-    }
-    step = TrainingStep(
-        model=models[row],
-        batch=tokens if row == "GPT-2 small" else pictures,
-        loss=lambda model, batch: model(**batch).loss,
-        optimizer=torch.optim.AdamW,
-        precision="bf16-mixed",
-    )
-    found = plan(step, samples, gpu="A100 SXM4 80GB", allow="").estimate
-    said = f"| {found.peak_allocated / 2**30:.2f} / {found.peak_reserved / 2**30:.2f} GiB |"
-    page = (Path(__file__).parents[2] / "docs" / "lab" / "compiled.md").read_text(encoding="utf-8")
-    (line,) = (line for line in page.splitlines() if line.startswith(f"| {row}"))
-    assert said in line
 
 
 class Positions(nn.Module):

@@ -15,10 +15,7 @@ from plan_arguments import in_options
 from torch import nn
 
 from vram_guard import Parallel, TrainingStep, plan
-from vram_guard.compose import CannotComposeError, with_frozen_on_host
 from vram_guard.parallel.links import topology
-from vram_guard.plan._parameters import blocks_of_parameters
-from vram_guard.plan._search import _allocations
 from vram_guard.plan.search_space import Option
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.tracing import Traces
@@ -452,68 +449,3 @@ def test_blocks_that_save_nothing_do_not_stand_in_the_way_of_composing() -> None
     # As written at three sizes, all checkpointed at one, the plan, and the nearest miss.
     assert len(asked) <= 3 + 1 + 1 + 1
     assert every in asked
-
-
-class TaughtTwice(Taught):
-    """Asks its teacher twice; the forward of the whole begins with it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) - self.teacher(x.detach()).detach()
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
-def test_frozen_modules_on_the_host_are_composed_event_by_event(precision: str) -> None:
-    """They, the order of their copies, the phases, and where modules begin and end."""
-    source = source_of(step(TaughtTwice, (40, 96), clip_grad_norm=1.0), AMPERE)
-    frozen = ("teacher.0", "teacher.2")
-    written, direct = (
-        source.trace(source.request(precision, 1, Recipe(frozen_on_host=names), BATCH)) for names in ((), frozen)
-    )
-    said = with_frozen_on_host(written, blocks_of_parameters(source.model, frozen, written))
-    assert said.at(BATCH).peak_allocated < written.at(BATCH).peak_allocated
-    assert list(_allocations(said, BATCH)) == list(_allocations(direct, BATCH))
-    assert (said.phases, said.host_blocks, said.host_events) == (direct.phases, direct.host_blocks, direct.host_events)
-    assert said.marks is not None
-    assert direct.marks is not None
-    assert said.marks.borders == direct.marks.borders
-    assert [at for at, _block in said.marks.accumulated] == [at for at, _block in direct.marks.accumulated]
-    assert [at for at, _block in said.marks.used] == [at for at, _block in direct.marks.used]
-
-
-class Encoded(Taught):
-    """Uses a part of its teacher without calling the teacher."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            known = self.teacher[0](x)
-        for layer in self.layers:
-            x = layer(x)
-        return x - known
-
-
-@pytest.mark.parametrize(("made", "error"), [(Encoded, "outside its forward"), (Taught, "not those of the model")])
-def test_frozen_modules_are_not_composed_where_that_would_be_wrong(made: Any, error: str) -> None:
-    source = source_of(step(made, (40, 96)), AMPERE)
-    written = source.trace(source.request("32-true", 1, Recipe(), BATCH))
-    if made is Taught:
-        source.model.register_parameter("more", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(CannotComposeError, match=error):
-        with_frozen_on_host(written, blocks_of_parameters(source.model, ["teacher"], written))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("made", ["layers", "convolutions"])
-def test_micro_batches_are_composed_event_by_event(made: str, precision: str) -> None:
-    """The division of the loss, and the loss of the micro-batch before, which dies where the next one is there."""
-
-    def seen(timeline: Timeline) -> list[tuple[int, bool]]:
-        sizes = [block.bytes_at(4) for block in timeline.blocks]
-        # A tensor without elements takes no memory.
-        events = ((event if event >= 0 else ~event, event >= 0) for event in timeline.events)
-        return [(sizes[block], is_new) for block, is_new in events if sizes[block]]
-
-    traces, _blocks = ready(step(*MODELS[made]))
-    option = Option(precision, 3, Recipe())
-    composed = traces.exact(option, 4).exact(4)
-    assert traces.composed(option, 4)
-    assert seen(composed) == seen(traces.direct(option, 4).exact(4))

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402, TC002
 
 from vram_guard import Timeline, plan  # noqa: E402
 from vram_guard.compose import CannotComposeError, of_every_size  # noqa: E402
-from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES, by_depth  # noqa: E402
+from vram_guard.plan._depth import LEAST_DEPTH_OF_SIZES  # noqa: E402
 from vram_guard.plan.source import Source, TraceRequest, source_of  # noqa: E402
 from vram_guard.plan.tracing import Traces  # noqa: E402
 from vram_guard.timeline import Affine, Block, HostBlock, Phase, Work  # noqa: E402
@@ -149,11 +149,6 @@ def test_of_fewer_blocks_what_does_not_grow_is_as_large_as_it_is_whatever_else_i
     assert of_every_size(whole, part, ["net.blocks"]).blocks == whole.blocks
 
 
-def test_another_module_s_block_of_that_size_says_how_a_block_grows() -> None:
-    part = timeline([("a", Affine(0, 8))])
-    assert of_every_size(timeline([("elsewhere", Affine(32, 0))], traced=(4,)), part).blocks[0].size == Affine(0, 8)
-
-
 def test_blocks_of_a_stack_are_of_one_kind_whatever_their_number() -> None:
     part = timeline([("net.blocks.0.up", Affine(0, 8)), ("net.tail.0.up", Affine(32, 0))])
     whole = timeline([("net.blocks.7.up", Affine(32, 0))], traced=(4,))
@@ -182,54 +177,3 @@ def test_work_without_an_equal_grows_as_the_nearest_of_its_kind() -> None:
 
 
 # --- what a trace of some blocks says of others -------------------------------------------------------------------
-
-
-def direct_traces(
-    model: Any, share: float, monkeypatch: pytest.MonkeyPatch, *, confirm: bool = True
-) -> tuple[Any, int]:
-    """The plan for a part of what the step takes, and how many options were traced directly for it."""
-    written, size = step(model=model), 2048
-    peak = source_of(written, AMPERE).trace(TraceRequest(size, "32-true")).at(size).peak_reserved
-    counted: list[Any] = []
-    direct = Traces.direct
-
-    def noted(self: Traces, option: Any, samples: int) -> Timeline:
-        counted.append(option)
-        return direct(self, option, samples)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Traces, "direct", noted)
-        if not confirm:
-            patch.setattr(Traces, "treats_equal_blocks", lambda _self, _option: False)
-        return plan(written, size, int(peak * share), margin=0, allow=["checkpoint"]), len(counted)
-
-
-def test_a_trace_of_some_equal_blocks_stands_for_the_nearest_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, traced = direct_traces(lambda: Net(blocks=DEPTH), 0.9, monkeypatch)
-    without, both = direct_traces(lambda: Net(blocks=DEPTH), 0.9, monkeypatch, confirm=False)
-    assert 0 < len(made.checkpointed_modules) < DEPTH
-    assert (traced, both) == (1, 2)
-    assert (made.changes(), made.peak) == (without.changes(), without.peak)
-
-
-def traces_of(one: Source, batch: int = BATCH) -> Traces:
-    return Traces(one, batch, lambda _line: None)
-
-
-def padded(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
-    """Of a batch of eight and more, more is allocated than the batch alone says."""
-    out = model(words)
-    if len(words) >= 8:
-        out = out.clone()
-    return out.flatten(0, 1).logsumexp(-1).mean()
-
-
-@pytest.mark.parametrize("batch", [2, 3, BATCH])
-@pytest.mark.parametrize("deep", [True, False])
-def test_what_differs_in_large_batches_is_found(deep: bool, batch: int) -> None:
-    one = source(loss=padded)
-    traces, request = traces_of(by_depth(one) if deep else one, batch), TraceRequest(0, "32-true")
-    assert traces._law_of_part(request) is None
-    law = traces._law(request)
-    assert law.retrace is not None
-    assert law.at(64).peak_allocated == one.trace(TraceRequest(64, "32-true")).at(64).peak_allocated

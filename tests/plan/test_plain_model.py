@@ -179,16 +179,6 @@ def test_a_model_that_fails_on_its_input_says_so_and_was_built(models: str, caps
         assert "vram-guard: the model fails on an input of 3x2x2: RuntimeError" in said
 
 
-def test_the_line_of_the_model_that_fails_is_named(tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "net.py"
-    init = "    def __init__(self):\n        super().__init__(3, 3)\n"
-    head = "import torch\nclass Net(torch.nn.Linear):\n"
-    file.write_text(f"{head}{init}    def forward(self, x):\n        return x.view(7, -1)\n")
-    assert main(["estimate", "--model", f"{file}:Net", "--input", "3", "--batch", "4", "--gpu", "4090"]) == 2
-    said = capsys.readouterr().err
-    assert "(net.py, line 6)" in said
-
-
 def test_a_step_whose_callables_take_others_is_refused_before_any_work() -> None:
     def step(**changed: Any) -> TrainingStep:
         usual = {"model": nn.Linear(3, 3), "batch": lambda size: torch.ones(size, 3), "optimizer": torch.optim.AdamW}
@@ -398,14 +388,3 @@ def test_a_model_that_takes_more_than_a_picture_says_what_to_give(tmp_path: Path
     video = estimated_with_libraries(tmp_path, "r3d", "--input", "3x8x16x16")
     assert "assumed for r3d: " in video.stderr
     assert json.loads(video.stdout)["symbolic"]["estimate"]["breakdown"]["batch"] == 2 * 3 * 8 * 16 * 16 * 4 + 512
-
-
-def test_a_plan_takes_a_models_name_for_its_config(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    words = ["--seq-length", "8", "--batch", "2", "--budget", "20GiB", "--json"]
-    assert main(["plan", "gpt2", *words]) == 0
-    named = json.loads(capsys.readouterr().out)["report"]
-    assert main(["plan", "--model", "gpt2", *words]) == 0
-    assert json.loads(capsys.readouterr().out)["report"] == named
-    assert main(["plan", "fnoo.yaml", *words]) == 2
-    assert "fnoo.yaml cannot be read" in capsys.readouterr().err

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan_gpus_cases import LINK, a_step, planned, spread  # noqa: E402
+from plan_gpus_cases import LINK, a_step, planned, spread
 
-from vram_guard import Parallel, plan, trace  # noqa: E402
-from vram_guard.plan import PlanOptions  # noqa: E402
-from vram_guard.plan.layout_facts import shares  # noqa: E402
-from vram_guard.plan.layouts import LAYOUTS, layout_name, layouts_of  # noqa: E402
+from vram_guard import Parallel, plan, trace
+from vram_guard.plan import PlanOptions
+from vram_guard.plan.layout_facts import shares
+from vram_guard.plan.layouts import LAYOUTS, layout_name, layouts_of
 
 # --- the training stays ---------------------------------------------------------------------------------------------
 

@@ -402,8 +402,6 @@ def vision(model, pixels):
     [
         ("GPT2LMHeadModel", {"n_layer": 3}, words, language),
         ("ViTForImageClassification", {"num_hidden_layers": 3, "image_size": 64}, images, vision),
-        ("ResNetForImageClassification", {"depths": [1, 2, 2, 1]}, images, vision),
-        ("T5ForConditionalGeneration", {"num_layers": 2, "decoder_start_token_id": 0}, words, language),
         ("MixtralForCausalLM", {"num_hidden_layers": 2, "hidden_size": 64, "num_local_experts": 2}, words, language),
     ],
 )
