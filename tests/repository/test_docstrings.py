@@ -19,7 +19,7 @@ PUBLIC = {
     "vram_guard_accelerate": set(),
 }
 #: Every public function, class and method of these has an example too, properties apart.
-THROUGHOUT = ("vram_guard.units", "vram_guard.closed_form.calculator", "vram_guard.allocator._settings")
+THROUGHOUT = ("vram_guard.units", "vram_guard.closed_form.calculator")
 
 
 def modules_with_examples():

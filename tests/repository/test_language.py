@@ -10,10 +10,12 @@ import re
 import string
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from babel.messages.mofile import read_mo, write_mo
 from babel.messages.pofile import read_po
+from each import each
 
 from vram_guard import cli, language
 from vram_guard.errors import InvalidInputError
@@ -169,7 +171,7 @@ def test_lines_are_broken_where_a_terminal_would(text, width, lines):
     assert wrapped(text, width) == lines
 
 
-@pytest.mark.parametrize(
+@each(
     ("environment", "encoding", "expected"),
     [
         ({}, "utf-8", ENGLISH),
@@ -189,8 +191,13 @@ def test_lines_are_broken_where_a_terminal_would(text, width, lines):
         ({"VRAM_GUARD_LANG": "klingon"}, "utf-8", ENGLISH),
     ],
 )
-def test_the_language_of_an_environment(environment, encoding, expected):
-    assert language._of_environment(environment, encoding) == expected
+def test_the_language_of_an_environment(monkeypatch, environment, encoding, expected):
+    for name in ("LC_ALL", "LC_MESSAGES", "LANG", "LANGUAGE", "VRAM_GUARD_LANG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(encoding=encoding))
+    assert language.language() == expected
 
 
 @pytest.mark.parametrize("name", ["zh", "zh_CN", "zh-Hans", "ZH_cn.UTF-8"])
@@ -223,23 +230,6 @@ def test_columns_are_counted_as_terminals_show_them():
     assert ljust("显存", 6) == "显存  "
     assert rjust("显存", 6) == "  显存"
     assert ljust("显存", 2) == "显存"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "language", "rest"),
-    [
-        (["gpus", "4090"], None, ["gpus", "4090"]),
-        (["--lang", "zh", "gpus", "4090"], "zh", ["gpus", "4090"]),
-        (["gpus", "4090", "--lang=zh"], "zh", ["gpus", "4090"]),
-        (["launch", "train.py", "--lang", "fr"], None, ["launch", "train.py", "--lang", "fr"]),
-        (["--lang", "zh", "launch", "train.py", "--lang", "fr"], "zh", ["launch", "train.py", "--lang", "fr"]),
-        (["--lang"], None, ["--lang"]),
-        (["gpus", "--language", "zh", "4090"], "zh", ["gpus", "4090"]),
-        (["launch", "--lang", "zh", "train.py", "--lang", "fr"], "zh", ["launch", "train.py", "--lang", "fr"]),
-    ],
-)
-def test_where_the_language_is_an_option_of_ours(arguments, language, rest):
-    assert cli._language_of(arguments) == (language, rest)
 
 
 def test_an_unknown_language_is_bad_usage(capsys):

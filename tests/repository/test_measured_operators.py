@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from each import each
 
 from benchmarks.gpu.operators import command
 from benchmarks.gpu.operators.table import OPERATORS
@@ -30,7 +31,7 @@ EXACT = (
 
 
 @pytest.mark.torch_since(2, 11)
-@pytest.mark.parametrize("name", EXACT)
+@each("name", EXACT)
 def test_the_requests_of_an_operator_are_those_that_were_measured(name: str) -> None:
     (measured,) = (one for one in FOUND.operators if one.name == name)
     assert command.difference_of(measured, BY_NAME[name], FOUND.machine) == ""

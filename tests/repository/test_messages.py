@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from each import each
 from message_texts import bare_texts, error_classes, messages, parsed
 
 from vram_guard import errors
@@ -39,7 +40,7 @@ def found_in(tmp_path, source):
     return [one.text for one in bare_texts(trees, error_classes(trees.values(), BASE))]
 
 
-@pytest.mark.parametrize(
+@each(
     "source",
     [
         'raise InvalidError("no such thing")',
@@ -65,7 +66,7 @@ def test_a_bare_text_is_found(tmp_path, source):
     assert found_in(tmp_path, source) == ["no such thing"]
 
 
-@pytest.mark.parametrize(
+@each(
     "source",
     [
         'raise InvalidError(_("no {thing}", thing="such thing"))',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -71,16 +70,6 @@ def test_what_python_reads_when_it_starts_starts_it_as_everywhere(folder: Path, 
     assert not seen(folder, "-W", "ignore", "looks.py", env=variables)["loaded"]
 
 
-def test_a_confined_process_stays_confined(folder: Path, variables: Any) -> None:
-    confined = lambda: ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # noqa: E731 - PR_SET_NO_NEW_PRIVS
-    assert not seen(folder, "looks.py", env=variables, preexec_fn=confined)["loaded"]
-
-
-def test_ignored_signals_stay_ignored(folder: Path, variables: Any) -> None:
-    ignoring = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
-    assert seen(folder, "looks.py", env=variables, preexec_fn=ignoring)["signals"][1] == str(signal.SIG_IGN)
-
-
 @pytest.mark.parametrize(
     ("code", "expected", "said"),
     [
@@ -102,27 +91,3 @@ def test_it_ends_as_the_script_does(folder: Path, variables: Any, code: str, exp
     assert done.returncode == expected
     assert said in done.stderr
     assert done.stdout == ("at its end\n" if "atexit" in code else "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_signals_reach_it(folder: Path, variables: Any, number: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "waits.py"],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert int(process.stdout.readline()) != process.pid
-    process.send_signal(number)
-    assert process.communicate(timeout=60)[0] == "", "its output ends with it"
-    assert process.returncode == -number
-
-
-def test_no_two_draw_the_same_numbers(folder: Path) -> None:
-    (folder / "draws.py").write_text("import random, numpy\nprint(random.random(), numpy.random.rand())")
-    variables = preloaded.environment(os.environ, "numpy")
-    draws = [subprocess.check_output([sys.executable, "draws.py"], cwd=folder, env=variables) for _ in range(2)]
-    assert not set(draws[0].split()) & set(draws[1].split())

@@ -160,21 +160,6 @@ def test_a_guarded_training(tmp_path: Path, capsys: Any) -> None:
         assert_plain(text)
 
 
-def test_the_log_of_mmengine(tmp_path: Path) -> None:
-    pytest.importorskip("mmengine")
-    from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's imports warn of
-    from vram_guard_mmengine._training import RunnerTraining
-    from mmengine.logging import MMLogger
-
-    class Runner:
-        logger = MMLogger("printable", log_file=str(tmp_path / "log.log"))
-
-    RunnerTraining(Runner()).warn(FORGED)
-    for handler in Runner.logger.handlers:
-        handler.close()
-    assert_plain((tmp_path / "log.log").read_text().replace("\x1b[", "", 0))
-
-
 def test_every_way_out_goes_through_one_place() -> None:
     """``print`` stands where text is made printable, and ``html.escape`` in one module."""
     printing, escaping = set(), set()
