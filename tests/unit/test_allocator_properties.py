@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -226,17 +225,3 @@ def test_rounding_never_shrinks_and_never_doubles(size, divisions):
     assert size <= rounded <= max(512, 2 * size)
     assert rules.round_size(rounded) == rounded
     assert rules.round_size(size + 1) >= rounded
-
-
-def test_the_machine_can_fail(monkeypatch):
-    """The invariants notice an allocator that forgets to merge."""
-    monkeypatch.setattr("vram_guard.allocator._caching.FREE", -1)
-    machine = AnyUse()
-    machine.begin(AllocatorSettings(), None)
-    machine.malloc(512, 0)
-    machine.malloc(512, 0)
-    for handle in sorted(machine.live):
-        machine.allocator.free(handle)
-        del machine.live[handle]
-    with pytest.raises(AssertionError):
-        machine.every_block_has_its_place()

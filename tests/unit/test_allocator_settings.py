@@ -154,11 +154,6 @@ def test_the_first_variable_that_is_set_counts():
     assert AllocatorSettings.from_environment({}) == AllocatorSettings()
 
 
-def test_the_environment_is_this_process_by_default(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:33")
-    assert AllocatorSettings.from_environment().max_split_size == 33 * MIB
-
-
 def test_no_caching_at_all_is_not_modelled():
     with pytest.raises(InvalidInputError, match="unset it"):
         AllocatorSettings.from_environment({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})

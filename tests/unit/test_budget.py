@@ -86,11 +86,6 @@ def test_the_memory_of_the_whole_card_is_known_beside_the_part_of_it():
     assert Budget.of("3GiB").device_memory is None
 
 
-def test_the_whole_nominal_size_of_a_card_is_capped_and_says_so():
-    budget = Budget.resolve("24GiB", gpu="RTX 4090", margin=0)
-    assert budget.usable == Budget.resolve(gpu="RTX 4090", margin=0).usable
-
-
 def test_contradictions_are_refused():
     with pytest.raises(InvalidInputError, match="RTX 4090"):
         Budget.resolve("25GiB", gpu="RTX 4090")

@@ -152,21 +152,6 @@ def test_a_plan_takes_it_where_it_is_allowed_and_a_cross_entropy_follows() -> No
         plan(other, 256, "30MiB", pin={"chunked_loss": True})
 
 
-def test_autocast_is_that_of_the_layer_wherever_the_loss_is_computed() -> None:
-    tokens = torch.randint(0, CLASSES, (2, 9))
-    model = Language(lambda logits, _tokens: logits)
-
-    def losses() -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(tokens)
-        assert logits.dtype == torch.bfloat16
-        return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
-
-    written = losses()
-    install(model, IN_CHUNKS)
-    torch.testing.assert_close(losses(), written, rtol=1e-6, atol=0)
-
-
 def test_whoever_reads_the_logits_gets_them() -> None:
     tokens = torch.randint(0, CLASSES, (2, 9))
     model = Language(lambda logits, _tokens: logits)
@@ -183,16 +168,3 @@ def test_whoever_reads_the_logits_gets_them() -> None:
         assert type(model(tokens)) is torch.Tensor
     model.eval()
     assert type(model(tokens)) is torch.Tensor
-
-
-def test_a_loss_that_is_only_read_is_the_same_and_has_no_graph() -> None:
-    tokens = torch.randint(0, CLASSES, (2, 9))
-    model = Language(lambda logits, _tokens: logits)
-    written = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).detach()
-    install(model, IN_CHUNKS)
-    logits = model(tokens)
-    with torch.no_grad():
-        unrecorded = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-    for loss in (unrecorded, functional.cross_entropy(logits.detach().flatten(0, 1), tokens.flatten())):
-        torch.testing.assert_close(loss, written)
-        assert not loss.requires_grad

@@ -128,19 +128,6 @@ def test_depthwise_convolutions_in_float32_are_pytorchs_own() -> None:
     assert {c.weight.sizes for c in calls} == {(32, 3, 1, 1)}
 
 
-def test_a_convolution_of_one_channel_is_asked_about() -> None:
-    class Grey(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = torch.nn.Conv2d(1, 4, 3, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.conv(x[:, :1].contiguous()).sum()
-
-    _, calls = asked(Grey(), None)
-    assert {call.weight.sizes for call in calls} == {(4, 1, 3, 3)}
-
-
 def test_the_answer_is_allocated_for_the_call_and_given_back() -> None:
     size = 12345678
     found, _ = asked(Network(), size)

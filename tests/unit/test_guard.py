@@ -17,8 +17,6 @@ from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import DoesNotFitError, InvalidInputError, RecoveryFailedError, UnsupportedStepError
 from vram_guard.forks.fork import is_ours
-from vram_guard.guard._ranks import RankFailure, attempt
-from vram_guard.guard._verdict import judge
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
@@ -325,25 +323,6 @@ def begun(
     return guard
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({}, ""),
-        ({"on_host": True, "fits": False}, ""),
-        ({"on_host": True}, "weights or optimizer state on the host are changed"),
-        ({"in_backward": True}, "weights have stepped already"),
-        ({"refused": {"accumulate": "one sample"}}, "one sample"),
-        ({"allow": "precision"}, "smaller micro-batches are not allowed"),
-        ({"recover": False}, "it is switched off"),
-        ({"mode": "report"}, "it is switched off"),
-    ],
-)
-def test_why_a_training_is_not_recovered(given: Any, says: str) -> None:
-    found = begun(FakeTraining(), **given)._why_not_recovered()
-    assert found.startswith(says)
-    assert bool(found) == bool(says)
-
-
 def test_an_error_of_several_processes_is_not_recovered_and_stops_with_the_plan() -> None:
     training = FakeTraining()
     guard = begun(training)
@@ -351,24 +330,9 @@ def test_an_error_of_several_processes_is_not_recovered_and_stops_with_the_plan(
         raise torch.OutOfMemoryError
     assert "the weights may be half-updated" in str(caught.value)
     assert str(caught.value).endswith("What was predicted:\nThe plan.")
-    training.ranks = Recorded(0, ["", ""])  # type: ignore[misc]
-    assert guard._why_not_recovered().startswith("the other processes would wait")
     for error, one in ((torch.OutOfMemoryError(), begun(training, recover=False)), (ValueError(), guard)):
         with pytest.raises(type(error)), one.stopping():
             raise error
-
-
-def test_learning_rates_are_scaled_once_and_by_what_is_missing() -> None:
-    training = FakeTraining()
-    guard = begun(training)
-    guard.rates_contain = 4.0
-    guard.scale_learning_rates()
-    guard.scale_learning_rates()
-    assert training.scaled == [0.5]
-    assert training.warned == ["learning rate not scaled: one of them is a function"]
-    for left in (begun(FakeTraining(), mode="report"), begun(FakeTraining("it trains twice"))):
-        left.scale_learning_rates()
-        assert left.training.scaled == []  # type: ignore[attr-defined]
 
 
 def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says() -> None:
@@ -387,68 +351,3 @@ def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says()
     with pytest.raises(UnsupportedStepError):
         Guard(FakeTraining(), GuardSettings(budget="1GiB", mode="strict")).begin()  # type: ignore[arg-type]
     assert begun(training).prediction() == "What was predicted:\nThe plan."
-
-
-def test_memory_that_is_gone_at_the_start_is_said_and_what_runs_is_known() -> None:
-    training = FakeTraining()
-    guard = begun(training)
-    plan: Any = guard.plan
-    plan.estimate, plan.before = SimpleNamespace(peak_reserved=7), SimpleNamespace(peak_reserved=9)
-    plan.budget = SimpleNamespace(context=2)
-    guard.training_starts()
-    assert (guard.running, training.warned) == (None, []), "where nothing is measured"
-    guard.first_steps = SimpleNamespace(start=lambda: 2**20)  # type: ignore[assignment]
-    with guard.applied:
-        guard.training_starts()
-        assert guard.running is not None
-    assert [warning.partition(" that")[0] for warning in training.warned] == ["1.00 MiB"]
-    guard.decision = guard.running = None
-    guard.training_starts()
-    assert guard.running is None, "where nothing is predicted"
-
-
-def plan(*, fits: bool, as_written: bool) -> Any:
-    return SimpleNamespace(fits=fits, fits_as_written=as_written, reasons=("Why.",), explain=lambda: "The plan.")
-
-
-def test_strict_raises_where_the_step_does_not_fit_as_written() -> None:
-    with pytest.raises(DoesNotFitError, match=r"^the training does not fit as written\.\nThe plan\.$"):
-        judge(plan(fits=False, as_written=False), "strict")
-    with pytest.raises(DoesNotFitError, match=r"as written\. The plan that would make it fit:\nThe plan\.$"):
-        judge(plan(fits=True, as_written=False), "strict")
-
-
-def test_a_failure_on_one_rank_is_everybodys() -> None:
-    elsewhere = RankFailure("InvalidInputError", "odd", 0)
-    found = attempt(Recorded(1, [elsewhere, None]), lambda: "value")
-    assert (found.value, found.failure, found.error) == (None, elsewhere, None)
-    with pytest.raises(InvalidInputError, match="rank 0 could not plan: odd"):
-        found.unwrap()
-
-    def fails() -> None:
-        raise KeyError("mine")
-
-    here = attempt(Recorded(1, [None, None, None]), fails)
-    line = f"test_guard.py, line {fails.__code__.co_firstlineno + 1}"
-    assert here.failure == RankFailure("KeyError", "'mine'", 1, line)
-    with pytest.raises(KeyError, match="mine"):
-        here.unwrap()
-    second = attempt(Recorded(1, [elsewhere, None]), fails)  # the first rank's failure counts
-    assert (second.failure, second.error) == (elsewhere, None)
-    assert str(RankFailure("KeyError", "'mine'", 1).as_error()) == "rank 1 could not plan: KeyError: 'mine'"
-    assert type(RankFailure("DoesNotFitError", "x", 1).as_error()) is DoesNotFitError
-
-
-def test_our_own_errors_travel_as_the_class_that_every_rank_knows() -> None:
-    class OddError(UnsupportedStepError):
-        pass
-
-    def fails() -> None:
-        raise OddError("odd")
-
-    failure = attempt(Recorded(0, [None, None]), fails).failure
-    assert failure is not None
-    assert (failure.kind, failure.message, failure.rank) == ("UnsupportedStepError", "odd", 0)
-    assert failure.unsupported
-    assert not RankFailure("ValueError", "odd", 0).unsupported
-    assert attempt(Recorded(0, [None, None]), lambda: 3).unwrap() == 3

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 
 import pytest
 
 from vram_guard import cli
 from vram_guard.language import CHINESE, ENGLISH
-from vram_guard_accelerate._settings import add_options as add_launch_options
 
 #: A terminal's escape sequence and a control that turns the direction of text around.
 ESCAPES = "\x1b[31m\u202e"
@@ -268,11 +265,6 @@ def test_a_value_in_two_words_is_told_to_be_quoted(typed, capsys):
     assert f"{typed.split()[-1]}; if they belong to a value: one with spaces needs quotes" in capsys.readouterr().err
 
 
-def test_a_value_in_two_words_beside_a_model_is_no_missing_model(capsys):
-    assert cli.main(["plan", "--model", "model.py:net", "--batch", "8", "--gpu", "RTX", "4090"]) == 2
-    assert "give 4090 or --step, not both; a value with spaces needs quotes" in capsys.readouterr().err
-
-
 def test_a_model_that_no_installed_library_has_is_no_missing_file_alone(monkeypatch, capsys):
     """The documentation names `plan resnet50`: where torchvision is missing, that is what to know."""
     monkeypatch.setattr("vram_guard.capture.model_names.absent_libraries", lambda: ["torchvision"])
@@ -313,72 +305,7 @@ def test_streams_and_surroundings(shell, code, environment):
     assert said.count("\n") == (1 if code and "2>&-" not in shell else 0), said
 
 
-def test_the_table_has_every_command():
-    assert {case[0] for case in cases() if case} >= {*cli._COMMANDS, "launch", "mmengine"}
-
-
 # --- one grammar of options -----------------------------------------------------------------------------------------
-
-
-def options_of(parser):
-    """Those that its help shows: the others are old names."""
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    return {flag: action for action in shown for flag in action.option_strings}
-
-
-def parsers():
-    """Command -> its options, by flag."""
-    parser = cli._parser([])
-    found = {}
-
-    def walk(name, one):
-        inner = [action for action in one._actions if isinstance(action, argparse._SubParsersAction)]
-        for each in inner:
-            for word, command in each.choices.items():
-                walk(f"{name} {word}".strip(), command)
-        if not inner:
-            found[name] = options_of(one)
-
-    walk("", parser)
-    launch = argparse.ArgumentParser()
-    add_launch_options(launch)
-    found["launch"] = options_of(launch)
-    return found
-
-
-#: Where an option of the same name means the same, but says more: launch names its defaults, compare and estimate what
-#: the values are put into and that it takes several, and monitor counts as nvidia-smi.
-SAID_DIFFERENTLY = {
-    *("--allow", "--set", "--device", "--device-id", "--batch", "--batch-size", "--precision", "--dry-run", "--gpu"),
-    "--quiet",
-}
-
-
-def test_an_option_means_the_same_in_every_command():
-    meanings = defaultdict(dict)
-    for command, flags in parsers().items():
-        for flag, action in flags.items():
-            meanings[flag][command] = (action.help, action.metavar)
-    differing = {flag: found for flag, found in meanings.items() if len(set(found.values())) > 1}
-    assert not differing.keys() - SAID_DIFFERENTLY, differing
-
-
-def test_options_are_there_wherever_they_make_sense():
-    found = parsers()
-    predicting = found.keys() - {"gpus", "doctor", "monitor", "mmengine init"}
-    for command in predicting:
-        wanted = {"--gpu", "--budget", "--margin", "--json"}
-        if command != "launch":  # which of the machine's GPUs it is, Accelerate's --gpu_ids says; --advanced the rest
-            wanted |= {"--device", "--gpu-memory"}
-        if command not in ("optimize", "launch"):
-            wanted |= {"--releases"}
-        assert wanted <= found[command].keys(), command
-    for command in ("estimate", "plan", "compare", "optimize", "gpus"):
-        assert {"--config", "--model", "--step"} <= found[command].keys(), command
-    for command in ("plan", "compare"):
-        assert "--set" in found[command], command
-    assert all("--json" in flags for command, flags in found.items() if command != "mmengine init")
-    assert {"--gpu", "--margin"} <= found["gpus"].keys()
 
 
 @pytest.mark.parametrize("arguments", [("plan", "ok.yaml"), ("plan", "--config", "ok.yaml"), ("estimate", "ok.yaml")])

@@ -211,8 +211,7 @@ def test_a_repeated_round_is_what_all_rounds_are(run, rows, join):
     assert [phase[:1] + phase[3:5] for phase in repeated.phases] == [p[:1] + p[3:5] for p in all_rounds.phases]
 
 
-@pytest.mark.parametrize("drops", [True, False])
-@pytest.mark.parametrize("traced_rounds", [2, 3])
+@pytest.mark.parametrize(("drops", "traced_rounds"), [(True, 2), (False, 3)])
 @pytest.mark.parametrize("join", [lambda old, new: torch.cat([old, new]), lambda old, new: old + new])
 @pytest.mark.parametrize("finish", [torch.Tensor.cpu, torch.Tensor.exp])
 def test_what_is_made_at_one_line_and_grows_at_another_is_as_large_as_after_all_rounds(
@@ -472,8 +471,9 @@ def test_memory_that_grows_from_step_to_step_is_told_with_its_line(kind, line, p
     assert taken.steps_until_full(budget) == 13
 
 
-@pytest.mark.parametrize("keeps", ["nothing", "loss", "outputs"])
-@pytest.mark.parametrize("zero_grad", ["after_step", "before_backward"])
+@pytest.mark.parametrize(
+    ("keeps", "zero_grad"), [("nothing", "after_step"), ("loss", "before_backward"), ("outputs", "after_step")]
+)
 def test_a_training_that_keeps_nothing_has_no_leak(keeps, zero_grad):
     step = leaking("none").with_(keeps=keeps, zero_grad=zero_grad, accumulate=2)
     taken = estimate(step, 1000)
@@ -493,18 +493,6 @@ def test_what_grows_has_to_fit_until_the_last_step(steps, fits):
     assert made.estimate.leaks == at_first.leaks
 
 
-def test_a_batch_is_told_from_what_is_computed_of_it():
-    def play(run):
-        run.train()
-        with run.phase("validation"):
-            kept = run.load(torch.ones(1000, 256))
-            run.hold(kept)
-
-    timeline = traced(play)
-    start = timeline.stretches[-1].start
-    assert [timeline.blocks[event].category for event in timeline.events[start:] if event >= 0] == ["batch"]
-
-
 def test_of_many_rounds_only_what_they_leave_behind_is_written_down(monkeypatch):
     batch = torch.ones(300, 3, 16, 16)
     changes = {"model": CONVOLUTIONS, "batch": torch.ones(2, 3, 16, 16)}
@@ -514,50 +502,3 @@ def test_of_many_rounds_only_what_they_leave_behind_is_written_down(monkeypatch)
     short = traced(plays[1], 16, **changes)
     assert len(short.events) < 0.6 * len(all_rounds.events)
     assert short.at(16).peak_allocated == all_rounds.at(16).peak_allocated
-
-
-def test_a_checkpoint_that_is_held_stays_for_the_run():
-    plain, held = (trace(step_of(Resuming("cuda", keeps=keeps))).at(8) for keeps in (False, True))
-    assert held.peak_allocated - plain.peak_allocated == pytest.approx(2 * 256 * 1024 * 4, rel=0.02)
-
-
-def test_symbolic_tensors_do_not_stay_in_the_users_lists_without_a_job_either():
-    class Meter:
-        def __init__(self):
-            self.values, self.last = [0.5], None
-
-    losses, calls, meter = [torch.ones(())], [], Meter()
-
-    def kept(model, batch):
-        made = loss(model, batch)
-        losses.append(made)
-        meter.values.append(made.detach())
-        meter.last = made
-        calls.append(len(batch))
-        return made
-
-    before = losses[0]
-    trace(step_of(loss=kept))
-    assert (losses, meter.values, meter.last) == ([before], [0.5], None)
-    assert set(calls) >= {2, 3}  # numbers are the user's
-
-
-def test_an_evaluation_is_bounded_whatever_its_loader_does():
-    taken = []
-
-    def endless(size):
-        taken.append(size)
-        return torch.ones(size, 256)
-
-    def play(run):
-        Evaluation(endless, forward, batch_size=3, batches=10**6)(run)
-        assert taken == [3, 3]
-        run.train()
-
-    traced(play)
-
-
-def test_a_leak_in_a_job_is_told_too():
-    job = Job.of(Evaluation(ROWS, forward, batch_size=100, batches=5))
-    taken = trace(leaking("metric").with_(job=job)).at(1000)
-    assert [leak.bytes_per_step for leak in taken.leaks] == [1000 * 256 * 4]

@@ -78,27 +78,6 @@ def test_validation_grows_with_the_loader_whose_batch_size_it_has():
     assert made.estimate.phases == trace(step).at(made.micro_batch_size).phases
 
 
-def test_the_target_of_growth_is_one_for_the_whole_run():
-    step = step_of(validation_of(None, keeps="all"))
-    made = plan(step, 64, "1GiB", margin=0, grow=True, options=PlanOptions(target_utilization=0.8))
-    assert made.micro_batch_size > 64
-    assert made.estimate.peak_reserved <= 0.8 * 2**30
-
-
-def test_steps_alone_may_need_more_than_the_first_two():
-    kept = []
-
-    def keeping(_model, batch):
-        kept.append(batch)
-        return _model(batch).square().mean()
-
-    step = step_of(None).with_(loss=keeping, job=Job(lambda run: run.train(12)))
-    budget = trace(step.with_(job=None)).at(20_000).peak_reserved + 4 * MIB
-    made = plan(step, 20_000, budget, margin=0, allow=["accumulate"])
-    assert made.splits > 1
-    assert trace(step).at(20_000).peak_reserved > budget
-
-
 def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits():
     made = plan(step_of(validation_of(40_000, label="all")), 1000, "200MiB", margin=0, allow=["accumulate"])
     assert not made.fits
@@ -108,51 +87,6 @@ def test_a_validation_batch_that_is_too_large_is_said_with_the_largest_that_fits
     budget = Budget.of("200MiB", margin=0)
     below, above = (trace(step_of(validation_of(size))).at(1000).fits(budget) for size in (largest, largest + 1))
     assert (below, above) == (True, False)
-
-
-def test_smaller_batches_of_an_evaluation_collect_as_much_as_a_real_run():
-    def real(size):
-        """The peak of 512 samples in batches of this size, of torch's own record of allocations on the CPU."""
-        head = nn.Linear(1024, 256, bias=False).requires_grad_(False)
-        with torch.profiler.profile(profile_memory=True) as recorded:
-            outputs = []
-            for _round in range(512 // size):
-                batch = torch.ones(size, 1024)
-                outputs.append(head(batch))
-                del batch
-            torch.cat(outputs)
-        taken = peak = 0
-        for event in recorded.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                taken += event.nbytes()
-                peak = max(peak, taken)
-        return peak
-
-    rows = torch.ones(4, 1024)
-    rounds = Evaluation(rows, lambda net, batch: net(batch), batch_size=256, batches=2, keeps="all", finish=torch.cat)
-    job = Job.of(rounds)
-    head = nn.Linear(1024, 256, bias=False)
-    step = TrainingStep(head, rows, lambda net, batch: net(batch).sum(), torch.optim.SGD, job=job)
-
-    def predicted(size):
-        phases = trace(step.with_(job=job.with_evaluation(rounds, size))).at(4).phases
-        return next(phase.peak_allocated for phase in phases if phase.name == "validation")
-
-    assert predicted(256) - predicted(64) == real(256) - real(64) > 0
-    assert predicted(64) == predicted(16)  # what is collected is the most, and as much
-    assert real(64) == real(16)
-
-
-def test_an_evaluation_that_is_only_known_by_a_lower_bound_is_said():
-    """Outputs are joined with those before, batch by batch: what is computed of them grows and is not followed."""
-    kept = []
-
-    def joined(model, batch):
-        kept[:] = [torch.cat([*kept, model(batch)])]
-
-    evaluation = Evaluation(ROWS, joined, batch_size=100, batches=10, keeps="all", finish=lambda _none: kept[0].exp())
-    made = plan(step_of(evaluation), 1000, "200MiB", margin=0)
-    assert not made.fits
 
 
 def test_where_the_job_does_not_fit_it_counts_in_the_search():

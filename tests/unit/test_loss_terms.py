@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from torch.nn import functional
 
-from vram_guard.apply.microbatch import Layout, MicroBatch, probe_layout, split
+from vram_guard.apply.microbatch import Layout, probe_layout, split
 from vram_guard.apply.normalisers import Normaliser
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.samples_apart import SamplesApart, form_over_samples
@@ -84,7 +85,7 @@ def of_sizes(name: str, device: str) -> tuple[Any, str]:
     return ("labels" if isinstance(found, Normaliser) else found), why
 
 
-@pytest.mark.parametrize("name", losses(2, "meta"))
+@each("name", losses(2, "meta"))
 def test_what_a_loss_is_over_its_batch(name: str) -> None:
     found, why = of_sizes(name, "cpu")
     assert found == EXPECTED.get(name), why
@@ -139,30 +140,6 @@ def test_what_an_operator_of_another_library_writes_is_seen_in_every_view(write:
         write(row)
         loss = functional.linear(batch, weight).square().mean()
     assert (apart.form(loss).why == "") is known
-
-
-def test_samples_that_lie_beside_each_other_in_memory_are_told_apart() -> None:
-    """Rows of one data set, handed on in a list."""
-    rows = torch.randn(5, 3)
-    forms = []
-    for samples in (4, 2):
-        batch = [rows[number] for number in range(samples)]
-        apart = SamplesApart(batch, samples, [MicroBatch([one], 1, samples) for one in batch])
-        with apart:
-            loss = torch.stack(batch).square().mean()
-        forms.append(apart.form(loss))
-    assert form_over_samples(*forms)[0] == "mean"
-
-
-def test_samples_are_followed_into_and_out_of_a_tensor_that_wraps_others() -> None:
-    """No operator makes the wrapper, nor takes its parts out: as DTensor."""
-    two = pytest.importorskip("torch.testing._internal.two_tensor")
-    batch = torch.randn(8, 3)
-    apart = SamplesApart(batch, 8, split(batch, 8, 1))
-    with apart:
-        wrapped = two.TwoTensor(batch, torch.zeros(8, 3))
-        loss = (wrapped - wrapped.mean(0)).a.square().mean()
-    assert apart.form(loss).why
 
 
 def shifted_by_transformers(labels: torch.Tensor) -> torch.Tensor:

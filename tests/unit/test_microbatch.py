@@ -200,12 +200,6 @@ def test_two_sizes_agree_on_a_layout(make: Any) -> None:
     assert splitter_of(make, 8, 2).count(make(3)) == 3
 
 
-def test_a_list_of_three_pictures_of_three_channels_is_three_pictures() -> None:
-    parts = splitter_of(pictures, 3, 1).split(pictures(3))
-    assert [len(part.data["inputs"]) for part in parts] == [1, 1, 1]
-    assert all(part.data["inputs"][0].shape == (3, 4) for part in parts)
-
-
 def test_without_a_layout_what_reads_in_two_ways_is_refused() -> None:
     with pytest.raises(CannotSplitError, match=r"batch\['inputs'\]: its 3 tensors of 3 rows each may be samples or"):
         Splitter(3, 1).split(pictures(3))
@@ -235,12 +229,6 @@ class WithHidden(Record):
     hidden: Any = dataclasses.field(default=None, init=False)
 
 
-def test_samples_of_a_list_keep_their_type() -> None:
-    parts = split(Record(X, list("abcdefgh"), scale=7.0), 8, 4)
-    assert parts[1].data.names == list("efgh")
-    assert parts[1].data.scale == 7.0
-
-
 def test_a_dataclass_with_fields_outside_its_constructor() -> None:
     batch = WithHidden(X, list("abcdefgh"))
     batch.hidden = Y
@@ -268,9 +256,3 @@ def test_a_splitter_refuses_parts_that_disagree() -> None:
     splitter = Splitter(8, 4, {"x": X, "y": Y})
     with pytest.raises(CannotSplitError, match=r"batch\['y'\]: 3 samples, where batch\['x'\] has 8"):
         splitter.split({"x": X, "y": Y[:3]})
-
-
-def test_lists_of_samples_whose_pictures_have_another_leading_size() -> None:
-    """As MMEngine's pseudo_collate makes them: six pictures of three channels are six samples."""
-    batch = {"inputs": [torch.zeros(3, 4, 4) for _ in range(6)], "data_samples": [object() for _ in range(6)]}
-    assert batch_size(batch) == 6

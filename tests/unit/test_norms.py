@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import TrainingStep, trace
-from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import _norms
 
 aten = torch.ops.aten
 
@@ -118,49 +114,3 @@ def test_root_mean_squares_of_another_type_than_their_weight_are_not_fused() -> 
     assert not [operator for operator in operators if "fused" in operator]
     mixed = {operator for operator, *_ in rms_blocks(torch.bfloat16, torch.float32, "bf16-mixed")}
     assert "_fused_rms_norm" in mixed, "autocast makes both float32"
-
-
-FLOATS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
-
-
-def assert_like_torch(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        if one is None or other is None:
-            assert one is None
-            assert other is None or other.numel() == 0
-            continue
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert one.is_contiguous()
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data(), dtype=FLOATS, affine=st.booleans())
-def test_layer_norms(data: Any, dtype: torch.dtype, affine: bool) -> None:
-    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
-    order = data.draw(st.one_of(st.none(), st.permutations(range(len(shape)))))
-    tensor, gradient = meta(shape, dtype, order), meta(shape, dtype, order)
-    normalized = shape[data.draw(st.integers(1, len(shape) - 1)) :]
-    weight = meta(normalized, dtype) if affine else None
-    wanted = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
-    func = aten.native_layer_norm.default
-    args = (tensor, normalized, weight, weight, 1e-5)
-    assert_like_torch(_norms.layer_norm(Recorder(), func, args, {}), func(*args))
-    _, mean, deviation = func(*args)
-    func = aten.native_layer_norm_backward.default
-    args = (gradient, tensor, normalized, mean, deviation, weight, weight, wanted)
-    assert_like_torch(_norms.layer_norm_backward(Recorder(), func, args, {}), func(*args))
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), dtype=FLOATS, affine=st.booleans())
-def test_group_norms(data: Any, dtype: torch.dtype, affine: bool) -> None:
-    samples, groups, each, side = (data.draw(st.integers(1, 4)) for _ in range(4))
-    tensor = meta([samples, groups * each, side, side], dtype)
-    weight = meta([groups * each], dtype) if affine else None
-    wanted = [data.draw(st.booleans()), affine, affine]
-    _, mean, deviation = aten.native_group_norm(
-        tensor, weight, weight, samples, groups * each, side * side, groups, 1e-5
-    )
-    func = aten.native_group_norm_backward.default
-    args = (tensor, tensor, mean, deviation, weight, samples, groups * each, side * side, groups, wanted)
-    assert_like_torch(_norms.group_norm_backward(Recorder(), func, args, {}), func(*args))

@@ -96,11 +96,6 @@ def test_lists_are_of_samples_where_they_have_their_number_and_else_merged_item_
     assert [tuple(level.shape) for level in merged([levels, levels], halves)] == [(4, 3), (4, 5)]
 
 
-def test_without_rows_tensors_of_all_shapes_are_numbers() -> None:
-    found = merged([torch.zeros(3), torch.full((3,), 4.0)], PARTS, rows=False)
-    assert found.tolist() == [1, 1, 1]
-
-
 def test_keys_of_any_micro_batch_are_kept() -> None:
     found = merged([{"early": torch.tensor([1.0])}, {"late": "x"}], PARTS)
     assert found == {"early": torch.tensor([1.0]), "late": "x"}

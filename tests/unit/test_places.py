@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import adamw
+from each import each
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -79,7 +80,7 @@ MIXED: dict[str, Code] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", MIXED)
+@each("way", MIXED)
 def test_a_tensor_of_the_host_beside_one_of_the_gpu_is_refused_as_cuda_refuses_it(way: str, form: Any) -> None:
     with pytest.raises(
         DeviceMismatchError, match=r"at least two devices, cuda:0 and cpu! At .*test_places\.py:\d+ aten"
@@ -103,7 +104,7 @@ ALLOWED: dict[str, Code] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", ALLOWED)
+@each("way", ALLOWED)
 def test_what_cuda_allows_is_followed(way: str, form: Any) -> None:
     timeline = traced(form(ALLOWED[way]))
     assert (timeline.tier, timeline.notes) == ("symbolic", ())
@@ -176,37 +177,6 @@ def test_the_default_device_is_the_one_that_could_have_been_named(form: Any) -> 
     assert blocks(by_default) == blocks(lambda net, x: making(net, x, device="cuda"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type")
-def test_tensor_types_of_the_gpu_are_its_device_and_their_dtype(form: Any) -> None:
-    """Torch cannot even name them where it finds no GPU."""
-
-    def by_types(_net: Net, x: torch.Tensor) -> torch.Tensor:
-        kind = torch.cuda.HalfTensor
-        made = kind(3, 4), kind([1, 2]), kind((2.0, 3.0)), kind(torch.Size([5]))
-        assert [tuple(one.shape) for one in made] == [(3, 4), (2,), (2,), (5,)]
-        assert all(isinstance(one, kind) and one.type() == "torch.cuda.HalfTensor" for one in made)
-        assert not isinstance(made[0], torch.cuda.FloatTensor)
-        assert not isinstance(torch.zeros(2, device="cpu"), torch.cuda.FloatTensor)
-        with pytest.raises(TypeError):
-            torch.cuda.LongTensor(made[0])
-        host = made[0].type(torch.FloatTensor)
-        assert (host.device.type, host.dtype) == ("cpu", torch.float32)
-        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
-        assert torch.zeros(2).type() == "torch.cuda.DoubleTensor"
-        torch.set_default_tensor_type(torch.FloatTensor)
-        assert not torch.zeros(2).is_cuda
-        return x
-
-    traced(form(by_types))
-
-    def blocks(code: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-        numbers = torch.ones(1024, dtype=torch.int64)
-        return [block.size for block in traced(form(lambda _net, x: x * code(numbers).sum())).blocks]
-
-    assert blocks(lambda one: one.type(torch.cuda.FloatTensor)) == blocks(lambda one: one.to("cuda", torch.float32))
-
-
 def test_what_torch_itself_makes_like_a_tensor_of_the_gpu_is_on_the_gpu() -> None:
     """A gradient that is an expanded tensor is copied by autograd, with the device of the meta tensor behind it."""
 
@@ -226,19 +196,6 @@ def test_what_torch_itself_makes_like_a_tensor_of_the_gpu_is_on_the_gpu() -> Non
     timeline = run_step(TrainingStep(Sum, lambda size: torch.zeros(size, WIDTH), loss, adamw), 4, AMPERE)
     gradients = [block for block in timeline.blocks if block.category == "gradients"]
     assert [block.size.base for block in gradients] == [TABLE, TABLE]
-
-
-def test_a_batch_of_shapes_alone_is_on_the_gpu_once() -> None:
-    def shapes(size: int) -> torch.Tensor:
-        return torch.empty(size, WIDTH, device="meta")
-
-    loss = lambda model, batch: model(batch).sum()  # noqa: E731
-    batches = [
-        run_step(TrainingStep(nn.Linear(WIDTH, 4), batch, loss, adamw), 512, AMPERE)
-        for batch in (shapes, lambda size: torch.empty(size, WIDTH))
-    ]
-    first, second = ([(block.size, block.category) for block in timeline.blocks] for timeline in batches)
-    assert first == second
 
 
 def test_a_tensor_on_the_cpu_that_trains_counts_once_for_as_long_as_it_lives() -> None:

@@ -88,14 +88,6 @@ def test_a_snapshot_that_cannot_be_used_says_what_to_do(snapshot, change, said, 
     assert f"{path}: " in capsys.readouterr().err
 
 
-def test_a_device_that_did_nothing_while_others_did_is_no_error(snapshot):
-    with pytest.raises(InvalidInputError, match=r"_record_memory_history\(\)"):
-        read_recording(pickle.dumps(snapshot["segments"]))
-    snapshot["device_traces"].append([])
-    assert read_recording(snapshot, device=1).events == ()
-    assert len(read_recordings(snapshot)) == 1
-
-
 def test_a_truncated_file_is_refused_and_one_that_is_too_large(tmp_path, capsys, monkeypatch):
     packed = recordings.path_of("nca-3").read_bytes()
     for path, content in ((tmp_path / "a.pickle.gz", packed), (tmp_path / "a.pickle", gzip.decompress(packed))):

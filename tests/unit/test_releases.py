@@ -49,12 +49,6 @@ print(Releases.here())
     assert looked_at == [used[0], used[1], used[3]]
 
 
-def test_a_build_for_cuda_is_said():
-    built = Releases("3.12.1", (("torch", "2.4.1"),), cuda="12.1")
-    assert str(built) == "Python 3.12.1, torch 2.4.1 (CUDA 12.1)"
-    assert built.as_dict() == {"python": "3.12.1", "cuda": "12.1", "torch": "2.4.1"}
-
-
 # --- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -159,12 +159,6 @@ def test_nothing_is_sorted_where_a_threshold_says_so() -> None:
 # --- cards ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_card_has_multiprocessors_with_a_source() -> None:
-    for gpu in catalogue():
-        assert gpu.multiprocessors > 0
-        assert gpu.source_of("multiprocessors")
-
-
 def test_a_plan_is_for_the_card_that_is_named() -> None:
     step = TrainingStep(nn.Linear(8, 8), torch.ones(4, 8), lambda m, x: m(x).sum(), torch.optim.SGD)
     for gpu, multiprocessors in (("A30", 56), ("RTX 3060", 28)):

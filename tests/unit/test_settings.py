@@ -31,11 +31,6 @@ def values(**environment):
     return {name: one.value for name, one in settings.settings(environment).items()}
 
 
-def test_nothing_is_set():
-    assert settings.settings({}) == {}
-    assert filled({"a": 1}, ["gpu"]) == {"a": 1}
-
-
 def test_the_later_wins(project):
     (project / "pyproject.toml").write_text(
         '[tool.vram_guard]\nmargin = 0.1\nallow = ["precision"]\ngpu = "T4"\nmode = "report"\n'
@@ -110,17 +105,6 @@ def test_slips_in_a_file_are_named_with_it(project, text, said, capsys):
     assert "vram_guard.toml" in captured.err
     cli.main(["doctor", "--json"])  # the one command that says what is wrong with them
     assert "vram_guard.toml" in json.loads(capsys.readouterr().out)["settings_problem"]
-
-
-def test_slips_in_the_environment_are_named_with_the_variable():
-    with pytest.raises(InvalidInputError, match="VRAM_GUARD_MARGIN"):
-        values(VRAM_GUARD_MARGIN="a lot")
-
-
-def test_a_table_that_is_none(project):
-    (project / "pyproject.toml").write_text("[tool]\nvram_guard = 3\n")
-    with pytest.raises(InvalidInputError, match="must be a table"):
-        settings.settings({})
 
 
 @pytest.mark.parametrize(

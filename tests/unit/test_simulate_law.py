@@ -35,8 +35,10 @@ def test_traces_at_2_and_3_predict_every_event_at_48(architecture: Architecture)
     assert_exact(architecture.step(), 48)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true"])
-@pytest.mark.parametrize("name", ["convnet", "decoder", "encoder", "unet"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("convnet", "16-mixed"), ("decoder", "bf16-mixed"), ("encoder", "16-true"), ("unet", "bf16-true")],
+)
 def test_the_law_holds_in_every_precision(name: str, precision: str) -> None:
     assert_exact(BY_NAME[name].step(precision=precision), 48)
 

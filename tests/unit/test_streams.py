@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from vram_guard import Parallel, Timeline, TrainingStep, trace
+from vram_guard import Timeline, TrainingStep, trace
 from vram_guard.report.text import render
-from vram_guard.simulate.tracing import _collectives
 from vram_guard.simulate.tracing.run import run_step
 
 AMPERE = (8, 0)
@@ -227,18 +226,6 @@ def test_a_free_that_is_waited_for_at_once_has_no_range() -> None:
     assert ends(lambda net, _inputs: side(net).synchronize())[1] == []
 
 
-# --- a prefetcher, as many write it -----------------------------------------------------------------------------------
-
-
-# --- what NCCL does where a trace cannot look -------------------------------------------------------------------------
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-# --- laws -------------------------------------------------------------------------------------------------------------
-
-
 def test_its_own_stream_does_not_hold_a_block() -> None:
     def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
         taken = inputs.mul(2)
@@ -246,14 +233,6 @@ def test_its_own_stream_does_not_hold_a_block() -> None:
         return inputs + 1
 
     assert run_step(step(code, optimizer=None), 512, AMPERE).deferred == ()
-
-
-def test_late_events_are_the_same_events() -> None:
-    timeline = traced(beside)
-    late = timeline.late_events
-    assert sorted(late) == sorted(timeline.events)
-    assert late != timeline.events
-    assert [event for event in late if event >= 0] == [event for event in timeline.events if event >= 0]
 
 
 def prefetching(_net: Net, inputs: torch.Tensor) -> torch.Tensor:
@@ -283,18 +262,3 @@ def test_a_prefetcher_copies_on_its_own_stream() -> None:
     assert ("forward", "aten.mul.Tensor") in operators_on(timeline, 1)
     assert timeline.deferred
     assert timeline.at(64).peak_upper >= timeline.at(64).peak_reserved
-
-
-@pytest.mark.torch_since(2, 6)
-def test_what_an_older_nccl_has_sent_is_free_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    def code(net: Net, inputs: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(inputs.mul(2))
-        return as_written(net, inputs)
-
-    whole = step(code).with_(parallel=Parallel(2, kind="ddp"))
-    assert run_step(whole, 64, AMPERE).deferred == ()
-    monkeypatch.setattr(_collectives, "nccl_records_streams", lambda *_args: True)
-    older = run_step(whole, 64, AMPERE)
-    assert len(older.deferred) >= 2
-    assert older.at(64).upper_reasons == ("streams",)
-    assert older.streams is None  # nothing is taken on NCCL's own stream

@@ -18,8 +18,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.simulate import trace
 from vram_guard.simulate.tracing.run import run_step
 from vram_guard.step import TrainingStep
-from vram_guard.techniques import Recipe, find_blocks, install
-from vram_guard.techniques._activation_offload import _Copies, offload_activations
+from vram_guard.techniques import Recipe, install
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu
 from vram_guard.timeline import Timeline
 
@@ -179,7 +178,7 @@ def test_unknown_names_change_nothing() -> None:
 AMPERE = (8, 0)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_more_offloaded_blocks_never_take_more_and_keep_the_law(precision: str) -> None:
     before, on_host = None, -1
     for count in (0, 2, 6):
@@ -201,54 +200,9 @@ def test_accumulation_splits_and_the_law_with_host_memory() -> None:
     assert pickle.loads(pickle.dumps(timeline)) == timeline
 
 
-def test_on_the_cpu_nothing_is_copied_and_results_are_equal() -> None:
-    torch.manual_seed(0)
-    model, batch = Stack(2), torch.randn(4, 16, 64)
-    other = copy.deepcopy(model)
-    undo = offload_activations(other, [block.name for block in find_blocks(other)])
-    for one in (model, other):
-        torch.manual_seed(1)
-        total(one, batch).backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    undo()
-    assert all("forward" not in vars(module) for module in other.modules())
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x,
-        lambda x: x.t(),
-        lambda x: x[2:],
-        lambda x: x[:, 1:3],
-        lambda x: x[0],
-        lambda x: x[:1].expand(5, 6),
-        lambda x: x.view(2, 2, 6).permute(2, 0, 1),
-        lambda x: x.long(),
-    ],
-    ids=["whole", "transposed", "rows", "columns", "row", "expanded", "permuted", "integers"],
-)
-def test_every_layout_comes_back_as_it_was(view) -> None:
-    tensor = view(torch.randn(4, 6))
-    back = _Copies(pin_memory=False).of(tensor).back()
-    assert torch.equal(back, tensor)
-    assert back.dtype == tensor.dtype
-
-
-def test_views_of_one_stretch_share_a_copy_until_it_is_written() -> None:
-    copies, tensor = _Copies(pin_memory=False), torch.randn(4, 6)
-    first, second = copies.of(tensor), copies.of(tensor.view(2, 12))
-    assert first.moved is second.moved
-    tensor += 1
-    third = copies.of(tensor)
-    assert third.moved is not first.moved
-    assert torch.equal(third.back(), tensor)
-    assert torch.equal(first.back() + 1, tensor)
-
-
 def test_nothing_outlives_the_backward_pass() -> None:
     model = Stack(2)
-    offload_activations(model, ["h.0", "h.1"])
+    install(model, Recipe(offload_activations=("h.0", "h.1")))
     seen = []
     model.h[0].norm.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
     gc.disable()

@@ -173,7 +173,7 @@ def test_keywords_tuples_flags_and_none_go_through() -> None:
     assert_same_training(Layered, torch.randn(4, 8), total, ("layers.0", "layers.1", "layers.2"))
 
 
-@pytest.mark.parametrize("use_cache", [None, True, False])
+@pytest.mark.parametrize("use_cache", [None, False])
 def test_a_transformer_of_hugging_face_with_its_cache(use_cache: bool | None) -> None:
     transformers = pytest.importorskip("transformers")
 
@@ -192,48 +192,6 @@ def test_a_transformer_of_hugging_face_with_its_cache(use_cache: bool | None) ->
     tolerance = 0.0 if use_cache is False else 1e-6
     assert_same_training(make, ids, loss, blocks, tolerance)
     assert_same_training(make, ids, loss, blocks[1:2], tolerance)
-
-
-def test_layers_that_get_their_cache_by_keyword_and_one_that_is_filled() -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def make() -> nn.Module:
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                hidden_size=16,
-                intermediate_size=32,
-                vocab_size=50,
-            )
-        )
-
-    def fresh(model, ids):
-        return model(input_ids=ids, labels=ids).loss
-
-    known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-    name = "cache" if "cache" in known else "past_key_values"  # before transformers 5.24
-
-    def continued(model, ids):
-        with torch.no_grad():
-            past = model(input_ids=ids[:, :5], use_cache=True)[name]
-        return model(input_ids=ids[:, 5:], labels=ids[:, 5:], **{name: past}).loss
-
-    ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(3))
-    blocks = tuple(block.name for block in find_blocks(make()))
-    assert blocks == ("model.layers.0", "model.layers.1")
-    assert_same_training(make, ids, fresh, blocks, tolerance=1e-6)
-    assert_same_training(make, ids[:1], continued, blocks)  # one: transformers 4 with torch 2.4 cannot mask more
-
-
-def test_autocast_is_the_forwards_own_when_it_runs_again() -> None:
-    def loss(model, batch):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(batch)
-        return out.float().square().mean()
-
-    assert_same_training(stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8), loss, ("0", "1"))
 
 
 # --- only where it helps --------------------------------------------------------------------------------------------
@@ -297,40 +255,6 @@ def test_a_copy_checkpoints_by_itself_and_a_pickle_opens_anywhere() -> None:
     torch.save(copy.deepcopy(loaded), again)
     again.seek(0)
     assert torch.equal(torch.load(again, weights_only=False)(batch), model(batch))
-
-
-def test_undo_leaves_alone_who_has_wrapped_the_forward_since() -> None:
-    model, batch = stack(lambda: nn.Linear(8, 8))(), torch.randn(4, 8)
-    undo = checkpoint_modules(model, ["0"])
-    ours, calls = model[0].forward, []
-    model[0].forward = lambda x: calls.append(1) or ours(x)
-    undo()
-    total(model, batch).backward()
-    assert calls == [1]
-    assert model[0].runs == 1
-
-
-def test_two_names_of_one_module_checkpoint_it_once() -> None:
-    shared = Counting(nn.Linear(8, 8))
-    model = nn.Sequential(shared, nn.Tanh(), shared)
-    undo = checkpoint_modules(model, ["0", "2"])
-    total(model, torch.randn(4, 8)).backward()
-    assert shared.runs == 4
-    undo()
-    assert "forward" not in vars(shared)
-
-
-def test_names_that_cannot_be_meant_change_nothing() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.h = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    model = Model()
-    for name in ("h.9", "h", "zzzzzzzz"):
-        with pytest.raises(InvalidInputError, match=name):
-            checkpoint_modules(model, ["h.0", name])
-    assert "forward" not in vars(model.h[0])
 
 
 # --- the trace ------------------------------------------------------------------------------------------------------
@@ -452,9 +376,7 @@ class Ran(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("keeps", [("attention",), KEPT_OPERATORS])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("dropout", "keeps", "autocast"), [(0.0, ("attention",), True), (0.1, KEPT_OPERATORS, False)])
 def test_a_training_that_keeps_results_is_the_one_as_written(
     dropout: float, keeps: tuple[str, ...], autocast: bool
 ) -> None:
@@ -526,28 +448,6 @@ def test_operators_that_cannot_be_kept_are_refused() -> None:
         Recipe(checkpoint=("h.0",), checkpoint_keeps=("addm",))
 
 
-def test_an_lstm_block_and_its_state() -> None:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(8, 8, batch_first=True, num_layers=2, dropout=0.2), nn.Linear(8, 8)
-
-        def forward(self, x, state=None):
-            x, state = self.lstm(x, state)
-            return self.out(x), state
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Cell(), Cell()
-
-        def forward(self, x):
-            x, state = self.first(x)
-            return self.second(x, state)[0]
-
-    assert_same_training(Two, torch.randn(4, 6, 8), total, ("first", "second"))
-
-
 def test_an_argument_that_is_changed_in_place_is_noticed_not_used() -> None:
     class Careless(nn.Module):
         def __init__(self) -> None:
@@ -566,7 +466,7 @@ def test_an_argument_that_is_changed_in_place_is_noticed_not_used() -> None:
         total(model, torch.randn(4, 8)).backward()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_more_checkpointed_blocks_never_take_more_and_keep_the_law(precision: str) -> None:
     before = None
     for count in (0, 2, 5):
@@ -576,15 +476,3 @@ def test_more_checkpointed_blocks_never_take_more_and_keep_the_law(precision: st
         peak = timeline.at(64).peak_allocated
         assert before is None or peak < before
         before = peak
-
-
-def test_a_recipe_traces_as_the_same_technique_installed_by_hand() -> None:
-    def by_hand() -> nn.Module:
-        model = Stack()
-        checkpoint_modules(model, names(4))
-        return model
-
-    hand = run_step(stack_step().with_(model=by_hand), 8, AMPERE)
-    recipe = run_step(stack_step(recipe=Recipe(checkpoint=names(4))), 8, AMPERE)
-    assert recipe.events == hand.events
-    assert recipe.sizes(8) == hand.sizes(8)

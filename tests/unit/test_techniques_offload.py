@@ -137,16 +137,6 @@ def test_weights_that_are_written_through_data_are_stepped_from_there(name: str,
     same(trained(on_host), trained(lambda optimizer: optimizer))
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_every_class_that_steps_on_the_host_is_traced(name: str) -> None:
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).mean()
-
-    step = TrainingStep(net(), lambda size: torch.zeros(size, WIDTH), loss, MAKERS[name])
-    peaks = [run_step(step.with_(recipe=Recipe(optimizer_on_host=host)), 4, (8, 0)).at(4) for host in (True, False)]
-    assert peaks[0].peak_allocated < peaks[1].peak_allocated
-
-
 @pytest.mark.usefixtures("gpu")
 def test_groups_schedulers_and_what_is_written_to_groups_keep_working():
     def make():
@@ -281,32 +271,9 @@ def test_copies_are_on_a_stream_of_their_own_and_the_step_on_the_host():
 
 
 @pytest.mark.usefixtures("gpu")
-def test_hooks_of_the_step_run_once() -> None:
-    model, seen = net(), []
-    plain = torch.optim.AdamW(model.parameters())
-    plain.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer = on_host(plain)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    optimizer.step(lambda: model(torch.ones(1, WIDTH)).sum().backward())
-    assert seen == ["before", "after"]
-
-
-@pytest.mark.usefixtures("gpu")
 def test_frozen_parameters_are_left_alone():
     model = net()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
     steps(model, on_host(torch.optim.AdamW(model.parameters())))
     assert torch.equal(model[0].weight, before)
-
-
-def test_the_step_takes_nothing_from_the_gpu_but_small_states():
-    timeline = traced(Recipe(optimizer_on_host=True))
-    start = next(phase.start for phase in timeline.phases if phase.name == "optimizer" and phase.step == 2)
-    assert [event for event in timeline.events[start:] if event >= 0] == []
-
-
-def test_accumulation_changes_nothing_of_it():
-    one, two = (traced(Recipe(optimizer_on_host=True), accumulate=n) for n in (1, 2))
-    assert held(one, "optimizer_states") == held(two, "optimizer_states")
-    assert one.at(4).host_peak == two.at(4).host_peak

@@ -240,21 +240,6 @@ def test_what_goes_together(recipe, settings, together):
     assert (incompatible(recipe, **settings) == "") is together
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_fused_leaves_an_optimizer_as_its_constructor_would_have(name):
-    model = net()
-    made = with_form(MAKERS[name](model.parameters()), "fused")
-    groups = made.param_groups[0]
-    options = {key: value for key, value in groups.items() if key in optimizers._constructor(made) and key != "params"}
-    native = type(made)(model.parameters(), **{**options, "fused": True, "foreach": False})
-    for flag in ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"):
-        assert getattr(made, flag, None) == getattr(native, flag, None)
-    assert made.defaults == native.defaults
-    assert {k: v for k, v in groups.items() if k != "params"} == {
-        k: v for k, v in native.param_groups[0].items() if k != "params"
-    }
-
-
 def test_a_form_can_change_in_the_middle_of_a_training():
     model, other = net(), net()
     written = MAKERS["AdamW"](model.parameters())
@@ -268,36 +253,6 @@ def test_a_form_can_change_in_the_middle_of_a_training():
     assert not changed.__dict__.get("_step_supports_amp_scaling")
     for a, b in zip(train(model, written), train(other, changed), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_several_groups_keep_what_is_theirs():
-    model = net()
-    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters(), "weight_decay": 0.0}]
-    optimizer = with_form(torch.optim.AdamW(groups, lr=1e-3), "fused")
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.0]
-
-
-def test_a_for_loop_over_many_layers_takes_less_than_foreach():
-    def peak(form):
-        return (
-            run_step(
-                TrainingStep(
-                    model=lambda: nn.Sequential(*(nn.Linear(BIG, BIG, bias=False) for _ in range(12))),
-                    batch=lambda size: torch.zeros(size, BIG),
-                    loss=lambda model, batch: model(batch).mean(),
-                    optimizer=torch.optim.AdamW,
-                    recipe=Recipe(optimizer=form),
-                ),
-                2,
-                (8, 0),
-            )
-            .at(2)
-            .peak_allocated
-        )
-
-    assert peak("as-written") - peak("for-loop") == (12 - 3) * WEIGHT
-    assert peak("for-loop") > peak("fused")
 
 
 @pytest.mark.filterwarnings("ignore")

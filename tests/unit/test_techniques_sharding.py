@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -238,29 +237,6 @@ def test_a_trace_leaves_the_model_and_torch_as_they_were():
         model(torch.ones(2, WIDTH)).backward()
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("gloo")
-def test_a_checkpoint_goes_round():
-    model, written = Net(), Net()
-    offload_parameters(model, NAMES, "cpu")
-    optimizer, _ = train(model)
-    train(written)
-    kept = copy.deepcopy({name: whole(value) for name, value in model.state_dict().items()})
-    states = copy.deepcopy(optimizer.state_dict())
-
-    again = Net()
-    offload_parameters(again, NAMES, "cpu")
-    fresh = torch.optim.AdamW(again.parameters(), lr=1e-2, foreach=False)
-    for name, value in again.state_dict().items():
-        whole(value).copy_(kept[name]) if not hasattr(value, "to_local") else value.to_local().copy_(kept[name])
-    fresh.load_state_dict(states)
-    same(again, model)
-    model(torch.ones(2, WIDTH)).backward()
-    again(torch.ones(2, WIDTH)).backward()
-    optimizer.step()
-    fresh.step()
-    same(again, model)
 
 
 def test_a_trace_within_a_process_group_leaves_the_group_alone(gloo):

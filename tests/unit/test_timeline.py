@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vram_guard.simulate import CHECKED_SIZE, estimate, trace
+from vram_guard.simulate import CHECKED_SIZE, trace
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import (
     Affine,
@@ -124,11 +124,6 @@ def test_a_lower_bound_never_promises_a_batch_size() -> None:
     assert timeline(block(1), tier="formula").max_batch_size("1GiB") == 0
 
 
-@pytest.mark.parametrize(("answer", "limit", "expected"), [(0, 9, 0), (1, 9, 1), (7, 9, 7), (8, 8, 8), (99, 10, 10)])
-def test_largest_that_fits(answer: int, limit: int, expected: int) -> None:
-    assert largest_that_fits(lambda count: count <= answer, limit) == expected
-
-
 def test_work_that_grows_faster_than_the_batch_is_never_less_than_what_was_seen() -> None:
     def worked(size: int, flops: int) -> Timeline:
         done = Work("aten.mm.default", "", "forward", False, Affine(flops, 0), Affine(flops, 0), "fp32")
@@ -148,20 +143,6 @@ def test_what_fits_is_decided_with_the_margin_of_the_tier_and_the_correction() -
     assert not exact.fits(budget, correction=1.01)
     assert not exact.fits(Budget.of(20 * MIB - 1, margin=0))
     assert not timeline(block(MIB), tier="formula").at(1).fits(budget), "a lower bound promises nothing"
-
-
-def test_code_that_changes_its_way_for_large_batches_is_found_by_the_check() -> None:
-    def loss(model, batch):
-        if batch.shape[0] > 40:
-            return sum(model(part).sum() for part in batch.chunk(2))
-        return model(batch).sum()
-
-    step = TrainingStep(lambda: nn.Linear(64, 64), lambda b: torch.randn(b, 64), loss, adamw)
-    assert trace(step).retrace is None  # smaller sizes cannot know
-    checked = trace(step, check_at=48)
-    assert checked.retrace is not None
-    assert checked.at(48).peak_allocated == estimate(step, 48).peak_allocated
-    assert trace(step, check_at=7).retrace is None
 
 
 def test_another_batch_size_is_answered_without_another_trace() -> None:

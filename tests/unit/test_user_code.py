@@ -57,16 +57,6 @@ def test_the_innermost_line_of_the_user_is_named():
     assert found == outside == f"test_user_code.py, line {number}"
 
 
-def test_a_script_among_the_libraries_is_the_users_where_it_is_named():
-    try:
-        json.loads("{")
-    except json.JSONDecodeError as error:
-        within = error.with_traceback(error.__traceback__.tb_next)  # without this test's own line
-        here, nowhere = line_of_error(within, script=json.decoder.__file__), line_of_error(within)
-    assert here.startswith("decoder.py, line ")
-    assert nowhere == ""
-
-
 def test_a_warning_stands_at_the_line_of_the_user() -> None:
     def library(call):  # code of a library calls ours, which warns
         exec(compile("call()", torch.__file__, "exec"), {"call": call})

@@ -140,15 +140,6 @@ def test_a_folder_that_cannot_be_written_is_fine(tmp_path: Path) -> None:
         assert Corrections(blocked).factor(ABOUT) == 1.0
 
 
-def test_only_so_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corrections, "MOST_FILES", 3)
-    kept = Corrections(tmp_path)
-    for number in range(6):
-        kept.remember(Subject("gpu", "torch", str(number)), 1.1)
-    assert len(list(tmp_path.rglob("*.json"))) == 3
-    assert kept.factor(Subject("gpu", "torch", "5")) == 1.1
-
-
 def test_the_oldest_files_of_each_kind_go(tmp_path: Path) -> None:
     for number in range(8):
         for kind in ("json", "log"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vram_guard.errors import RecoveryFailedError
-from vram_guard.watch.memory import drop_traceback, free, reader_for
+from vram_guard.watch.memory import drop_traceback, free
 from vram_guard.watch.oom import is_out_of_memory
 
 #: What torch 2.13 appends to errors of the CUDA runtime; it must not be mistaken for an assertion that failed.
@@ -143,7 +143,3 @@ def test_what_the_traceback_held_is_let_go() -> None:
     assert "in broken" in failure.trace
     assert oom_cases.TEXT in failure.trace
     gc.collect()
-
-
-def test_the_cpu_has_no_counters() -> None:
-    assert reader_for(torch.device("cpu")) is None
