@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from vram_guard.report import render
 from vram_guard.scratch import Card, EmbeddingGradient
-from vram_guard.simulate.device.capability import Capability
-from vram_guard.simulate.operators import _attention_backend, autocast, kernels
-from vram_guard.simulate.operators._attention_backend import choose_backend
+from vram_guard.simulate.operators import autocast, kernels
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
 from vram_guard.simulate.operators.products import copied_operands
 from vram_guard.simulate.tracing.run import run_step
@@ -504,11 +502,29 @@ def test_copies_of_operands_come_after_the_result() -> None:
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def _qkv(dtype: torch.dtype, head: int = 64, length: int = 16, heads: int = 4):
-    return [torch.empty(2, heads, length, head, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
+class Attended(nn.Module):
+    """Attention of one learnt query, key and value of each head."""
+
+    def __init__(self, dtype: torch.dtype, head: int, mask: object, **settings) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 16, head, dtype=dtype))
+        self.mask, self.settings = mask, settings
+
+    def forward(self, x):
+        qkv = [self.weight * x.to(self.weight.dtype).view(-1, 1, 1, 1) for _ in range(3)]
+        mask = self.mask(x) if callable(self.mask) else None
+        return F.scaled_dot_product_attention(*qkv, mask, **self.settings)
 
 
-@pytest.mark.parametrize(
+def backend(dtype, capability, head=64, mask: object = None, **settings) -> str:
+    """Which kernel the forward of an attention is traced with."""
+    timeline = traced(Attended(dtype, head, mask, **settings), lambda b: torch.rand(b), capability=capability)
+    operators = {block.operator for block in timeline.blocks}
+    names = ("flash", "efficient", "cudnn")
+    return next((name for name in names if f"aten._scaled_dot_product_{name}_attention.default" in operators), "math")
+
+
+@each(
     ("dtype", "capability", "mask", "head", "causal", "expected"),
     [
         (torch.float16, (8, 0), False, 64, False, "flash"),
@@ -517,7 +533,6 @@ def _qkv(dtype: torch.dtype, head: int = 64, length: int = 16, heads: int = 4):
         (torch.bfloat16, (7, 5), False, 64, False, "math"),  # neither takes bfloat16 before 8.0
         (torch.float32, (8, 0), False, 64, True, "efficient"),
         (torch.float16, (8, 0), True, 64, False, "efficient"),  # flash takes no mask
-        (torch.float16, (8, 0), True, 64, True, "math"),  # a mask and is_causal together
         (torch.float32, (8, 0), False, 6, False, "math"),  # 6 is not aligned to 4 elements
         (torch.float32, (7, 0), False, 6, False, "efficient"),  # before 8.0 float32 has no alignment
         (torch.float16, (8, 0), False, 320, False, "efficient"),  # over 256: not flash
@@ -528,40 +543,24 @@ def _qkv(dtype: torch.dtype, head: int = 64, length: int = 16, heads: int = 4):
     ],
 )
 def test_the_attention_backend_is_the_one_cuda_picks(dtype, capability, mask, head, causal, expected) -> None:
-    query, key, value = _qkv(dtype, head)
-    attn_mask = torch.empty(2, 1, 16, 16, dtype=dtype, device="meta") if mask else None
-    chosen = choose_backend(
-        *(query, key, value, attn_mask),
-        dropout=0.0,
-        is_causal=causal,
-        enable_gqa=False,
-        capability=Capability(capability),
-    )
-    assert chosen == expected
+    one = (lambda x: torch.zeros(len(x), 1, 16, 16, dtype=dtype, device=x.device)) if mask else None
+    assert backend(dtype, capability, head, one, is_causal=causal) == expected
 
 
-@pytest.mark.parametrize("capability", [AMPERE, (9, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_mask_that_is_expanded_over_the_keys_is_taken_by_no_kernel(
-    dtype: torch.dtype, capability: tuple[int, int]
-) -> None:
+def test_a_mask_that_is_expanded_over_the_keys_is_taken_by_no_kernel(dtype: torch.dtype) -> None:
     """A compiled ViT on an H200 kept its probabilities: transformers' mask of ones is one value for all keys."""
-    mask = torch.empty(2, 1, 16, 1, dtype=torch.bool, device="meta").expand(2, 1, 16, 16)
-    given = {"dropout": 0.0, "is_causal": False, "enable_gqa": False}
-    backends = [
-        choose_backend(*_qkv(dtype), one, **given, capability=Capability(capability)) for one in (mask, mask.clone())
-    ]
-    assert backends[0] == "math"
-    assert backends[1] != "math"
+
+    def mask(x):
+        return torch.ones(len(x), 1, 16, 1, dtype=torch.bool, device=x.device).expand(-1, 1, 16, 16)
+
+    assert backend(dtype, AMPERE, mask=mask) == "math"
+    assert backend(dtype, AMPERE, mask=lambda x: mask(x).contiguous()) == "efficient"
 
 
 def test_the_users_choice_of_backend_is_honoured() -> None:
-    query, key, value = _qkv(torch.float16)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        chosen = choose_backend(
-            *(query, key, value, None), dropout=0.0, is_causal=False, enable_gqa=False, capability=Capability(AMPERE)
-        )
-    assert chosen == "math"
+        assert backend(torch.float16, AMPERE) == "math"
 
 
 class Attention(nn.Module):
@@ -681,40 +680,26 @@ def test_in_float32_the_memory_efficient_backward_sums_rows_first() -> None:
     assert freed[:2] == [-rows, -rows * 64]  # before the workspace
 
 
-@pytest.mark.torch_since(2, 5)
-@pytest.mark.parametrize(
-    ("release", "capability", "head", "mask", "dropout", "expected"),
+@pytest.mark.torch_since(2, 12)
+@each(
+    ("capability", "head", "mask", "dropout", "expected"),
     [
-        # Asked of torch 2.11 on an H200.
-        *[((2, 11), (9, 0), head, mask, 0.1, "cudnn") for head in (32, 64, 80, 128, 256) for mask in (False, True)],
-        ((2, 11), (10, 0), 256, False, 0.0, "flash"),
-        ((2, 11), (9, 0), 36, False, 0.0, "flash"),
-        ((2, 11), (8, 0), 64, True, 0.0, "efficient"),
-        ((2, 12), (9, 0), 64, True, 0.1, "efficient"),  # no multiple of one sixteenth
-        ((2, 12), (9, 0), 64, True, 0.125, "cudnn"),
-        ((2, 9), (9, 0), 64, False, 0.0, "flash"),
+        *[((9, 0), head, mask, 0.125, "cudnn") for head in (32, 128) for mask in (False, True)],
+        ((10, 0), 256, False, 0.0, "flash"),
+        ((9, 0), 36, False, 0.0, "flash"),
+        ((8, 0), 64, True, 0.0, "efficient"),
+        ((9, 0), 64, True, 0.1, "efficient"),  # no multiple of one sixteenth
     ],
 )
-def test_cudnns_attention_comes_first_on_hopper(
-    monkeypatch, release, capability, head, mask, dropout, expected
-) -> None:
-    monkeypatch.setattr(_attention_backend, "torch_release", lambda: release)
-    query, key, value = _qkv(torch.bfloat16, head)
-    chosen = choose_backend(
-        *(query, key, value, torch.empty(2, 1, 16, 16, dtype=torch.bool, device="meta") if mask else None),
-        dropout=dropout,
-        is_causal=False,
-        enable_gqa=False,
-        capability=Capability(capability),
-    )
-    assert chosen == expected
+def test_cudnns_attention_comes_first_on_hopper(capability, head, mask, dropout, expected) -> None:
+    one = (lambda x: torch.ones(len(x), 1, 16, 16, dtype=torch.bool, device=x.device)) if mask else None
+    assert backend(torch.bfloat16, capability, head, one, dropout_p=dropout) == expected
 
 
-@pytest.mark.torch_since(2, 5)
+@pytest.mark.torch_since(2, 11)
 @pytest.mark.parametrize(("heads", "grouped"), [(4, 4), (4, 2)])
-def test_cudnns_attention_sums_gradients_in_its_workspace(monkeypatch, heads, grouped) -> None:
+def test_cudnns_attention_sums_gradients_in_its_workspace(heads, grouped) -> None:
     """Recorded on an H200: 25,559,296 bytes for GPT-2's 16 x 12 x 512 x 64, 25,362,688 for Llama's 8 x 12 (4) x 512."""
-    monkeypatch.setattr(_attention_backend, "torch_release", lambda: (2, 11))
 
     class Grouped(nn.Linear):
         def forward(self, x):
