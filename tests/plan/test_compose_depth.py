@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each import each
 
 torch = pytest.importorskip("torch")
 
@@ -150,7 +151,7 @@ def test_the_blocks_of_every_stack_come_back_after_an_error() -> None:
     assert list(model.state_dict()) == whole
 
 
-@pytest.mark.parametrize("change", [one_wider, one_frozen, one_twice, one_outside, one_tied, one_dropping])
+@each("change", [one_wider, one_frozen, one_twice, one_outside, one_tied, one_dropping])
 def test_blocks_that_differ_or_are_shared_are_not(change: Callable[[nn.Module], nn.Module]) -> None:
     assert equal_blocks(change(Net(blocks=4))) is None
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -148,7 +149,7 @@ def test_it_is_planned_as_a_step_is() -> None:
     assert trace(lambda: nn.Linear(2**17, 2**17), input_shape=(2**17,)).at(1).breakdown["parameters"] > 2**36
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         lambda net: estimate(net, 4),
@@ -214,7 +215,7 @@ def test_what_is_written_is_read(inputs: list[tuple[list[int], str]]) -> None:
     assert InputShape.parse(text) == tuple(InputShape(tuple(shape), DTYPES[dtype]) for shape, dtype in inputs)
 
 
-@pytest.mark.parametrize("text", ["", "3xx4", "x", "3x-4", "3x4:float99", "٣x4", "3x4,", "1e3", "3x0", "9" * 30])
+@each("text", ["", "3xx4", "x", "3x-4", "3x4:float99", "٣x4", "3x4,", "1e3", "3x0", "9" * 30])
 def test_no_shape_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError):
         InputShape.parse(text)

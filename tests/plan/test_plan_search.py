@@ -136,18 +136,6 @@ def taken(plan: Plan) -> tuple[str, int]:
 HALF = {"p32_true": line(10 * MIB, 2 * MIB), "bf16_mixed": line(12 * MIB, MIB)}
 
 
-def test_what_fits_stays_as_written_and_nothing_else_is_traced() -> None:
-    source = Source(**HALF)
-    plan = find(request(1000 * MIB), source)
-    assert plan.fits
-    assert not plan.changed
-    assert taken(plan) == ("32-true", 1)
-    assert plan.learning_rate_factor == 1.0
-    assert plan.rejected == ()
-    assert plan.slowdown == 1.0
-    assert set(source.asked) == {("32-true", 1)}
-
-
 def test_mixed_precision_alone_comes_first() -> None:
     plan = find(request(100 * MIB), Source(**HALF))
     assert taken(plan) == ("bf16-mixed", 1)
@@ -252,15 +240,6 @@ def test_a_correction_raises_what_is_held_against_the_budget() -> None:
     assert find(request(int(exact * 1.05) + 1, correction=1.05), source).changed is False
 
 
-@pytest.mark.parametrize(("mixed", "accumulate", "expected"), [(False, True, ("32-true", 4)), (True, False, None)])
-def test_only_what_is_allowed_is_tried(mixed: bool, accumulate: bool, expected: tuple[str, int] | None) -> None:
-    source = Source(**HALF)
-    plan = find(request(50 * MIB, mixed=mixed, accumulates=accumulate), source)
-    assert plan.fits == (expected is not None)
-    assert taken(plan) == (expected or ("32-true", 1))
-    assert mixed or all(precision == "32-true" for precision, _ in source.asked)
-
-
 def test_the_users_own_accumulation_is_multiplied() -> None:
     plan = find(request(50 * MIB, accumulate=3, ranks=2), Source(**HALF))
     assert plan.accumulate == 6
@@ -320,21 +299,6 @@ def test_batch_norm_is_warned_of_when_split_and_only_then() -> None:
     assert not any("Batch normalisation" in reason for reason in whole.reasons)
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [
-        ((6, 1), None),
-        ((7, 0), "16-mixed"),
-        ((7, 5), "16-mixed"),
-        ((8, 0), "bf16-mixed"),
-        ((12, 0), "bf16-mixed"),
-        (None, "bf16-mixed"),
-    ],
-)
-def test_the_mixed_precision_that_the_gpu_has(capability: tuple[int, int] | None, expected: str | None) -> None:
-    assert mixed_precision("32-true", capability)[0] == expected
-
-
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "16-true", "bf16-true"])
 def test_a_precision_that_was_chosen_stays(precision: str) -> None:
     mixed, why = mixed_precision(precision, (9, 0))
@@ -376,13 +340,6 @@ def test_growth_stops_at_the_data_set() -> None:
 def test_what_does_not_fit_shrinks_even_when_growth_is_wanted() -> None:
     plan = find(request(50 * MIB, grow=True), Source(**HALF))
     assert taken(plan) == ("bf16-mixed", 2)
-
-
-def test_growth_never_goes_beyond_the_budget() -> None:
-    budget = Budget.of(1000 * MIB, margin=0.5)
-    asked = request(0 + 1, grow=True, batch_size=8, budget=budget, target_utilization=1.0)
-    plan = find(asked, Source(p32_true=line(0, MIB)))
-    assert 450 * MIB < plan.estimate.peak_reserved <= 500 * MIB
 
 
 # --- laws ---

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
+from each import each
 from torch import nn
 
 from vram_guard.errors import RecomputationError, UnsupportedStepError
@@ -339,7 +340,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", PURE)
+@each("kind", PURE)
 def test_what_can_be_put_back_is_and_the_block_stays_a_candidate(kind: type[Block]) -> None:
     kinds, recipe = (kind, kind, kind), Recipe(checkpoint=("0", "1", "2"))
     assert same(trained(kinds, Recipe()), trained(kinds, recipe))
@@ -348,7 +349,7 @@ def test_what_can_be_put_back_is_and_the_block_stays_a_candidate(kind: type[Bloc
     assert plan(step, 64, "1GiB", pin={"checkpoint": "all"}).checkpointed_modules == ("0", "1", "2")
 
 
-@pytest.mark.parametrize(("kind", "what", "name"), IMPURE)
+@each(("kind", "what", "name"), IMPURE)
 def test_an_impure_block_is_left_out_or_put_back(kind: type[Block], what: str, name: str) -> None:
     kinds = (Block, kind, Block, kind)
     with contextlib.suppress(RecomputationError):  # or it differs in what it leaves alone, which is not compared

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from each import each
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -73,7 +74,7 @@ def test_every_public_name_has_an_example(package):
         assert examples_of(thing, name, module), f"{package}.{name} ({module.__name__}) has no example that runs"
 
 
-@pytest.mark.parametrize("name", THROUGHOUT)
+@each("name", THROUGHOUT)
 def test_every_public_function_of_these_has_an_example(name):
     module = import_module(name)
     shown = {one.name for one in examples_of(module, name, module)}

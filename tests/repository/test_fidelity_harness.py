@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from each import each
 from fidelity.harness import FIT, MICRO, REPORT, Case, Outcome, Verdict, differences, fault, judge, notes, refusal
 
 CASE = Case("a", object, says=r"\bqueue\b")
@@ -35,7 +35,7 @@ def test_a_rounding_error_is_allowed_where_something_was_changed():
     assert verdict(FIT, rounded, applied=False) is Verdict.SILENT
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "expected"),
     [
         ("the queue differs by 3%", Verdict.SAID),

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 from imported import heavy_after, imported_after
 
 from vram_guard.budget.torch_cuda import installed_build
 from vram_guard.quiet import quiet_imports
 
 
-@pytest.mark.parametrize(
+@each(
     "statement",
     [
         "import vram_guard",

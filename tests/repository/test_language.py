@@ -156,7 +156,7 @@ def test_help_and_errors_of_the_command_line_in_chinese(capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("usage: vram-guard estimate")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "width", "lines"),
     [
         ("one two three", 8, ["one two", "three"]),

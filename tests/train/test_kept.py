@@ -200,9 +200,6 @@ def test_lightning_keeps_what_its_trace_keeps(form: str, accumulate: int, tmp_pa
         assert set(WATCH.at_steps[-1]) == during
 
 
-# --- MMEngine -----------------------------------------------------------------------------------------------------
-
-
 # --- scripts ------------------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__).parents[1] / "cases" / "accelerate_scripts" / "kept.py"

@@ -20,6 +20,7 @@ pytest.importorskip("lightning")
 import logging
 
 import lightning_cases as cases
+from each import each
 from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError
@@ -238,6 +239,22 @@ def test_validation_may_take_more_than_training(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), validation=loader(16384, 8192), num_sanity_val_steps=2)
     assert found.estimate.peak_phase.name == "validation"
     assert found.estimate.peak_reserved > 1.2 * found.plain.peak_reserved
+
+
+@each(
+    ("how", "validates"),
+    [
+        ({"max_epochs": 2, "check_val_every_n_epoch": 2}, True),
+        ({"max_epochs": 2, "check_val_every_n_epoch": 3}, False),
+        ({"max_epochs": 1, "check_val_every_n_epoch": 3, "num_sanity_val_steps": 1}, True),
+        ({"max_epochs": -1, "max_steps": 8, "check_val_every_n_epoch": 2}, True),
+        ({"max_epochs": 1, "check_val_every_n_epoch": None, "val_check_interval": 2}, True),
+        ({"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 2}, False),
+    ],
+)
+def test_a_validation_that_never_runs_is_not_predicted(tmp_path: Any, how: dict[str, Any], validates: bool) -> None:
+    found = told(tmp_path, Net(), validation=loader(), **{"num_sanity_val_steps": 0, **how})
+    assert (("validation", "") in peaks(found)) is validates
 
 
 def test_outputs_are_collected_over_all_batches(tmp_path: Any) -> None:

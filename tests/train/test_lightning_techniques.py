@@ -13,6 +13,7 @@ pytest.importorskip("lightning")
 
 
 import lightning_cases as cases
+from each import each
 
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError
 from vram_guard_lightning import VramGuard
@@ -182,20 +183,25 @@ def test_an_optimizer_in_the_backward_pass_is_proven_and_taken_off(tmp_path: Any
     assert not any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in guarded.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
+@each(
+    ("hooks", "how"),
     [
-        ("on_after_backward", "on_after_backward of Deep would find gradients gone"),
-        ("on_before_optimizer_step", "on_before_optimizer_step of Deep would"),
+        (("on_after_backward",), {}),
+        (("on_before_optimizer_step",), {}),
+        ((), {"gradient_clip_val": 1.0}),
+        ((), {"scheduling": {0: 1, 4: 5}}),
     ],
 )
-def test_hooks_that_come_between_refuse_an_optimizer_in_the_backward_pass(tmp_path: Any, name: str, why: str) -> None:
+def test_what_comes_between_refuses_an_optimizer_in_the_backward_pass(tmp_path: Any, hooks: Any, how: Any) -> None:
+    pl = importlib.import_module(INSTALLED[0])
+    how = dict(how)
+    callbacks = [pl.callbacks.GradientAccumulationScheduler(how.pop("scheduling"))] if "scheduling" in how else []
     module = make_module(INSTALLED[0])
-    setattr(type(module), name, lambda *_args: None)
-    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True})
-    trainer = cases.make_trainer(INSTALLED[0], tmp_path, [guard])
-    with pytest.warns(UserWarning, match=why):
-        trainer.fit(module, cases.loader(40))
+    for name in hooks:
+        setattr(type(module), name, lambda *_args: None)
+    guard = VramGuard(budget="4GiB", pin={"optimizer_in_backward": True}, mode="strict")
+    with pytest.raises(UnsupportedStepError):
+        cases.make_trainer(INSTALLED[0], tmp_path, [guard, *callbacks], **how).fit(module, cases.loader(40))
 
 
 @pytest.mark.torch_since(2, 6)

@@ -307,9 +307,6 @@ def test_the_plan_is_kept_and_logged(style: Style) -> None:
     assert f"predicted_memory: {plan.estimate.peak_allocated // 2**20}" in text
 
 
-# --- mixed precision --------------------------------------------------------------------------------------------
-
-
 # --- techniques -------------------------------------------------------------------------------------------------
 
 

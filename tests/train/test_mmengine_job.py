@@ -26,7 +26,6 @@ from vram_guard.errors import DoesNotFitError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.guard.evaluation import foresee
 from vram_guard_mmengine._capture import capture
-from vram_guard_mmengine._checkpoints import resumable
 from mmengine.optim import OptimWrapper
 
 if TYPE_CHECKING:
@@ -192,12 +191,6 @@ class Gathering(Hook):
         checkpoint["copies"] = [one.clone() for one in runner.model.parameters()]
 
 
-@HOOKS.register_module(force=True)
-class Broken(Hook):
-    def before_train_epoch(self, runner: Any) -> None:
-        raise KeyError("no such thing")
-
-
 @METRICS.register_module(force=True)
 class Keeping(BaseMetric):
     """Collects a tensor of a thousand numbers of every sample on the GPU."""
@@ -345,8 +338,7 @@ def test_resuming_holds_the_checkpoint_beside_the_model(
     saved.train()
     path = str(Path(saved.work_dir) / "epoch_1.pth")
     found = look(load_from=path, resume=True)
-    with resumable():
-        loaded = torch.load(path, map_location="cpu")
+    loaded = torch.load(path, map_location="cpu", weights_only=False)
     tensors = [leaf for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, torch.Tensor)]
     kept = found.phase("resuming").peak_allocated - plain.phase("setup").peak_allocated
     assert kept == rounded(tensors)
@@ -398,12 +390,6 @@ def test_what_a_hook_keeps_of_every_step_is_a_leak(plain: Look, look: Callable[.
     (leak,) = look({"type": "Leaking"}).leaks
     assert leak.bytes_per_step == 4096
     assert "test_mmengine_job.py" in leak.source
-
-
-def test_a_hook_that_cannot_be_followed_is_said(plain: Look, look: Callable[..., Look]) -> None:
-    found = look({"type": "Broken"})
-    assert found.said("Broken.before_train_epoch cannot be followed", "no such thing")
-    assert found.peak == plain.peak
 
 
 # --- the user's objects, the guard --------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import numpy as np
 import oom_cases
 import pytest
 import torch
+from each import each
 from torch import nn
 from tqdm import tqdm
 
@@ -315,7 +316,7 @@ def test_the_schedule_goes_down_by_equal_parts() -> None:
 # --- what is reached from the model ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "kind"),
     [
         (lambda: (0.1 * number for number in range(9)), "generator"),
@@ -404,7 +405,7 @@ class Another(RankCoordinator):
         return max(needed, self.needed), min(samples, self.samples)
 
 
-@pytest.mark.parametrize(
+@each(
     ("micro_batch_size", "samples", "needed_there", "samples_there", "in_step", "expected"),
     [
         (4, 8, 1, 2, False, [4, 4]),  # the other one needs fewer

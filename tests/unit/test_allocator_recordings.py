@@ -11,6 +11,7 @@ import time
 import tracemalloc
 
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_allocator_reference import requests
@@ -161,15 +162,6 @@ def test_the_settings_come_from_the_snapshot(snapshot):
     assert any("defaults are assumed" in note for note in recording.notes)
 
 
-def test_without_segments_unknown_frees_are_explained(snapshot):
-    del snapshot["segments"]
-    recording = read_recording(snapshot)
-    assert recording.initial == ()
-    assert recording.events == (0, 1, 2, ~0, 3, ~1, 4, ~3, 5, ~2)
-    assert any("no segments" in note for note in recording.notes)
-    assert compare(recording).recorded_peak_reserved > 0
-
-
 def test_a_recorder_that_skips_completed_frees_is_understood(snapshot):
     trace = snapshot["device_traces"][0]
     snapshot["device_traces"][0] = [entry for entry in trace if entry["action"] != "free_completed"]
@@ -307,19 +299,6 @@ def test_a_snapshot_that_makes_no_sense_is_refused(snapshot, change, reason):
 # Files
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_files_are_read(snapshot, tmp_path, protocol):
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(snapshot, protocol=protocol))
-    assert read_recording(path) == read_recording(str(path)) == read_recording(snapshot)
-
-
-def test_long_strings_and_large_numbers_are_plain(snapshot):
-    snapshot["device_traces"][0][0]["frames"] = ["x" * 300, "é" * 70000, 2**63, -(2**40), 1.5, None, False, ()]
-    snapshot["external_annotations"] = [list(range(70000))]
-    assert read_recording(pickle.dumps(snapshot)).events
-
-
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_more_values_than_a_byte_numbers_are_plain(snapshot, protocol):
     """From the 256th on, these protocols write a value's number in four bytes (LONG_BINPUT)."""
@@ -385,7 +364,7 @@ def test_code_in_a_snapshot_is_not_run(snapshot, tmp_path, protocol):
     assert trap.exists()
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"\x80\x04\x96\xff\xff\xff\xff\xff\xff\xff\x7f.",  # BYTEARRAY8 of 2**63 bytes

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
+from each import each
 from pretended_nvml import GIB, MIB, NOT_SUPPORTED, Card, Library, Torch
 
 from vram_guard.budget import Budget, GpuProcess, find_gpu, nvml, torch_cuda
@@ -278,7 +279,7 @@ def test_the_current_device_of_torch_is_the_default(machine):
     assert Budget.resolve().source.startswith("device 2:")
 
 
-@pytest.mark.parametrize("device", ["cpu", -1, True, 1.0, "cuda:-1", "cuda:x", "1", ""])
+@each("device", ["cpu", -1, True, 1.0, "cuda:-1", "cuda:x", "1", ""])
 def test_other_devices_are_refused(device):
     with pytest.raises(InvalidInputError, match="must be a CUDA device"):
         Budget.resolve(device=device)

@@ -92,7 +92,7 @@ def test_without_proc_the_c_library_is_asked(tmp_path, monkeypatch):
 
 def test_a_system_that_tells_nothing_gives_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.delattr("os.sysconf", raising=False)
-    with pytest.raises(DeviceQueryError, match="without offload"):
+    with pytest.raises(DeviceQueryError):
         host_memory(tmp_path)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -71,7 +72,7 @@ class Asking(nn.Linear):
         return super().forward(x) * 2 if self.ask() else super().forward(x)
 
 
-@pytest.mark.parametrize(
+@each(
     ("ask", "classes"),
     [
         (lambda: False, 2),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import pytest
+from each import each
 
 from vram_guard.budget import Budget
 from vram_guard.codec import from_json, from_plain, to_json
@@ -39,7 +40,7 @@ class Message:
     anything: Any = None
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         Message("a"),
@@ -49,7 +50,6 @@ class Message:
         Budget.resolve("RTX 4090"),
         Estimate(2, 3, 4, {"batch": 3}, {"": 3}, Phase("setup", 0, 0), "", "", "", "symbolic"),  # type: ignore[arg-type]
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_what_is_written_is_read_back(value: object) -> None:
     text = to_json(value)
@@ -63,7 +63,7 @@ def test_a_union_is_what_its_fields_say() -> None:
     assert from_plain(kinds, {"name": "a"}) == Message("a")
 
 
-@pytest.mark.parametrize(
+@each(
     ("plain", "said"),
     [
         ({}, "missing field 'name'"),

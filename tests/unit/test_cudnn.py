@@ -237,7 +237,7 @@ def test_a_library_that_refuses_is_named_with_its_status_and_what_is_unknown_sta
 
 @pytest.mark.parametrize("choice", ["on", "/nowhere/libcudnn.so.9", 5, ""])
 def test_a_choice_that_means_nothing_is_refused_before_any_work(choice: object) -> None:
-    with pytest.raises(InvalidInputError, match="cudnn must be"):
+    with pytest.raises(InvalidInputError):
         trace(step(), cudnn=choice)  # type: ignore[arg-type]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from architectures import adamw
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +18,7 @@ from vram_guard.timeline import Affine, HostBlock, Phase, Timeline, merge_affine
 AMPERE = (8, 0)
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (4097, 8192), (2**30, 2**30)])
+@each(("asked", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (4097, 8192), (2**30, 2**30)])
 def test_pinned_memory_is_rounded_up_to_a_power_of_two(asked: int, taken: int) -> None:
     assert pinned_size(asked) == taken
 

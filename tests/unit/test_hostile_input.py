@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from each import each
 
 from vram_guard import cli
 from vram_guard.language import CHINESE, ENGLISH
@@ -284,7 +285,7 @@ def run(shell, **environment):
     return subprocess.run(["bash", "-c", shell], env={**own, "VG": command}, capture_output=True, check=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shell", "code", "environment"),
     [
         ("$VG gpus >&-", 0, {}),

@@ -190,7 +190,7 @@ def rounds_of(count, run, batch, *, repeated, join=None):
     return play
 
 
-@pytest.mark.parametrize(
+@each(
     ("run", "rows", "join"),
     [
         (forward, 301, None),
@@ -449,7 +449,7 @@ def leaking(kind):
     return step_of(model=model, loss=run)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "line", "per_step", "name"),
     [
         ("losses", "# the loss", 512, "KEPT"),

@@ -53,7 +53,7 @@ def test_a_whole_gpu_by_its_memory(project):
     assert 0 < guard.plan.budget.context < guard.plan.budget.total - guard.plan.budget.usable
     assert VramGuard(gpu="8GiB").settings.resolved_budget().total == 8 * 2**30
     assert VramGuard(budget="2GiB").settings.gpu_memory is None
-    with pytest.raises(InvalidInputError, match="not both"):
+    with pytest.raises(InvalidInputError):
         VramGuard(budget="2GiB", gpu="24GB")
     with pytest.raises(InvalidInputError, match=r"less than the .* of a CUDA context"):
         VramGuard(gpu="100MB")

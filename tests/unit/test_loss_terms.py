@@ -157,7 +157,7 @@ def written_to_by_another_view(labels: torch.Tensor) -> torch.Tensor:
     return other.contiguous().view(-1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("made", "expected"),
     [
         (shifted_by_transformers, Normaliser(("labels",), shifted=True)),

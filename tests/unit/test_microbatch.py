@@ -112,7 +112,7 @@ def test_hugging_face_batches() -> None:
     assert torch.equal(split(output, 8, 4)[1].data.last_hidden_state, X[4:])
 
 
-@pytest.mark.parametrize(
+@each(
     ("batch", "says"),
     [
         ({"x": X, "prototypes": torch.zeros(5, 2)}, r"batch\['prototypes'\].*\(5, 2\).*8 samples"),
@@ -133,7 +133,7 @@ def test_refusals_name_the_part(batch: Any, says: str) -> None:
     assert caught.value.path.startswith("batch")
 
 
-@pytest.mark.parametrize(
+@each(
     ("batch", "size"),
     [
         (X, 8),
@@ -237,7 +237,7 @@ def test_a_dataclass_with_fields_outside_its_constructor() -> None:
     assert torch.equal(batch.hidden, Y)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, 2.5, float("nan"), 2**63, None, "8"])
+@each("wrong", [0, -1, True, 2.5, float("nan"), 2**63, None, "8"])
 def test_sizes_that_are_none(wrong: Any) -> None:
     with pytest.raises(InvalidInputError):
         split(X, wrong, 2)

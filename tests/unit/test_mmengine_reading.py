@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mmengine")
+import vram_guard_mmengine  # noqa: I001 - first: it knows what MMEngine's own imports warn of
+from vram_guard_mmengine import VramGuardHook  # noqa: F401
 
 import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from mmengine.structures import BaseDataElement
-
-import vram_guard_mmengine
 
 
 class WritesLabels(BaseDataPreprocessor):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import CASES, Net, make_batch
@@ -58,7 +59,7 @@ NOT_SHOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_what_is_found_is_what_was_written(name: str) -> None:
     case = CASES[name]
     found, why = found_in(case.loss, Net(0))

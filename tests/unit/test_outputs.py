@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from each import each
 
 from vram_guard.apply.microbatch import MicroBatch
 from vram_guard.apply.outputs import merged
@@ -32,7 +33,7 @@ def test_numbers_are_means_over_samples_and_losses_add_up_by_their_weights() -> 
 UNKNOWN = "cannot be put together from micro-batches for certain"
 
 
-@pytest.mark.parametrize(
+@each(
     ("outputs", "last"),
     [
         (["one", "two"], "two"),
@@ -48,9 +49,7 @@ def test_other_things_are_those_of_the_last_micro_batch_and_it_is_said(outputs: 
     assert (found.tolist() if isinstance(found, torch.Tensor) else found) == last
 
 
-@pytest.mark.parametrize(
-    "outputs", [[torch.tensor(1), torch.tensor(2)], [1, 2], [np.int64(1), np.int64(2)], [3, 1], [np.array(1)] * 2]
-)
+@each("outputs", [[torch.tensor(1), torch.tensor(2)], [1, 2], [np.int64(1), np.int64(2)], [3, 1], [np.array(1)] * 2])
 def test_whole_numbers_are_taken_for_counts_and_it_is_said(outputs: list[Any]) -> None:
     if not isinstance(outputs[0], np.ndarray):
         with pytest.warns(UserWarning, match=f"right.*{UNKNOWN}: their sum is taken"):
@@ -59,7 +58,7 @@ def test_whole_numbers_are_taken_for_counts_and_it_is_said(outputs: list[Any]) -
     assert merged([torch.tensor(7), torch.tensor(7)], PARTS) == 7, "the same in all is no count"
 
 
-@pytest.mark.parametrize("one", ["text", 7, None, b"bytes", True, torch.tensor([7, 7]), np.array([1.0, 2.0]), (1, "a")])
+@each("one", ["text", 7, None, b"bytes", True, torch.tensor([7, 7]), np.array([1.0, 2.0]), (1, "a")])
 def test_the_same_in_all_micro_batches_is_kept(one: Any) -> None:
     found = merged([{"it": one}, {"it": one}], PARTS)["it"]
     assert type(found) is type(one)

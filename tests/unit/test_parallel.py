@@ -20,11 +20,11 @@ NODES = st.sampled_from([1, 2, 4, 8])
 @given(nodes=st.integers(1, 64), node=NODES, tensor=NODES, kind=st.sampled_from(["ddp", "fsdp2", "hsdp"]))
 def test_the_mesh_has_every_gpu_once(nodes: int, node: int, tensor: int, kind: Any) -> None:
     if node % tensor:
-        with pytest.raises(InvalidInputError, match="does not divide"):
+        with pytest.raises(InvalidInputError):
             Parallel(nodes * node, node, kind, tensor)
         return
     if kind == "ddp" and tensor > 1 and nodes * node > tensor:
-        with pytest.raises(InvalidInputError, match="ddp cannot copy layers"):
+        with pytest.raises(InvalidInputError):
             Parallel(nodes * node, node, kind, tensor)
         return
     layout = Parallel(nodes * node, node, kind, tensor)
@@ -37,7 +37,7 @@ def test_the_mesh_has_every_gpu_once(nodes: int, node: int, tensor: int, kind: A
     assert layout.shards * layout.replicas == (layout.data_ranks if kind != "ddp" else 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given_", "dimensions", "shards"),
     [
         ({"gpus": 4}, {"data": 4}, 1),
@@ -96,6 +96,3 @@ def test_a_step_takes_a_parallel_and_nothing_else() -> None:
     assert step.with_(parallel=Parallel(8)).parallel == Parallel(8, kind="ddp")
     with pytest.raises(InvalidInputError, match="parallel must be a Parallel"):
         step.with_(parallel=8)
-
-
-# --- errors of a user's own code -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_cases import engine
+from each import each
 from parallel_cases import Net, step
 
 from vram_guard import Parallel, trace
@@ -166,7 +167,7 @@ def section(**more):
     return {"zero_optimization": more}
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "error", "words"),
     [
         (section(reduce_bucket_size="auto"), InvalidInputError, r"set zero_optimization\.reduce_bucket_size"),

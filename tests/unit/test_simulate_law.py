@@ -102,7 +102,7 @@ class Mixer(nn.Module):
         return x + self.last(self.first(h).relu() * self.second(h).sigmoid())
 
 
-def _real_allocations(step: TrainingStep, batch_size: int) -> list[int]:
+def real_allocations(step: TrainingStep, batch_size: int) -> list[int]:
     """Bytes of every allocation and free (negative) of a second, real step on the CPU, above 1 KiB.
 
     On one thread: a layer norm's backward takes a buffer for each (layer_norm_kernel.cpp), which CUDA's does not have.
@@ -177,7 +177,7 @@ def test_the_symbolic_step_allocates_what_a_real_step_allocates(model, batch) ->
     # cuBLAS's workspaces and CUDA's sort of embedding indices (off below 3,072) have no counterpart on the CPU.
     sizes = [0 if block.category == "workspace" else block.bytes_at(32) for block in timeline.blocks]
     symbolic = [sizes[event] if event >= 0 else -sizes[~event] for event in timeline.events[start:]]
-    assert [size for size in symbolic if abs(size) >= 1024] == _real_allocations(step, 32)
+    assert [size for size in symbolic if abs(size) >= 1024] == real_allocations(step, 32)
 
 
 @pytest.mark.parametrize("kind", ["quadratic", "padded", "threshold"])
@@ -256,5 +256,5 @@ def test_gradients_that_others_hold_are_not_summed_in_place() -> None:
     timeline = run_step(step, 32, AMPERE)
     start = next(p.start for p in timeline.phases if p.step == 2 and p.name == "forward")
     allocations = [timeline.blocks[e].size.base for e in timeline.events[start:] if e >= 0]
-    real = [size for size in _real_allocations(step, 32) if size > 0]
+    real = [size for size in real_allocations(step, 32) if size > 0]
     assert [size for size in allocations if size >= 1024] == real

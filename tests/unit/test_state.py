@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from each import each
 from torch import nn
 
 from vram_guard.state.containers import alike, contents_of, leaves, look, mapped, refill
@@ -36,7 +37,7 @@ def boxes() -> Boxes:
     return made
 
 
-@pytest.mark.parametrize(
+@each(
     "nested",
     [
         [1, (2, {"a": 3})],
@@ -77,23 +78,6 @@ def test_of_a_long_list_only_what_was_appended_is_taken_off() -> None:
     refill(container, before)
     assert container == [1, 2, 3]
     assert alike(look(container, most=2), before)
-
-
-def test_values_of_a_dictionary_count_and_so_does_the_order() -> None:
-    one, other = object(), object()
-    assert not alike({"a": one}, {"a": other})
-    assert not alike([one, other], [other, one])
-    assert alike({"a": one}, {"a": one})
-
-
-def test_containers_are_found_in_containers_and_once() -> None:
-    inner = [1]
-    outer = {"a": (inner, 3), "b": inner}
-    found = contents_of([outer, 7, "text", inner])
-    assert sorted(type(container).__name__ for container, _ in found) == ["dict", "list"]
-    inner.append(2)
-    outer.clear()
-    assert [content for _, content in found if isinstance(content, list)] == [[1]]
 
 
 def test_a_module_gets_its_attributes_class_and_containers_back() -> None:

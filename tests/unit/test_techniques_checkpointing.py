@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import BY_NAME, adamw
-from test_simulate_law import Mixer, _real_allocations
+from each import each
+from test_simulate_law import Mixer, real_allocations
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,7 +125,7 @@ WRITING = {
 }
 
 
-@pytest.mark.parametrize("kind", WRITING)
+@each("kind", WRITING)
 def test_what_a_forward_writes_is_written_once(kind: str) -> None:
     batch = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(3))
     assert_same_training(stack(WRITING[kind]), batch, total, ("0", "1", "2"))
@@ -330,7 +331,7 @@ def test_the_trace_of_checkpointed_blocks_allocates_what_a_real_step_allocates(k
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the CPU's layer norm takes a temporary for each thread
     try:
-        real = _real_allocations(step, 16)
+        real = real_allocations(step, 16)
     finally:
         torch.set_num_threads(threads)
     generator = torch.get_rng_state().nbytes  # kept for the second forward, in host memory

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from architectures import BY_NAME, adamw
+from each import each
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -75,7 +76,7 @@ def test_a_rule_decides_over_a_temporary_at_each_size_and_on_each_card() -> None
     assert made.on(None).sizes(31) == [32 * 108 * MIB], "an A100, where no card is named"
 
 
-@pytest.mark.parametrize(
+@each(
     ("small", "large", "merged"),
     [
         (Scratch(Above(1), (Affine(4, 0),)), Scratch(Above(1), (Affine(5, 0),)), Scratch(Above(1), (Affine(2, 1),))),

@@ -113,7 +113,7 @@ def test_an_int_and_its_digits_are_the_same_bytes(count):
     assert parse_bytes(count) == parse_bytes(str(count)) == parse_bytes(f"{count} B") == count
 
 
-@pytest.mark.parametrize(
+@each(
     ("count", "shown"),
     [
         (0, "0 B"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from torch import distributions as of
 from torch import nn
 from torch.nn import functional as F
@@ -46,7 +47,7 @@ DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], of.Distribution]] = {
 }
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@each("name", DISTRIBUTIONS)
 def test_distributions_that_check_their_arguments_and_samples_are_followed(name: str) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         distribution = DISTRIBUTIONS[name](model(batch))
@@ -124,7 +125,7 @@ def _by_helper(x: torch.Tensor) -> None:
     return None
 
 
-@pytest.mark.parametrize(
+@each(
     "check",
     [
         _by_assert_close,

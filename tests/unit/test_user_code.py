@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each import each
 
 import vram_guard
 from vram_guard.language import speaking
@@ -22,14 +23,14 @@ from vram_guard.user_code import (
 )
 
 
-@pytest.mark.parametrize(
+@each(
     "name", ["/home/me/train.py", "train.py", "/usr/src/app/train.py", "/usr/local/train.py", "/tmp/site-packages.py"]
 )
 def test_files_of_the_user(name):
     assert is_users_file(name)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         torch.__file__,
@@ -75,7 +76,7 @@ def test_a_warning_stands_at_the_line_of_the_user() -> None:
     assert told[0].filename == __file__
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "message", "ours", "not_ours"),
     [
         ("NotImplementedError", "Cannot copy out of meta tensor; no data!", False, True),

@@ -7,8 +7,8 @@ import weakref
 from typing import Any
 
 import oom_cases
-import pytest
 import torch
+from each import each
 
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.watch.memory import drop_traceback, free
@@ -23,7 +23,7 @@ APPENDED = (
 )
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "CUDA out of memory. Tried to allocate 20.00 MiB",
@@ -47,7 +47,7 @@ def test_is_out_of_memory(text: str) -> None:
     assert not is_out_of_memory(ValueError(text)), "somebody else's error that quotes it"
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         RuntimeError("CUDA error: an illegal memory access was encountered" + APPENDED),
@@ -61,7 +61,6 @@ def test_is_out_of_memory(text: str) -> None:
         KeyboardInterrupt(),
         RecoveryFailedError("CUDA out of memory"),
     ],
-    ids=str,
 )
 def test_is_something_else(error: BaseException) -> None:
     assert not is_out_of_memory(error)
