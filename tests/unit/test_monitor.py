@@ -396,9 +396,9 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
     import lightning_cases as cases
 
-    from vram_guard_lightning import VramGuard, _namespaces, _utilization
+    from vram_guard_lightning import VramGuard
 
-    namespace = _namespaces.installed()[0].__name__
+    namespace = cases.NAMESPACE
     logged: list[dict[str, float]] = []
 
     class Writes(importlib.import_module(f"{namespace}.loggers").Logger):
@@ -426,7 +426,7 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
 
         yield look
 
-    monkeypatch.setattr(_utilization, "sampler_of", lambda trainer: source)
+    monkeypatch.setattr("vram_guard_lightning._utilization.sampler_of", lambda trainer: source)  # its one seam
     guard = VramGuard(budget="64GiB", advanced={"monitor": 0.05})
     trainer = cases.make_trainer(
         namespace, tmp_path, [guard, Slow()], max_epochs=1, logger=Writes(), log_every_n_steps=2
@@ -435,7 +435,6 @@ def test_a_training_is_watched_and_says_so(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("utilisation mean 50%, peak 50%; memory mean 40 B (40%)") == 1
     assert any(line.get("vram_guard/gpu_utilization") == 0.5 for line in logged)
     assert any(line.get("vram_guard/gpu_memory_peak_bytes") == 40 for line in logged)
-    assert guard._utilization is None
 
     monkeypatch.undo()
     trainer = cases.make_trainer(
