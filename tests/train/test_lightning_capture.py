@@ -289,8 +289,8 @@ def test_loaders_of_ready_batches(tmp_path: Any) -> None:
 
 def test_collections_keep_their_structure(tmp_path: Any) -> None:
     class Several(Base):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"][0], batch_idx)
+        def unpack(self, batch: Any) -> Any:
+            return super().unpack(batch["a"] if isinstance(batch, dict) else batch)
 
     combined = pl.utilities.combined_loader.CombinedLoader({"a": cases.loader(40), "b": [cases.loader(24)]})
     sample = captured(tmp_path, Several(), combined).capture.sample

@@ -972,3 +972,34 @@ def test_with_a_mode_of_the_step_a_mask_is_added_to_a_copy_of_the_scores() -> No
         made = [block for block in in_phase(timeline, "forward", 1) if "add.Tensor" in block.operator]
         sums[keeps] = bytes_of(made)
     assert sums == {(): [], ("bmm",): [scores]}
+
+
+def alive_at_end_of_forward(timeline: Timeline, size: int) -> int:
+    end = next(p.start for p in timeline.phases if p.name == "backward")
+    live: set[int] = set()
+    for event in timeline.events[:end]:
+        live.add(event) if event >= 0 else live.discard(~event)
+    return sum(timeline.blocks[i].size.base == size for i in live)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
+def test_checkpointing_keeps_only_the_blocks_inputs() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+            )
+            self.on = on
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.on else layer(x)
+            return x
+
+    one = 1024 * 256 * 4
+    plain = traced(lambda: Checkpointed(False), lambda b: torch.randn(b, 256), batch_size=1024)
+    saved = traced(lambda: Checkpointed(True), lambda b: torch.randn(b, 256), batch_size=1024)
+    assert alive_at_end_of_forward(saved, one) < alive_at_end_of_forward(plain, one)
+    recomputed = [b for b in in_phase(saved, "backward", 1) if b.category == "activations"]
+    assert {b.module for b in recomputed} >= {"layers.0.0", "layers.3.1"}
