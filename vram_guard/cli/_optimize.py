@@ -101,7 +101,7 @@ def _output(options: argparse.Namespace) -> Path:
     if output.resolve() == source.resolve():
         raise InvalidInputError(_("--output is the config itself: give it another name"))
     if output.is_dir():
-        raise InvalidInputError(_("--output {path} is a folder: give it a file's name", path=output))
+        raise InvalidInputError(_("{path} is a folder: give the name of a file", path=output))
     return output
 
 

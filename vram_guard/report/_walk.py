@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from vram_guard.allocator import AllocatorSettings, CachingAllocator, Segment, SegmentEvent
+from vram_guard.allocator import CachingAllocator, Segment, SegmentEvent
 from vram_guard.allocator.blocks import PoolBlock
 from vram_guard.timeline import Category, Timeline
 
@@ -40,17 +40,12 @@ class Walk:
     """At the end."""
 
 
-def walk(
-    timeline: Timeline,
-    batch_size: int,
-    *,
-    settings: AllocatorSettings | None = None,
-) -> Walk:
+def walk(timeline: Timeline, batch_size: int) -> Walk:
     """Run a timeline through a fresh allocator and note where everything lies."""
     exact = timeline.exact(batch_size)
     count = len(exact.blocks)
     notes = Walk(exact, batch_size, list(exact.sizes(batch_size)), [0] * count, [0] * count)
-    allocator = CachingAllocator(settings)
+    allocator = CachingAllocator()
     held: dict[int, PoolBlock] = {}
     for index, event in enumerate(exact.events):
         block = event if event >= 0 else ~event

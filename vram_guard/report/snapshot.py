@@ -15,27 +15,21 @@ from vram_guard.report._charts import no_timeline
 from vram_guard.report._walk import Walk, walk
 
 if TYPE_CHECKING:
-    from vram_guard.allocator import AllocatorSettings, Segment
+    from vram_guard.allocator import Segment
     from vram_guard.timeline import Block, Estimate, Timeline
 
 #: The page's unpickler stops at opcodes of protocol 5.
 PICKLE_PROTOCOL = 4
 
 
-def snapshot(
-    timeline: Timeline,
-    batch_size: int,
-    *,
-    settings: AllocatorSettings | None = None,
-) -> dict[str, Any]:
+def snapshot(timeline: Timeline, batch_size: int) -> dict[str, Any]:
     """The timeline at one batch size, in the format of ``torch.cuda.memory._snapshot()``.
 
     Args:
         timeline: what to replay.
         batch_size: samples per micro-batch.
-        settings: the allocator's settings; None: PyTorch's defaults.
     """
-    walked = walk(timeline, batch_size, settings=settings)
+    walked = walk(timeline, batch_size)
     owners = _owners(walked)
     return {
         "segments": [_segment(segment, walked, owners) for segment in walked.segments],
