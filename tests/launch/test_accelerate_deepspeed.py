@@ -81,12 +81,10 @@ def test_a_launch_with_deepspeed_is_predicted_as_the_same_step_is(answers: Any, 
 
 
 @engine
-def test_what_the_engine_leaves_no_room_for_is_refused_with_the_reason(answers: Any) -> None:
+def test_what_the_engine_leaves_no_room_for_does_not_fit(answers: Any) -> None:
     """And nothing else helps here: the engine's own buckets alone take more than that."""
     answer = answers["tight"]
     assert (answer["fits"], answer["changed"]) == (False, False)
-    once = "reduces each gradient once in a backward pass"
-    assert any(once in note for note in answer["notes"]), answer["notes"]
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_the_command_that_was_not_tried_is_printed_whole(tmp_path: Path) -> None
 # --- what is compared -------------------------------------------------------------------------------------------
 
 WRITTEN = LoopProfile(
-    complete=True, batch_size=16, batches_per_step=1,
+    batch_size=16, batches_per_step=1,
     counts=(("clip", 1), ("zero", 1)), rates=((0.1,), (0.2,)), batches=4,
 )  # fmt: skip
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 class LoopProfile:
     """A loop between its first optimizer step and its second, and what follows from it."""
 
-    complete: bool
-    """There was a second step."""
     batch_size: int
     batches_per_step: int
     counts: tuple[tuple[str, int], ...]
@@ -97,7 +95,6 @@ class LoopObserver:
         happened = Counter(event.kind for event in window)
         steps = (self._events[: self._ends[0]] if complete else [], window)
         return LoopProfile(
-            complete=complete,
             batch_size=sample.batch_size,
             batches_per_step=batches_per_step,
             counts=tuple((kind, happened[kind]) for kind in ("clip", "zero")),
