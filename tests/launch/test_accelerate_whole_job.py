@@ -7,8 +7,7 @@ import pickle
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ if sys.platform == "win32":
 import accelerate_cases as cases
 from accelerate.checkpointing import save_accelerator_state
 
-from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 
@@ -283,8 +281,7 @@ def test_a_limit_that_runs_out_while_an_answer_is_sent_takes_nothing_from_it() -
     process = os.fork()
     if process == 0:
         limit(0.1, lambda _frame: os._exit(3))
-        phase = SimpleNamespace(_parent=ParentPipe(writing), _result=Slow)
-        ForkedPhase.answer(cast("ForkedPhase", phase))
+        ParentPipe(writing).send(Slow())
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         assert pickle.loads(pipe.read()) == 7

@@ -27,6 +27,7 @@ from vram_guard.forks.side_effects import discard_writes, way
 from vram_guard.forks.tied import Child
 from vram_guard.language import _
 from vram_guard.limits import END_SECONDS, LOOK_SECONDS
+from vram_guard_accelerate.dry_run.time_limit import no_limit
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ParentPipe:
 
         Where it cannot be sent, the reason is, and the exit code is not 0.
         """
+        no_limit()  # its own answer would end in the middle of this one
         code = 1
         try:
             try:
