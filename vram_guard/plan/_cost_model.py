@@ -158,7 +158,7 @@ class CostModel:
         if not _by_engine(recipe):  # torchao and FSDP2 carry them down on a stream of their own
             down = beside(down, backward)
         down = down.times(rounds)
-        if not (self._source.sharded or _by_engine(recipe)):  # else the trace's own step may be there already
+        if not _by_engine(recipe):
             down += stepped.times(-1)
         if recipe.optimizer_on_host:
             return down + self._torchao(static)
@@ -193,7 +193,7 @@ class CostModel:
 
     def _sharers(self, recipe: Recipe) -> int:
         """Processes of which each carries its own part of the parameters between host and GPU."""
-        return self._source.ranks if _by_engine(recipe) or (self._source.sharded and recipe.parameters_on_host) else 1
+        return self._source.ranks if _by_engine(recipe) else 1
 
     def _form(self, timeline: Timeline, recipe: Recipe) -> StepTime:
         """Without foreach, or in the backward pass, the host starts each operator of the step for each parameter."""
@@ -265,8 +265,6 @@ class CostModel:
     def _when_forward_ends(self, option: Option) -> int:
         """Treated blocks count nothing here, though some of what they save stays (their inputs): a lower bound."""
         recipe, size = option.recipe, self._batch_size // option.splits
-        if recipe.parameters_on_host and self._source.sharded and option.precision.endswith("-mixed"):
-            return 0  # who shards by other means may compute wholly in half precision, and save less than autocast does
         if recipe.chunked_head:
             return 0  # what the logits and their loss save is not told apart from what stands beside them
         every = (_whole(option), size)
@@ -285,8 +283,8 @@ class CostModel:
         ``torch/distributed/fsdp/_fully_shard/_fsdp_state.py``, ``_lazy_init``.
         """
         units = option.recipe.parameters_on_host
-        if not units or "" in units or self._source.sharded:
-            return 0  # who shards by other means has units of its own, which the trace shows
+        if not units or "" in units:
+            return 0
         if units not in self._outside:
             inside = set(units)
             named = self._source.model.named_parameters()

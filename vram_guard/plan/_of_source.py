@@ -269,7 +269,6 @@ def _incompatible(source: Source) -> Callable[[Option], str]:
             clip=source.clips,
             precision=option.precision,
             ranks=source.ranks,
-            sharded=source.sharded,
             accumulate=source.accumulate * option.splits,
             compiled=source.compiles,
             torch_version=torch_release(),

@@ -72,8 +72,6 @@ class Source:
     """True if there is an optimizer."""
     clips: bool = False
     """True if gradients are clipped."""
-    sharded: bool = False
-    """True if parameters on the host are sharded over the ranks by the tracing code (FSDP2)."""
     topology: Topology | None = None
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None

@@ -31,7 +31,6 @@ def incompatible(
     optimizer_name: str = "",
     ranks: int = 1,
     torch_version: tuple[int, int] | None = None,
-    sharded: bool = False,
     accumulate: int = 1,
     compiled: bool = False,
 ) -> str:
@@ -47,7 +46,6 @@ def incompatible(
         optimizer_name: the name of the optimizer's class; "": not known, or none (inference).
         ranks: processes that share the work.
         torch_version: (major, minor); None: the installed one is not asked.
-        sharded: whether parameters on the host are sharded over the processes.
         accumulate: backward passes of an optimizer step.
         compiled: whether ``torch.compile`` compiles the model, or blocks of it.
     """
@@ -55,15 +53,14 @@ def incompatible(
         return _("compiled blocks cannot keep results of single operators")
     if recipe.optimizer_in_backward and accumulate > 1:
         return _("a step has {count} backward passes, and the optimizer would step after each", count=accumulate)
-    if recipe.slices is not None and (compiled or sharded):
-        return _("slices of a compiled model, or of weights that are divided over the processes, are not supported")
+    if recipe.slices is not None and compiled:
+        return _("slices of a compiled model are not supported")
     checks = (
         *(_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked, _selective),
         _sliced,
     )
     for check in checks:
-        among = 1 if sharded and check is _parameters_on_host else ranks
-        reason = check(recipe, clip, precision, optimizer_name, among, torch_version)
+        reason = check(recipe, clip, precision, optimizer_name, ranks, torch_version)
         if reason:
             return reason
     return ""
