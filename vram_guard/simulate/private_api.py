@@ -129,13 +129,16 @@ TF32_NAMES: tuple[PrivateName, ...] = (
 )
 
 _SHARDED = "test_what_the_trace_allocates_is_the_sequence_of_a_real_run"
-_SHARDED_SCRIPT = "test_a_script_is_sharded_as_our_own_technique_shards_it"
 
 #: Only for steps whose parameters are kept on the host.
 FSDP_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:StorageBase.resize_", "memory of unsharded parameters comes and goes", _SHARDED),
     PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.__enter__", "shapes are derived, not computed", _SHARDED),
-    PrivateName("torch._C:_get_accelerator", "a model is sharded over GPUs", _SHARDED_SCRIPT),
+    PrivateName(
+        "torch._C:_get_accelerator",
+        "a model is sharded over GPUs",
+        "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace",
+    ),
     PrivateName(
         "torch.distributed._composable_state:_module_state_mapping",
         "FSDP forgets a traced model",
