@@ -15,10 +15,10 @@ from vram_guard_lightning._precision import plugin
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from vram_guard.apply.loss_graphs import LossGraphs
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
+    from vram_guard.techniques.loss_graphs import LossGraphs
 
 
 def before_setup(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.apply.outputs import detached
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
+from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.rank_coordinator import hosts
 from vram_guard_lightning import _deepspeed

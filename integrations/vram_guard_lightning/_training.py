@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
-    from vram_guard.apply.loss_graphs import LossGraphs
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.forks.fork import Progress
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
     from vram_guard.plan import Plan
+    from vram_guard.techniques.loss_graphs import LossGraphs
 
 
 class TrainerRanks:

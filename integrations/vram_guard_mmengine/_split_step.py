@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from vram_guard.apply.backward_hooks import why_whole
-from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.patching import replace_attributes
+from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.watch.batches import BatchPass, MicroBatches, Share
 from vram_guard.watch.rank_coordinator import hosts
 from vram_guard_mmengine._kinds import synchronises

@@ -14,7 +14,6 @@ from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
 from vram_guard.apply import learning_rate, step_counts
-from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.capture.loader import set_batch_size
@@ -25,6 +24,7 @@ from vram_guard.language import _
 from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.plan import Plan
 from vram_guard.techniques import Recipe
+from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.terminal import fitting_log, in_log, log_draws

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-LIGHTNING = ("losses", "state", "blocks", "hooks", "batches", "loaders", "trainers", "unseen", "later")
+LIGHTNING = ("losses", "state", "blocks", "hooks", "batches", "loaders", "trainers", "unseen", "later", "hidden")
 
 
 def suites() -> Iterator[tuple[Any, list[Any]]]:

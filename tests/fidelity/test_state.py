@@ -6,11 +6,13 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from fidelity import lightning_blocks, lightning_later, lightning_state, lightning_unseen
+from fidelity import lightning_blocks, lightning_hidden, lightning_later, lightning_state, lightning_unseen
 from fidelity.harness import check, every
 from fidelity.lightning import SUITE, of
 
+MODULES = (lightning_state, lightning_blocks, lightning_unseen, lightning_later, lightning_hidden)
 
-@every(SUITE, [*of(lightning_state), *of(lightning_blocks), *of(lightning_unseen), *of(lightning_later)])
+
+@every(SUITE, [one for module in MODULES for one in of(module)])
 def test_no_silent_difference(suite, case, mode):
     check(suite, case, mode)

@@ -50,6 +50,12 @@ _SYSTEM = ("/dev/", "/proc/")
 _NEW = os.O_CREAT | os.O_EXCL
 _TMPFILE = getattr(os, "O_TMPFILE", 0)
 
+#: Audit events of other changes of the file system, and which of their values is the path.
+_CHANGED = {
+    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime", "os.chmod"), 0),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 1),
+}
+
 _written: _Written | None = None
 
 
@@ -76,7 +82,7 @@ class _Written:
             path = _path(values[0])
             if path is not None:
                 self.hear(path, values[2])
-        elif event == "os.rename" and (path := _path(values[1])) is not None:
+        elif event in _CHANGED and (path := _path(values[_CHANGED[event]])) is not None:
             self._opened[path] += 1
 
     def so_far(self) -> Counter[str]:
@@ -149,6 +155,7 @@ class _InMemory(_Written):
         inside = kwargs.get("dir_fd") is not None  # a step of rmtree, which was allowed itself
         if inside or (paths and all(self._path(path) is None for path in paths)):
             return original(*args, **kwargs)
+        self._opened.update(path for path in map(self._path, paths) if path is not None)
         return None
 
     def _instead(self, path: str, *, keep: bool) -> str:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import bound_to
 from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.errors import RecoveryFailedError
@@ -17,6 +16,7 @@ from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.language import _
 from vram_guard.report.html import page_to_keep, where_to_read_on
+from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
 from vram_guard.watch.measured import STEPS, Measured

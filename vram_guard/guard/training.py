@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from vram_guard.apply.loss_graphs import LossGraphs
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.capture.loader import Sample
     from vram_guard.forks.fork import Progress
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.effects import StepEffects
     from vram_guard.step import TrainingStep
+    from vram_guard.techniques.loss_graphs import LossGraphs
 
 
 @dataclass(frozen=True)

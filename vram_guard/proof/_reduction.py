@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vram_guard.apply.microbatch import Layout
+from vram_guard.apply.microbatch import Layout, even_sizes
 from vram_guard.language import _
 from vram_guard.proof._cut_batches import differ_in_size, of_whole_batch
 
@@ -25,13 +25,13 @@ def reduction(
     size = plan.batch_size
     if layout is None:
         return None, _("its batches cannot be cut")
+    micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
     try:
         with captured.symbolic_run():
-            kind, why = graph.reduction(size, layout)
+            kind, why = graph.reduction(size, layout, even_sizes(size, micro))
             if kind is None:
                 return None, not_known(why)
             why = graph.advanced(size)
-        micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
         part = "" if why else of_whole_batch(captured.sample.make, size, micro, layout)
         if part:
             why = _("{part} is of the whole batch, and every micro-batch is given it", part=part)

@@ -7,7 +7,9 @@ that reach it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from vram_guard.proof._labels import (
     weights_of,
     without,
 )
+from vram_guard.state.forwards import NORMALISATION
 
 _MEAN, _SUM = 1, 2
 
@@ -106,7 +109,7 @@ FIRST = names(
     "channel_shuffle native_channel_shuffle im2col col2im native_group_norm cudnn_affine_grid_generator "
     "_conv_depthwise2d conv_depthwise3d"
 )
-#: Normalisation over the batch: what it does to micro-batches is known and said elsewhere.
+#: Normalisation over the batch: what modules of it do to micro-batches is known and said elsewhere.
 BATCH_NORMS = names(
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
     "_batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update batch_norm"
@@ -808,7 +811,20 @@ def _batch_norm(call: Call) -> Label:
     label = call.label(call.first)
     if any(not call.label(one).const for one in _tensors(call.args) if one is not call.first):
         return call.unknown()
+    trains = call.args.get("training", call.name != "_batch_norm_no_update")
+    if trains and along(label, [dim for dim in range(call.first.dim()) if dim != 1]) and not _in_normalisation():
+        return call.joins()
     return label.with_(key=call.key, part=None, natural=False)
+
+
+def _in_normalisation() -> bool:
+    """True where a module of normalisation calls an operator: those are known, and what they do is said."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack is what is asked for
+    while frame is not None:
+        if issubclass(type(frame.f_locals.get("self")), NORMALISATION):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _layer_norm(call: Call) -> list[Label]:

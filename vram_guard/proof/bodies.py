@@ -29,8 +29,10 @@ from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
+from vram_guard.proof.step_state import StepState
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
+from vram_guard.state.writes import objects_before
 from vram_guard.techniques.patched_forward import PatchedForward, arguments_by_name, has_forward, patch_forwards
 from vram_guard.techniques.recipe import Body
 from vram_guard.tensors import storage_of, tensors_of, without_modes
@@ -102,8 +104,8 @@ def body_of(
     for name in look(_ModuleCalls(), large)[:MOST_CANDIDATES]:
         watch = _BodyCalls(name, between_steps)
         try:
-            found: list[BodyFacts] = [look(watch, size) for size in (large, small)]
-            if found[0] == found[1]:
+            found: list[BodyFacts] = [look(watch, size) for size in dict.fromkeys((large, small, 2))]
+            if all(one == found[0] for one in found):
                 return found[0]
             why = _("it computes something else for other numbers of samples")
         except UnsupportedTechniqueError as error:
@@ -259,6 +261,8 @@ class _BodyCalls:
     def __init__(self, name: str, between_steps: Callable[[], Iterable[FunctionType]]) -> None:
         self.name = name
         self.between_steps = between_steps
+        self.writes = False
+        """Whether its functions write to something."""
         self.reset()
 
     def reset(self) -> None:
@@ -313,15 +317,21 @@ class _FollowedForward(PatchedForward):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
         called = arguments_by_name(args, kwargs)
-        state, functions, ran = _Attributes(self.module), list[type](), CodeRun()
+        state, functions, ran = (
+            _Attributes(self.module),
+            list[type](),
+            CodeRun(objects_before() if self._look.writes else None),
+        )
+        reached = StepState(self.module, self.as_written)
         rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)
         apart = SamplesApart(called, rows, None, self.module)
         applied = replaced(torch.autograd.Function, {"apply": told(functions)})
         with self._look.leaving.inside(), Listening() as heard, applied, apart, apart.reading(), ran:
             out = self.as_written(*args, **kwargs)
+        self._look.writes = self._look.writes or ran.is_needed
         self._look.leaving.returned(out)
         try:
-            self._check(state, apart, ran, functions, heard)
+            self._check(state, reached, apart, ran, functions, heard)
             results = tuple(_results(out, rows, apart))
             self._look.facts.append(BodyFacts(self._body(called, rows), results, heard.random))
         except UnsupportedTechniqueError as error:
@@ -329,12 +339,24 @@ class _FollowedForward(PatchedForward):
         return out
 
     def _check(
-        self, state: _Attributes, apart: SamplesApart, ran: CodeRun, functions: list[type], heard: Listening
+        self,
+        state: _Attributes,
+        reached: StepState,
+        apart: SamplesApart,
+        ran: CodeRun,
+        functions: list[type],
+        heard: Listening,
     ) -> None:
         reasons = itertools.chain(
             _normalisation(self.module),
             _hooks(self.module),
             state.changed(),
+            (_("its forward sets {name}", name=name) for name, _shape in reached.changed()),
+            (
+                _("its forward may change {name} ({kind}), which cannot be looked into", name=name, kind=kind)
+                for name, kind in reached.beyond.items()
+            ),
+            ran.writes_elsewhere(reached.known()),
             [apart.read] if apart.read else [],
             [_("it writes to a tensor that it has not made")] if apart.written & apart.before else [],
             [_("it draws from a generator of NumPy or Python")] if heard.of_python else [],

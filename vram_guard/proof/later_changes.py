@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
+from vram_guard.state.writes import Writes
 from vram_guard.user_code import is_users_file
 
 if TYPE_CHECKING:
     from torch import nn
-    from typing_extensions import Self
 
 #: Methods that have run before the first step.
 _BEFORE = frozenset(
@@ -32,34 +32,32 @@ _OF_GRADIENTS = frozenset(
 )
 
 
-class CodeRun:
-    """Takes down which of the user's functions run inside the block, and the iterators that they keep."""
+class CodeRun(Writes):
+    """Takes down which of the user's functions run inside the block, the iterators that they keep, what they write to.
 
-    def __init__(self) -> None:
+    Args:
+        before: see :class:`~vram_guard.state.writes.Writes`.
+    """
+
+    def __init__(self, before: set[int] | None = None) -> None:
+        super().__init__(before)
         self._codes: set[CodeType] = set()
-        self._seen: dict[int, CodeType] = {}
-        """Every function's code, by its identity: most calls are of libraries, and a hash of code reads all of it."""
         self._iterators: dict[str, None] = {}
 
-    def __enter__(self) -> Self:
-        self._before = sys.getprofile()
-        sys.setprofile(self._called)
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        sys.setprofile(self._before)
-
-    def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
+    def begins(self, frame: FrameType) -> None:
+        """Remember a function, and the iterators that it keeps."""
         code = frame.f_code
-        if event != "call" or id(code) in self._seen:
-            return
-        self._seen[id(code)] = code
-        if code in self._codes or not is_users_file(code.co_filename):
+        if code in self._codes:
             return
         self._codes.add(code)
         cells, names = frame.f_locals, frame.f_globals
         kept = {**{name: cells.get(name) for name in code.co_freevars}, **{n: names.get(n) for n in code.co_names}}
         self._iterators.update(dict.fromkeys(name for name, value in kept.items() if _goes_on(value)))
+
+    def writes_elsewhere(self, known: Container[Hashable]) -> Iterator[str]:
+        """Sentences about functions that write to what is not compared; see ``Writes.elsewhere``."""
+        for function, text in self.elsewhere(known):
+            yield _("{function} writes to {text}, which is not part of the model", function=function, text=text)
 
     def takes_gradients(self) -> Iterator[str]:
         """Sentences about functions that put themselves between operators and the backward pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from vram_guard.apply.microbatch import CannotSplitError, Layout, MicroBatch, Sp
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_APART
 from vram_guard.patching import replaced
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
@@ -22,6 +23,7 @@ from vram_guard.proof.step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
 from vram_guard.state.containers import parts_of
 from vram_guard.state.modules import normalisation_buffers
+from vram_guard.state.writes import objects_before
 from vram_guard.step import TrainingStep
 from vram_guard.tensors import storage_of
 
@@ -56,7 +58,7 @@ class LossGraph:
         self._size = 0
         self._layout: Layout | None = None
         self._looks: dict[int, _TracedLoss] = {}
-        self._looking = False
+        self._looking = self._writes = False
         self._source = batch_source(step.batch)
         self._optimizer: torch.optim.Optimizer | None = None
         self.step = step.with_(
@@ -77,20 +79,25 @@ class LossGraph:
         return self._looked_at(model, batch) if self._looking else self._as_written.loss(model, batch)
 
     def reduction(
-        self, batch_size: int, layout: Layout | None = None
+        self, batch_size: int, layout: Layout | None = None, parts: Iterable[int] = ()
     ) -> tuple[Literal["mean", "sum"] | Normaliser | EveryLabel | None, str]:
         """The reduction, or what to count; None, and why, where it is none of these. Call it inside ``symbolic_run``.
 
         Args:
             batch_size: as written.
             layout: how a batch is cut; None: its tensors hold samples where they are as long as it.
+            parts: numbers of samples that it may be cut into; of one sample and of many a look does not tell.
         """
         self._layout = layout
         try:
-            looks = self._looked(batch_size)
+            one, *others = self._looked(batch_size, parts)
         except Exception as error:  # noqa: BLE001 - the user's own code runs in it
             return None, f"{type(error).__name__}: {error}"
-        return form_over_samples(*(look.form for look in looks))
+        found = [form_over_samples(one.form, other.form) for other in others]
+        unlike = next((why for kind, why in found if kind is None), "")
+        if unlike or any(kind != found[0][0] for kind, _why in found):
+            return None, unlike or _("it has different parts at different batch sizes")
+        return found[0]
 
     def joined(self, batch_size: int) -> str:
         """Why samples are joined in the loss, the batch being as long tensors; "" where they are apart."""
@@ -104,14 +111,14 @@ class LossGraph:
         Args:
             batch_size: as written.
         """
-        one, other = self._looked(batch_size)
+        one, other, *_others = looks = self._looked(batch_size)
         for name, shape in {**one.changed, **one.written}.items():
             # What is as long as the batch is the batch's own; whether hooks read it, a run shows.
             if self._read or shape is None or shape == other.changed.get(name):
                 return _("the step itself changes {name}, which would be once per micro-batch", name=name)
         for name, kind in one.beyond.items():
             return _("the step itself may change {name} ({kind}), which cannot be looked into", name=name, kind=kind)
-        for why in (*one.later, *other.later):
+        for why in (why for look in looks for why in look.later):
             return why
         for name in one.called:
             return _("{name} would happen once per micro-batch", name=name)
@@ -131,21 +138,22 @@ class LossGraph:
 
     def unknown_logs(self, batch_size: int) -> tuple[str, ...]:
         """Values that the step logs and that are not known to be means over the samples."""
-        one, other = self._looked(batch_size)
-        return tuple(name for name, form in one.logged.items() if not _is_mean(form, other.logged.get(name)))
+        one, *others = self._looked(batch_size)
+        known = [name for name, form in one.logged.items() if all(_is_mean(form, of.logged.get(name)) for of in others)]
+        return tuple(name for name in one.logged if name not in known)
 
-    def _looked(self, batch_size: int) -> tuple[_TracedLoss, _TracedLoss]:
-        """The step at two sizes of the batch; kept, for the step stays the same."""
-        if not self._looks:
-            self._look(*sizes_of_looks(batch_size))
-        return self._looks[max(self._looks)], self._looks[min(self._looks)]
+    def _looked(self, batch_size: int, parts: Iterable[int] = ()) -> list[_TracedLoss]:
+        """The step at two sizes of the batch or more, the largest first; kept, for the step stays the same."""
+        sizes = {*sizes_of_looks(batch_size), *(size for size in parts if 2 <= size <= LARGEST_APART)}
+        self._look(sorted(sizes - self._looks.keys(), reverse=True))
+        return [self._looks[size] for size in sorted(self._looks, reverse=True)]
 
-    def _look(self, large: int, small: int) -> None:
+    def _look(self, sizes: list[int]) -> None:
         from vram_guard.simulate.tracing.run import run_step
 
-        self._looks, self._looking = {}, True
+        self._looking = True
         try:
-            for size in (large, small):
+            for size in sizes:
                 run_step(self.step.with_(job=None), size, (8, 0))
         except BaseException:
             self._looks = {}
@@ -168,7 +176,7 @@ class LossGraph:
         loaded = self._loaded(batch)
         given = BatchState(loaded)
         apart = SamplesApart(loaded, self._size, self._single_samples(batch), model)
-        ran, functions = CodeRun(), list[type]()
+        ran, functions = CodeRun(objects_before() if self._writes else None), list[type]()
         with (
             self._effects.heard(),
             Listening() as heard,
@@ -179,6 +187,7 @@ class LossGraph:
             ran,
         ):
             returned = self._as_written.loss(model, batch)
+        self._writes = self._writes or ran.is_needed
         if returned is not None:
             loss = scalar_loss(returned)
             before = self._looks.get(self._size)
@@ -199,6 +208,7 @@ class LossGraph:
             later = [_("the step reads {name}, which moves on with the training", name=n) for n in self._effects.reads]
             if isinstance(own, torch.nn.Module):
                 later += ran.changed_later(own, functions_of(self._effects.companions))
+            later += ran.writes_elsewhere(state.known())
             own_backward = tuple(unknown_functions(functions))
             later += [*ran.takes_gradients(), *own_backward]
             if heard.of_python:

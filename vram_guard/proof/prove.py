@@ -1,8 +1,8 @@
 """Proof that a plan leaves what is learned as it was, by what holds for every value.
 
 Micro-batches are proven by the form of the loss, or are as the user said; while training, the graph of each batch's
-loss is compared with those before it (:mod:`vram_guard.apply.loss_graphs`). Recomputations are compared with the first
-forward while training (:mod:`vram_guard.techniques.comparing`). An optimizer in another form steps small weights.
+loss is compared with those before it (:mod:`vram_guard.techniques.loss_graphs`). Recomputations are compared with the
+first forward while training (:mod:`vram_guard.techniques.comparing`). An optimizer in another form steps small weights.
 """
 
 from __future__ import annotations

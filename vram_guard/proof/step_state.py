@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Hashable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -13,12 +13,9 @@ import torch
 from torch import nn
 
 from vram_guard.state.modules import normalisation_buffers
-from vram_guard.state.reached import OF_EVERY_MODULE, ReachedState, has_state
+from vram_guard.state.reached import FRAMEWORKS, OF_EVERY_MODULE, ReachedState, has_state, key_of
 from vram_guard.tensors import storage_of, version_of
 from vram_guard.user_code import is_installed_file
-
-#: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
-_KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine")
 
 
 class StepState:
@@ -63,6 +60,10 @@ class StepState:
         now = _settings(self._optimizer)
         yield from ((name, None) for name in {**self._settings, **now} if self._settings.get(name) != now.get(name))
 
+    def known(self) -> set[Hashable]:
+        """Keys of what :meth:`changed` compares, as ``Writes.elsewhere`` has them."""
+        return {key_of(holder) for holder in self._reached.found}
+
     def written(self, storages: Container[int]) -> Iterator[str]:
         """The names of tensors that were written in place, also past autograd into one of these storages."""
         for name, one, version in self._tensors:
@@ -91,7 +92,7 @@ def _is_users(value: Any) -> bool:
     """True for what the training's own code defines, and for values and containers of Python's own types."""
     named = value if isinstance(value, (type, FunctionType)) else type(value)
     home = str(named.__module__).partition(".")[0]
-    return home not in _KNOWN and not home.startswith("vram_guard") and not _is_installed(home)
+    return home not in FRAMEWORKS and not home.startswith("vram_guard") and not _is_installed(home)
 
 
 @cache

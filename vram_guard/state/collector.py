@@ -21,3 +21,19 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def frozen_objects_listed() -> Iterator[None]:
+    """While the block runs, ``gc.get_objects`` lists what was there when this process was copied from another one too.
+
+    No finalizer of those objects is run: the collector is paused.
+    """
+    is_frozen = bool(gc.get_freeze_count())
+    with collector_paused():
+        gc.unfreeze()
+        try:
+            yield
+        finally:
+            if is_frozen:
+                gc.freeze()

@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import PurePath
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -59,6 +59,8 @@ RECORDERS = frozenset({
     *("wandb", "tensorboard", "tensorboardX", "mlflow", "neptune", "comet_ml", "clearml", "aim", "swanlab"),
     *("tqdm", "rich", "loguru", "structlog", "logging"),
 })  # fmt: skip
+#: Packages whose objects hold nothing that a step advances, or what their adapter knows how to advance.
+FRAMEWORKS = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "mmengine"})
 #: Libraries whose objects keep nothing of the user's.
 LIBRARIES = frozenset({"torch", "numpy", "vram_guard"})
 #: Modules whose classes others derive from, and that keep nothing in them.
@@ -84,6 +86,14 @@ class Holder(NamedTuple):
     name: str
     value: Any
     content: Any
+
+
+def key_of(holder: Holder) -> Hashable:
+    """What tells holders of a walk apart: the identity; of a variable the name, and the identity of its globals."""
+    if not isinstance(holder.value, Variable):
+        return id(holder.value)
+    place = holder.value.place
+    return (id(place), holder.name) if isinstance(place, dict) else holder.name
 
 
 def in_libraries(value: Any) -> bool:

@@ -5,21 +5,27 @@ treats each row of its arguments by itself. The first slices keep nothing for th
 compute their forward again there (:mod:`vram_guard.techniques._checkpointing`, each compared with its first forward);
 the last ones, whose backward pass comes first, keep their graph. Whatever the loss is, the gradients are those of the
 whole batch, added up in another order.
+
+That the module treats rows by themselves is known of the forward that it has when the training begins. So the graph of
+each call's first slice is compared with those before it (:mod:`vram_guard.techniques.loss_graphs`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vram_guard.errors import UnsupportedTechniqueError
+from vram_guard.errors import LossChangedError, UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.state.containers import children, is_cache, mapped, rebuilt
 from vram_guard.techniques._checkpointing import Checkpointed
 from vram_guard.techniques._recomputed import Recomputations
+from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.techniques.patched_forward import arguments_by_name, patch_forwards
 from vram_guard.tensors import tensors_of
 
@@ -46,13 +52,15 @@ def slice_module(model: nn.Module, slices: Slices) -> Callable[[], None]:
         RecomputationError: later, by the optimizer's step: a slice has not computed the same again.
         UnsupportedTechniqueError: later, by the forward: its results cannot be put together.
     """
-    found = Recomputations()
-    put_back = patch_forwards(model, [slices.body.name], lambda module: _Sliced(module, slices, found))
+    found, graphs = Recomputations(), LossGraphs(model)
+    put_back = patch_forwards(model, [slices.body.name], lambda module: _Sliced(module, slices, found, graphs))
     stop_watching = found.watch()
+    handle = register_optimizer_step_pre_hook(lambda *_step: graphs.next_batch())
 
     def undo() -> None:
         put_back()
         stop_watching()
+        handle.remove()
 
     return undo
 
@@ -60,24 +68,48 @@ def slice_module(model: nn.Module, slices: Slices) -> Callable[[], None]:
 class _Sliced(Checkpointed):
     """A module's forward over slices of its batch."""
 
-    def __init__(self, module: nn.Module, slices: Slices, found: Recomputations) -> None:
+    def __init__(self, module: nn.Module, slices: Slices, found: Recomputations, graphs: LossGraphs) -> None:
         super().__init__(module, slices.body.name, found)
         self._slices = slices
+        self._graphs = graphs
+        self._stays_whole = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for the whole batch."""
         forward = self._forward()
-        if not (self.module.training and torch.is_grad_enabled()):
+        if self._stays_whole or not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         calls = self._calls(arguments_by_name(args, kwargs))
         if len(calls) < 2:
             return forward(*args, **kwargs)
         again = len(calls) - (self._slices.count - self._slices.again)
-        results = []
+        results: list[Any] = []
         for number, called in enumerate(calls):
             own = [called.pop(str(at)) for at in range(len(args))]
             results.append(self.recomputed(*own, **called) if number < again else forward(*own, **called))
+            if number == 0 and not self._is_as_before(results[0]):
+                self._stays_whole = True
+                return forward(*args, **kwargs)
         return _joined(results)
+
+    def _is_as_before(self, result: Any) -> bool:
+        """False, with a warning, where a slice's results are made in another way than in the batches before."""
+        if torch.compiler.is_compiling():
+            return True
+        try:
+            self._graphs.check(*tensors_of(result))
+        except LossChangedError:
+            warnings.warn(
+                "vram_guard: "
+                + _(
+                    "'{body}' computes its results in another way than in the batches before, and slices are proven "
+                    "for those alone: this batch and the next ones run whole",
+                    body=self.name,
+                ),
+                stacklevel=2,
+            )
+            return False
+        return True
 
     def _calls(self, called: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each slice's call; none where these are other arguments than those that are known."""

@@ -9,8 +9,10 @@ made at the first call is there by then, and what is set to the value that it ha
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,10 +20,21 @@ import torch
 from torch import nn
 
 from vram_guard.state.forwards import counts_as_written
-from vram_guard.state.reached import LIBRARIES, OF_EVERY_MODULE, ObjectWalk, Variable, comparable, home_of, is_generator
+from vram_guard.state.reached import (
+    LIBRARIES,
+    OF_EVERY_MODULE,
+    ObjectWalk,
+    Variable,
+    comparable,
+    home_of,
+    is_generator,
+    key_of,
+)
+from vram_guard.state.writes import Writes, objects_before
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import storage_of, tensors_in, version_of
 from vram_guard.timeline import ChangeKind, StateChange
+from vram_guard.user_code import is_users_file
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,6 +81,7 @@ class PurityWatch:
         self.operations = operations
         self._found: dict[int, dict[StateChange, None]] = {}
         """By the step in which they were seen."""
+        self._before: tuple[int, set[int]] | None = None
 
     def __deepcopy__(self, _memo: object) -> Self:
         """A copy of a watched model, such as an average of its weights, is watched by the same."""
@@ -79,6 +93,12 @@ class PurityWatch:
         for name in names:
             if name in modules and has_forward(modules[name]):
                 WatchedForward(inside(modules[name]), name, self).install()
+
+    def objects_before(self) -> set[int]:
+        """The identities of the objects that were there before the step that is running."""
+        if self._before is None or self._before[0] != self.operations.measured:
+            self._before = self.operations.measured, objects_before()
+        return self._before[1]
 
     def add(self, change: StateChange) -> None:
         """Remember a change that was seen."""
@@ -96,18 +116,26 @@ class WatchedForward(PatchedForward):
         super().__init__(module)
         self._name = name
         self._watch = watch
+        kinds = {type(part) for part in module.modules()}
+        files = [getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds]
+        self._is_users = any(is_users_file(file or "<unknown>") for file in files)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results. Only a forward that checkpointing would run again is looked at."""
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
         operations = self._watch.operations
-        before = _Look(self.module, (*args, *kwargs.values())) if operations.measured else None
-        with operations.noted() as noted:
+        if not operations.measured:
+            return self.as_written(*args, **kwargs)
+        before = _Look(self.module, (*args, *kwargs.values()))
+        writes = Writes(self._watch.objects_before()) if self._is_users else None
+        with operations.noted() as noted, writes or contextlib.nullcontext():
             out = self.as_written(*args, **kwargs)
-        if before is not None:
-            for kind, name in before.changed(noted):
-                self._watch.add(StateChange(self._name, kind, name))
+        found = list(before.changed(noted))
+        if writes is not None:
+            found += [("object", text) for _function, text in writes.elsewhere(before.known())]
+        for kind, name in found:
+            self._watch.add(StateChange(self._name, kind, name))
         return out
 
 
@@ -133,7 +161,10 @@ class _Look:
                     self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
         walk = ObjectWalk(_roots(module), _is_left_alone)
-        for name, value, content in walk:
+        self._keys: set[Hashable] = {id(part) for part in module.modules()}
+        for holder in walk:
+            name, value, content = holder
+            self._keys.add(key_of(holder))
             if isinstance(value, torch.Generator):
                 self._generators[number_of(value)] = name
             self._contents[name, _identity(value)] = _tokens(value, content)
@@ -142,6 +173,10 @@ class _Look:
             self._tensors.setdefault(storage_of(tensor), ("tensor", name))
         for tensor in tensors_in(inputs):
             self._tensors.setdefault(storage_of(tensor), ("input", ""))
+
+    def known(self) -> set[Hashable]:
+        """Keys of what is compared, as ``Writes.elsewhere`` has them."""
+        return self._keys
 
     def changed(self, noted: Noted) -> Iterator[tuple[ChangeKind, str]]:
         """Kinds and names of what a forward has changed since, and checkpointing does not put back."""

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vram_guard.apply.loss_graphs import LossGraphs
 from vram_guard.apply.loss_weight import LossWeight, loss_weights, split_or_warn
 from vram_guard.apply.microbatch import CannotSplitError, MicroBatch, Splitter, batch_size
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.apply.outputs import detached, merged
 from vram_guard.errors import LossChangedError
+from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.watch import own_collectives
 from vram_guard.watch.rank_coordinator import RankCoordinator
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery

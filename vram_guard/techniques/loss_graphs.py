@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 #: What an operator's node keeps of how it was called that decides over which elements it goes.
-_SETTINGS = ("_saved_dim", "_saved_dims", "_saved_keepdim", "_saved_reduction", "_saved_ignore_index")
+_SETTINGS = (
+    "_saved_dim",
+    "_saved_dims",
+    "_saved_keepdim",
+    "_saved_reduction",
+    "_saved_ignore_index",
+    "_saved_training",
+)
 #: Of each class of nodes, those that it has.
 _KEPT: dict[type, tuple[str, ...]] = {}
 #: Kernels of one operator, of which torch chooses one by sizes and layouts.

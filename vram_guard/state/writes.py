@@ -1,0 +1,295 @@
+"""What the user's functions write to while they run: attributes, items, globals and containers.
+
+A walk over what a training's objects lead to finds what can be walked. What a function writes to need not be there: a
+variable of an imported module, an attribute of a class or a function, what only a weak reference leads to. So the other
+way is gone as well: the source of each function that runs tells where it writes, and the frame whose that is. Where the
+owner was made in the same step, nothing remains; where a walk has found it, its content is compared. All others are
+named, and so is what cannot be told.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+import sys
+from collections import deque
+from collections.abc import Container, Hashable, Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from vram_guard.state.collector import frozen_objects_listed
+from vram_guard.state.reached import FRAMEWORKS, RECORDERS, home_of
+from vram_guard.user_code import is_users_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Methods of containers that change them.
+_CHANGING = {
+    list: _words("append extend insert pop remove clear sort reverse"),
+    dict: _words("update pop popitem setdefault clear move_to_end"),
+    set: _words("add discard remove pop clear update difference_update intersection_update"),
+    deque: _words("append appendleft extend extendleft insert pop popleft remove clear rotate reverse"),
+}
+#: Functions whose first argument is written to, or goes on.
+_OF_FIRST = frozenset(("setattr", "delattr", "next"))
+#: What tells how often a function was called, or how numbers are rounded.
+_STATEFUL = frozenset(("cache_info", "cache_clear", "getcontext", "setcontext", "localcontext"))
+#: Calls that make a new iterator.
+_ITERATORS = _words(
+    "iter map filter zip enumerate reversed values items keys parameters named_parameters buffers named_buffers "
+    "children named_children modules named_modules"
+)
+#: Attributes of tensors that are set for one backward pass.
+_OF_TENSORS = frozenset(("grad", "requires_grad"))
+#: Packages whose objects decide nothing in a step, or whose adapter knows what a step advances.
+_KNOWN = {*FRAMEWORKS, *RECORDERS, "vram_guard"}
+_UNKNOWN = object()
+
+
+class Write(NamedTuple):
+    """A place in a function that writes to something."""
+
+    text: str
+    """As it is written: ``self.seen[name]``."""
+    owner: ast.expr | None
+    """What the attribute or the item belongs to; None for a variable of another scope."""
+    name: str
+    """Of the variable, or of the attribute; "" for an item."""
+
+
+class Writes:
+    """Takes down what the user's functions write to inside the block.
+
+    Args:
+        before: identities of all objects that were there, see :func:`objects_before`; None: nothing is taken down but
+            whether they are needed.
+
+    Attributes:
+        is_needed: a function writes to something, or calls what may.
+    """
+
+    def __init__(self, before: set[int] | None = None) -> None:
+        self.is_needed = False
+        self._before = before
+        self._found: dict[tuple[str, str], list[Hashable]] = {}
+        """Function and text -> keys of what was there before, as :meth:`elsewhere` is told them."""
+        self._owners: list[Any] = []
+        """They live as long as this, so that their identities are theirs."""
+        self._entered: dict[int, dict[str, Any]] = {}
+        """Frames of libraries' methods -> what their object held."""
+        self._seen: dict[int, CodeType] = {}
+        """Every function's code, by its identity: most calls are of libraries, and a hash of code reads all of it."""
+        self._users: set[int] = set()
+        """Identities of the user's."""
+
+    def __enter__(self) -> Self:
+        self._outer = sys.getprofile()
+        sys.setprofile(self._told)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        sys.setprofile(self._outer)
+
+    def _told(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and id(code) not in self._seen:
+            self._seen[id(code)] = code
+            if is_users_file(code.co_filename):
+                self._users.add(id(code))
+                self.begins(frame)
+        if id(code) in self._users:
+            if event == "return":
+                self._returns(frame)
+            elif event == "c_call":
+                self._calls_c(frame, argument)
+        elif event == "call":
+            if frame.f_back is not None and id(frame.f_back.f_code) in self._users:
+                self._enters(frame)
+        elif event == "return" and self._entered:
+            self._leaves(frame)
+        if self._outer is not None:
+            self._outer(frame, event, argument)
+
+    def begins(self, frame: FrameType) -> None:
+        """A function of the user's is called for the first time."""
+
+    def _returns(self, frame: FrameType) -> None:
+        """A function of the user's is about to return."""
+        writes = writes_of(frame.f_code)
+        self.is_needed = self.is_needed or bool(writes)
+        if self._before is None:
+            return
+        for one in writes:
+            if one.owner is None:
+                is_cell = one.name in frame.f_code.co_freevars
+                self._add(frame, one.text, one.name if is_cell else (id(frame.f_globals), one.name))
+                continue
+            owner = _value(one.owner, frame)
+            if not (isinstance(owner, torch.Tensor) and (not one.name or one.name in _OF_TENSORS)):
+                self._add_owner(frame, one.text, owner)
+
+    def _calls_c(self, frame: FrameType, function: Any) -> None:
+        """A function of the user's calls one that is written in C."""
+        name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
+        if name in _STATEFUL:
+            self._add_owner(frame, f"{name}()", _UNKNOWN)
+        elif any(isinstance(owner, kind) and name in names for kind, names in _CHANGING.items()):
+            self._add_owner(frame, f"{type(owner).__name__}.{name}()", owner)
+
+    def _enters(self, frame: FrameType) -> None:
+        """A function of the user's has called a library's method."""
+        owner = _object_of(frame)
+        if owner is not None:
+            self.is_needed = True
+            if id(owner) in (self._before or ()):
+                self._entered[id(frame)] = dict(vars(owner))
+
+    def _leaves(self, frame: FrameType) -> None:
+        """A library's method is about to return."""
+        held = self._entered.pop(id(frame), None)
+        owner = _object_of(frame) if held is not None else None
+        if held is not None and owner is not None and frame.f_back is not None:
+            now = vars(owner)
+            for name in sorted({name for name in {**held, **now} if held.get(name, held) is not now.get(name, held)}):
+                text = f"{type(owner).__name__}.{frame.f_code.co_name}() ({name})"
+                self._found.setdefault((frame.f_back.f_code.co_name, text), []).append(object())
+
+    def _add_owner(self, frame: FrameType, text: str, owner: Any) -> None:
+        self.is_needed = True
+        if self._before is not None and self._is_old(owner):
+            self._owners.append(owner)
+            self._add(frame, text, id(owner))
+
+    def _add(self, frame: FrameType, text: str, key: Hashable) -> None:
+        self._found.setdefault((frame.f_code.co_name, text), []).append(key)
+
+    def _is_old(self, owner: Any) -> bool:
+        before = self._before or set()
+        if isinstance(owner, dict) and not gc.is_tracked(owner):  # of numbers and text: no collector lists it
+            with frozen_objects_listed():
+                return any(id(one) in before for one in gc.get_referrers(owner))
+        return owner is _UNKNOWN or id(owner) in before
+
+    def elsewhere(self, known: Container[Hashable]) -> Iterator[tuple[str, str]]:
+        """Function and text of writes to what was there before and is not among what is compared.
+
+        Args:
+            known: identities of objects whose content is compared; of variables the names, with the identity of the
+                globals where they are no closure's.
+        """
+        yield from (said for said, keys in self._found.items() if any(key not in known for key in keys))
+
+
+def _object_of(frame: FrameType) -> Any:
+    """The object whose method runs in a frame of a library; None for modules, values, and what is no method."""
+    code = frame.f_code
+    owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+    left_alone = isinstance(owner, (torch.nn.Module, torch.Tensor, BaseException)) or home_of(owner) in _KNOWN
+    return None if left_alone or not type(owner).__dictoffset__ else owner
+
+
+def objects_before() -> set[int]:
+    """The identities of all objects that may hold others."""
+    with frozen_objects_listed():
+        return set(map(id, gc.get_objects()))
+
+
+@cache
+def writes_of(code: CodeType) -> tuple[Write, ...]:
+    """Where the source of a function writes to what is none of its own variables.
+
+    Example:
+        >>> [one.text for one in writes_of(Writes.__enter__.__code__)]
+        ['self._outer']
+    """
+    if code.co_name in ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
+        return ()  # the function that they are written in is looked at
+    nodes = _nodes(code.co_filename).get(code.co_firstlineno, [])
+    return tuple(one for node in nodes if getattr(node, "name", "<lambda>") == code.co_name for one in _writes(node))
+
+
+@cache
+def _nodes(file: str) -> dict[int, list[ast.AST]]:
+    """The functions of a file by the line that they begin in."""
+    found: dict[int, list[ast.AST]] = {}
+    for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            first = (
+                node.lineno if isinstance(node, ast.Lambda) else min(one.lineno for one in [node, *node.decorator_list])
+            )
+            found.setdefault(first, []).append(node)
+    return found
+
+
+def _writes(function: ast.AST) -> Iterator[Write]:
+    outer: set[str] = set()
+    bound: dict[str, int] = {}
+    waiting = list(ast.iter_child_nodes(function))
+    found = list[Write]()
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            continue
+        waiting[:0] = ast.iter_child_nodes(node)
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            outer.update(node.names)
+        elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            found.append(Write(ast.unparse(node), node.value, getattr(node, "attr", "")))
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound[node.id] = bound.get(node.id, 0) + 1
+        elif isinstance(node, ast.Call) and _of_first(node):
+            found.append(Write(ast.unparse(node), node.args[0], ""))
+    for one in found:  # of a name that is bound twice, the frame shows the last owner alone
+        several = one.owner is not None and bound.get(_root(one.owner), 0) > 1
+        yield one._replace(owner=ast.Constant(None)) if several else one
+    yield from (Write(name, None, name) for name in sorted(outer & bound.keys()))
+
+
+def _of_first(call: ast.Call) -> bool:
+    """True for functions that write to their first argument, but for an iterator that is made in place."""
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name not in _OF_FIRST or not call.args:
+        return False
+    first = call.args[0]
+    made_by = first.func if isinstance(first, ast.Call) else None
+    is_new = isinstance(first, ast.GeneratorExp) or getattr(made_by, "attr", getattr(made_by, "id", "")) in _ITERATORS
+    return name != "next" or not is_new
+
+
+def _root(value: ast.expr) -> str:
+    while isinstance(value, (ast.Attribute, ast.Subscript)):
+        value = value.value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def _value(expression: ast.expr, frame: FrameType) -> Any:
+    """What names, attributes and items lead to in a frame, without running code of the user's."""
+    if isinstance(expression, ast.Name):
+        return frame.f_locals.get(expression.id, frame.f_globals.get(expression.id, _UNKNOWN))
+    if isinstance(expression, ast.Attribute) and not expression.attr.startswith("__"):
+        owner = _value(expression.value, frame)
+        if owner is _UNKNOWN or isinstance(getattr(type(owner), expression.attr, None), property):
+            return _UNKNOWN
+        return getattr(owner, expression.attr, _UNKNOWN)
+    if isinstance(expression, ast.Subscript) and isinstance(expression.slice, (ast.Constant, ast.Name)):
+        owner, key = _value(expression.value, frame), _key(expression.slice, frame)
+        if type(owner) in (list, tuple, dict) and type(key) in (int, str):
+            try:
+                return owner[key]
+            except (LookupError, TypeError):
+                return _UNKNOWN
+    return _UNKNOWN
+
+
+def _key(expression: ast.expr, frame: FrameType) -> Any:
+    return expression.value if isinstance(expression, ast.Constant) else _value(expression, frame)
