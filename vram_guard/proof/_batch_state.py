@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
-from vram_guard.state.containers import parts_of
+from vram_guard.state.containers import contents_of, parts_of
 
 
 class BatchState:
@@ -17,6 +17,12 @@ class BatchState:
 
     def __init__(self, batch: Any) -> None:
         self._parts = dict(parts_of(batch))
+        containers = (container for container, _content in contents_of([batch]))
+        self._own: set[Hashable] = {id(one) for one in (*containers, *self._parts.values())}
+
+    def known(self) -> set[Hashable]:
+        """Identities of its containers and parts: each micro-batch has others."""
+        return self._own
 
     def changed(self, batch: Any) -> Iterator[str]:
         """Parts that are new by now, or other objects: "batch['features']".

@@ -34,7 +34,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 #: Methods of containers that change them.
-_CHANGING = {
+_CHANGING: dict[type, frozenset[str]] = {
     list: _words("append extend insert pop remove clear sort reverse"),
     dict: _words("update pop popitem setdefault clear move_to_end"),
     set: _words("add discard remove pop clear update difference_update intersection_update"),
@@ -54,6 +54,8 @@ _OF_TENSORS = frozenset(("grad", "requires_grad"))
 #: Packages whose objects decide nothing in a step, or whose adapter knows what a step advances.
 _KNOWN = {*FRAMEWORKS, *RECORDERS, "vram_guard"}
 _UNKNOWN = object()
+#: In place of a variable that a function has not come to set: nothing was written to it.
+_NONE_YET = object()
 
 
 class Write(NamedTuple):
@@ -93,7 +95,7 @@ class Writes:
         """Identities of the user's."""
 
     def __enter__(self) -> Self:
-        self._outer = sys.getprofile()
+        self._outer: Any = sys.getprofile()
         sys.setprofile(self._told)
         return self
 
@@ -178,7 +180,7 @@ class Writes:
         if isinstance(owner, dict) and not gc.is_tracked(owner):  # of numbers and text: no collector lists it
             with frozen_objects_listed():
                 return any(id(one) in before for one in gc.get_referrers(owner))
-        return owner is _UNKNOWN or id(owner) in before
+        return owner is _UNKNOWN or (owner is not _NONE_YET and id(owner) in before)
 
     def elsewhere(self, known: Container[Hashable]) -> Iterator[tuple[str, str]]:
         """Function and text of writes to what was there before and is not among what is compared.
@@ -275,14 +277,21 @@ def _root(value: ast.expr) -> str:
 def _value(expression: ast.expr, frame: FrameType) -> Any:
     """What names, attributes and items lead to in a frame, without running code of the user's."""
     if isinstance(expression, ast.Name):
+        code = frame.f_code
+        if expression.id in (*code.co_varnames, *code.co_cellvars) and expression.id not in frame.f_locals:
+            return _NONE_YET
         return frame.f_locals.get(expression.id, frame.f_globals.get(expression.id, _UNKNOWN))
     if isinstance(expression, ast.Attribute) and not expression.attr.startswith("__"):
         owner = _value(expression.value, frame)
-        if owner is _UNKNOWN or isinstance(getattr(type(owner), expression.attr, None), property):
-            return _UNKNOWN
+        if owner is _NONE_YET or owner is _UNKNOWN:
+            return owner
+        if isinstance(getattr(type(owner), expression.attr, None), property):
+            return _UNKNOWN  # it is the user's code
         return getattr(owner, expression.attr, _UNKNOWN)
     if isinstance(expression, ast.Subscript) and isinstance(expression.slice, (ast.Constant, ast.Name)):
         owner, key = _value(expression.value, frame), _key(expression.slice, frame)
+        if owner is _NONE_YET:
+            return owner
         if type(owner) in (list, tuple, dict) and type(key) in (int, str):
             try:
                 return owner[key]

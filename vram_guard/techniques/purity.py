@@ -125,14 +125,12 @@ class WatchedForward(PatchedForward):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
         operations = self._watch.operations
-        if not operations.measured:
-            return self.as_written(*args, **kwargs)
-        before = _Look(self.module, (*args, *kwargs.values()))
-        writes = Writes(self._watch.objects_before()) if self._is_users else None
+        before = _Look(self.module, (*args, *kwargs.values())) if operations.measured else None
+        writes = Writes(self._watch.objects_before()) if before is not None and self._is_users else None
         with operations.noted() as noted, writes or contextlib.nullcontext():
             out = self.as_written(*args, **kwargs)
-        found = list(before.changed(noted))
-        if writes is not None:
+        found = [] if before is None else list(before.changed(noted))
+        if before is not None and writes is not None:
             found += [("object", text) for _function, text in writes.elsewhere(before.known())]
         for kind, name in found:
             self._watch.add(StateChange(self._name, kind, name))
@@ -161,7 +159,7 @@ class _Look:
                     self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
         walk = ObjectWalk(_roots(module), _is_left_alone)
-        self._keys: set[Hashable] = {id(part) for part in module.modules()}
+        self._keys: set[Hashable] = {id(part) for part in (*module.modules(), *_classes(module))}
         for holder in walk:
             name, value, content = holder
             self._keys.add(key_of(holder))
