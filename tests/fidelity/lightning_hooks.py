@@ -299,7 +299,7 @@ class BuiltLate(Base):
         return F.mse_loss(self.late(self.net(batch[0])), batch[1])
 
 
-@hook("batch_idx and global_step are read", exact=True)
+@hook("batch_idx and global_step are read")
 class ReadsSteps(Base):
     def training_step(self, batch, batch_idx):
         return self.loss(batch) * (1 + batch_idx / 10 + self.trainer.global_step / 20 + self.current_epoch)
@@ -354,7 +354,7 @@ class Spread(Base):
         return self.loss(batch)
 
 
-@logged("rate and other facts", exact=True)
+@logged("rate and other facts", says="trainer.global_step")
 class Facts(Base):
     def training_step(self, batch, batch_idx):
         self.log("rate", self.optimizers().param_groups[0]["lr"])

@@ -155,7 +155,7 @@ class Unused(Base):
         self.unused = torch.nn.Linear(3, 3)
 
 
-@trains("parts that take turns")
+@trains("parts that take turns", exact=False, says="batch_idx")
 class Alternating(Base):
     def training_step(self, batch, batch_idx):
         self.net.first.requires_grad_(batch_idx % 2 == 0)

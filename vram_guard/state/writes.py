@@ -176,11 +176,16 @@ class Writes:
         self._found.setdefault((frame.f_code.co_name, text), []).append(key)
 
     def _is_old(self, owner: Any) -> bool:
+        """True where it was there before, and something else that was holds it: a number may have become another's."""
         before = self._before or set()
-        if isinstance(owner, dict) and not gc.is_tracked(owner):  # of numbers and text: no collector lists it
-            with frozen_objects_listed():
-                return any(id(one) in before for one in gc.get_referrers(owner))
-        return owner is _UNKNOWN or (owner is not _NONE_YET and id(owner) in before)
+        if owner is _UNKNOWN or owner is _NONE_YET:
+            return owner is _UNKNOWN
+        # No collector lists a dictionary of numbers and text.
+        if gc.is_tracked(owner) and id(owner) not in before:
+            return False
+        with frozen_objects_listed():
+            holders = gc.get_referrers(owner)
+        return any(id(one) in before and not isinstance(one, FrameType) for one in holders)
 
     def elsewhere(self, known: Container[Hashable]) -> Iterator[tuple[str, str]]:
         """Function and text of writes to what was there before and is not among what is compared.

@@ -1,0 +1,172 @@
+"""What functions write to: what was there before is told, what they make for themselves is not."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vram_guard.state.writes import Writes, objects_before
+
+HELPERS = types.SimpleNamespace(calls=0, seen=[1], table={"calls": 0}, numbers=itertools.count(), words={"a"})
+QUEUE = collections.deque([1, 2])
+COUNT = 0
+SCHEDULE = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0))
+
+
+class Kind:
+    calls = 0
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+
+
+@functools.cache
+def cached() -> int:
+    return 1
+
+
+def attribute() -> None:
+    HELPERS.calls += 1
+
+
+def attribute_by_name() -> None:
+    setattr(HELPERS, "calls", 3)  # noqa: B010 - that is the case
+
+
+def attribute_of_class() -> None:
+    Kind.calls += 1
+
+
+def attribute_of_function() -> None:
+    attribute.calls = 1  # type: ignore[attr-defined]
+
+
+def attribute_that_is_gone() -> None:
+    HELPERS.gone = 1
+    del HELPERS.gone
+
+
+def item_under_another_name() -> None:
+    table = HELPERS.table
+    table["calls"] += 1
+
+
+def item_of_call() -> None:
+    vars(HELPERS)["calls"] = 1
+
+
+def variable() -> None:
+    global COUNT  # noqa: PLW0603 - that is the case
+    COUNT += 1
+
+
+def item_of_list() -> None:
+    HELPERS.seen[0] = 1
+
+
+def method_of_list() -> None:
+    HELPERS.seen.append(1)
+
+
+def method_of_queue() -> None:
+    QUEUE.rotate()
+
+
+def method_of_set() -> None:
+    HELPERS.words.discard("b")
+
+
+def iterator() -> None:
+    next(HELPERS.numbers)
+
+
+def hits_of_cache() -> None:
+    cached.cache_info()
+
+
+def object_of_library() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        SCHEDULE.step()
+
+
+def either() -> None:
+    one: Any = Kind()
+    one.parts = []
+    one = HELPERS
+    one.parts = []
+
+
+def of_its_own() -> None:
+    made, found = Kind(), {}
+    made.parts.append(1)
+    made.parts[0] = 2
+    made.calls = 1
+    found["number"] = 1
+    found["parts"] = made.parts
+    names = {name: at for at, name in enumerate("ab")}
+    names.update(c=3)
+    numbers = iter([1])
+    next(numbers)
+    next(iter(HELPERS.table))
+
+
+def of_tensors() -> None:
+    values = torch.zeros(3)
+    values[0] = 1
+    values.requires_grad = True
+
+
+def not_set() -> None:
+    if HELPERS.calls < 0:
+        made: dict[str, int] = {}
+        made["a"] = 1
+
+
+def reads() -> None:
+    len(HELPERS.seen), HELPERS.table.get("calls"), QUEUE.count(1), Kind.calls
+
+
+def written(function: Callable[[], None], known: set[Any]) -> list[tuple[str, str]]:
+    with Writes(objects_before()) as writes:
+        function()
+    return list(writes.elsewhere(known))
+
+
+TOLD = [
+    *(attribute, attribute_by_name, attribute_of_class, attribute_of_function, attribute_that_is_gone, item_of_call),
+    *(item_under_another_name, variable, item_of_list, method_of_list, method_of_queue, method_of_set, iterator),
+    *(hits_of_cache, object_of_library, either),
+]
+
+
+def test_what_was_there_before_is_told_with_the_functions_name() -> None:
+    silent = [function.__name__ for function in TOLD if function.__name__ not in dict(written(function, set()))]
+    assert not silent
+
+
+def test_what_a_function_makes_for_itself_or_only_reads_is_not() -> None:
+    told = {function.__name__: written(function, set()) for function in (of_its_own, of_tensors, not_set, reads)}
+    assert not any(told.values()), told
+
+
+def test_what_is_compared_elsewhere_is_not() -> None:
+    known = {id(HELPERS), id(HELPERS.seen), id(HELPERS.table), (id(globals()), "COUNT")}
+    told = {
+        function.__name__: written(function, known)
+        for function in (attribute, item_of_list, method_of_list, item_under_another_name, variable)
+    }
+    assert not any(told.values()), told
+
+
+def test_functions_that_are_called_are_followed() -> None:
+    def outer() -> None:
+        attribute()
+
+    assert written(outer, set()) == [("attribute", "HELPERS.calls")]
