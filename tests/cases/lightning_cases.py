@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
+import logging.handlers
 import random
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,12 +18,31 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
-def noted(module: nn.Module) -> list[Any]:
-    """What a test takes down about a module, where no proof looks: state would advance with every micro-batch."""
-    return noted.of.setdefault(module, [])  # type: ignore[attr-defined, no-any-return]
+class Notes(collections.UserList):  # type: ignore[type-arg]
+    """A list that is kept as log records, which are no state of a training: what else a step writes to is refused."""
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self._handler = logging.handlers.MemoryHandler(capacity=sys.maxsize)
+        for item in items:
+            self.append(item)
+
+    @property
+    def data(self) -> list[Any]:  # type: ignore[override]
+        return [record.msg for record in self._handler.buffer]
+
+    def append(self, item: Any) -> None:
+        self._handler.handle(logging.LogRecord("notes", logging.INFO, "", 0, item, None, None))
+
+    def clear(self) -> None:
+        self._handler.buffer.clear()
 
 
-noted.of = weakref.WeakKeyDictionary()  # type: ignore[attr-defined]
+_notes: weakref.WeakKeyDictionary[nn.Module, Notes] = weakref.WeakKeyDictionary()
+
+
+def noted(module: nn.Module) -> Notes:
+    """What a test takes down about a module."""
+    return _notes.setdefault(module, Notes())
 
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -127,7 +149,7 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
             return batch[0], batch[1]
 
         @property
-        def seen(self) -> list[int]:
+        def seen(self) -> Notes:
             return noted(self)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:

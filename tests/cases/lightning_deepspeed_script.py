@@ -107,7 +107,11 @@ def main(case: str, out: Path) -> None:
         except Exception as error:  # noqa: BLE001 - whatever it was, the test wants to know
             result["error"] = f"{type(error).__name__}: {error}"
     plan = callbacks[0].plan if callbacks else None
-    result |= {"seen": cases.noted(module), "said": [str(one.message) for one in said], "steps": trainer.global_step}
+    result |= {
+        "seen": list(cases.noted(module)),
+        "said": [str(one.message) for one in said],
+        "steps": trainer.global_step,
+    }
     result["forwards"] = [len(cases.noted(one)) for one in module.net.blocks]
     result["kept"] = (strategy.config or {}).get("zero_optimization") == config.get("zero_optimization")
     if plan is not None:

@@ -167,7 +167,11 @@ def main(case: str, out: Path) -> None:
             result["error"] = f"{type(error).__name__}: {error}"
     result["forwards"] = [len(cases.noted(one)) for one in module.modules() if type(one) is cases.ChainBlock]
     plan = callbacks[0].plan if callbacks else None
-    result |= {"seen": cases.noted(module), "said": [str(one.message) for one in said], "steps": trainer.global_step}
+    result |= {
+        "seen": list(cases.noted(module)),
+        "said": [str(one.message) for one in said],
+        "steps": trainer.global_step,
+    }
     result["logged"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if plan is not None:
         before, layout = plan.before, plan.timeline_before.parallel

@@ -45,7 +45,7 @@ def make_module(namespace: str, *, teacher: bool = False) -> Any:
                 self.teacher.requires_grad_(False)
 
         @property
-        def checkpointed(self) -> list[bool]:
+        def checkpointed(self) -> cases.Notes:
             return cases.noted(self)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
