@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from vram_guard.report import render
 from vram_guard.scratch import Card, EmbeddingGradient
-from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.operators import autocast, kernels
 from vram_guard.simulate.operators.kernels import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, CUBLASLT_WORKSPACE
 from vram_guard.simulate.operators.products import copied_operands
@@ -702,6 +701,7 @@ def test_cudnns_attention_comes_first_on_hopper(capability, head, mask, dropout,
 @pytest.mark.parametrize(("heads", "grouped"), [(4, 4), (4, 2)])
 def test_cudnns_attention_sums_gradients_in_its_workspace(heads, grouped) -> None:
     """Recorded on an H200: 25,559,296 bytes for GPT-2's 16 x 12 x 512 x 64, 25,362,688 for Llama's 8 x 12 (4) x 512."""
+
     class Grouped(nn.Linear):
         def forward(self, x):
             sizes = [heads * 16, grouped * 16, grouped * 16]
