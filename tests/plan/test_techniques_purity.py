@@ -291,7 +291,7 @@ IMPURE: tuple[tuple[type[Block], str, str], ...] = (
     (CountsInDict, "object", "seen"),
     (CountsInHelper, "object", "meter"),
     (CountsInArray, "object", "counts"),
-    (CountsInClass, "object", "CountsInClass"),
+    (CountsInClass, "object", "CountsInClass.calls"),
     (CountsInHook, "object", "calls"),
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Container, Hashable, Iterator
 from functools import cache
@@ -72,15 +71,14 @@ class StepState:
 
 
 def _settings(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Numbers of an optimizer's groups, and the process's environment."""
+    """Numbers of an optimizer's groups."""
     groups = [] if optimizer is None else optimizer.param_groups
-    numbers = {
+    return {
         f"param_groups[{at}][{name!r}]": value
         for at, group in enumerate(groups)
         for name, value in group.items()
         if isinstance(value, (bool, int, float, tuple))
     }
-    return {**numbers, **{f"os.environ[{name!r}]": value for name, value in os.environ.items()}}
 
 
 def _attributes(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -159,7 +159,7 @@ class _Look:
                     self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
         walk = ObjectWalk(_roots(module), _is_left_alone)
-        self._keys: set[Hashable] = {id(part) for part in (*module.modules(), *_classes(module))}
+        self._keys: set[Hashable] = set(map(id, module.modules()))
         for holder in walk:
             name, value, content = holder
             self._keys.add(key_of(holder))
@@ -203,36 +203,24 @@ class _Look:
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the attributes, classes and hooks of a module and of its parts hold, with names."""
+    """What the attributes and hooks of a module and of its parts hold, with names."""
     for prefix, owner in _inside(module):
         own = vars(owner).items()
         yield from ((prefix + name, value) for name, value in own if name not in OF_EVERY_MODULE)
         for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
             yield from ((prefix + _name_of(hook), hook) for hook in hooks.values())
-    for kind in _classes(module):
-        yield from ((f"{kind.__qualname__}.{name}", value) for name, value in _own(kind).items())
 
 
 def _inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((f"{path}." if path else "", owner) for path, owner in module.named_modules())
 
 
-def _owned(module: nn.Module) -> dict[str, Any]:
-    """Which parameters, modules and attributes of classes there are: of objects the ``id``."""
+def _owned(module: nn.Module) -> dict[str, list[int]]:
+    """Which parameters and modules there are: their identities."""
     kinds = ("_parameters", "_modules")
-    found: dict[str, Any] = {
+    return {
         prefix + kind: list(map(id, vars(owner)[kind].values())) for prefix, owner in _inside(module) for kind in kinds
     }
-    return found | {kind.__qualname__: _tokens(kind, _own(kind)) for kind in _classes(module)}
-
-
-def _classes(module: nn.Module) -> dict[type, None]:
-    """The users' classes among those of a module and of its parts."""
-    return dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__ if _is_users(kind))
-
-
-def _own(kind: type) -> dict[str, Any]:
-    return {name: part for name, part in vars(kind).items() if not callable(part) and not name.startswith("__")}
 
 
 def _is_left_alone(value: Any) -> bool:
@@ -263,10 +251,6 @@ def number_of(generator: torch.Generator) -> int:
     """A number of torch's generator behind this object, of which there may be several for one generator."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
-
-
-def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("builtins", "torch", "abc", "typing")
 
 
 def _name_of(hook: Callable[..., Any]) -> str:
