@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from each import each
@@ -64,7 +62,7 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous(precision) -
     assert not made_by(timeline, "aten.add")
 
 
-@pytest.mark.parametrize(
+@each(
     ("dims", "turned", "expected"),
     [((1,), False, 1), ((1, 2), False, 2), ((0, 1, 2), False, 3), ((1,), True, 2), ((1, 2), True, 3)],
 )
@@ -97,7 +95,7 @@ class Scored(nn.Module):
         return self.loss(self.weight, x[0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "reduced", "as_they_are"),
     [
         (F.mse_loss, [400_000, 400_000], [400_000]),
@@ -209,7 +207,7 @@ def test_euclidean_distances_are_a_product_of_longer_rows() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("run", "operator", "sizes", "elements"),
     [
         (lambda w: torch.fft.rfft(w).real.sum(), "_fft_r2c", [60 * 21 * 8], 60 * 40),
@@ -309,11 +307,6 @@ def test_dropout_keeps_a_mask_of_one_byte_an_element() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
     timeline = traced(model, lambda b: torch.randn(b, 32))
     assert bytes_of(made_by(timeline, "native_dropout.default"))[:2] == [4 * 32, 4 * 32 * 4]
-
-
-def test_dropout_does_nothing_in_evaluation_mode() -> None:
-    timeline = traced(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)).eval(), lambda b: torch.randn(b, 32))
-    assert not made_by(timeline, "dropout")
 
 
 def test_batch_norm_goes_to_cudnn_and_keeps_two_statistics() -> None:
@@ -471,7 +464,7 @@ def test_cublas_lt_keeps_a_workspace_of_its_own_in_some_releases(monkeypatch, re
         assert workspaces == [*expected, CUBLAS_WORKSPACE_HOPPER]
 
 
-@pytest.mark.parametrize(
+@each(
     ("left", "right", "copied"),
     [
         # Recorded on an H200: the products of a Fourier layer (144 frequencies, 16 samples, 32 channels).
@@ -533,7 +526,6 @@ def backend(dtype, capability, head=64, mask: object = None, **settings) -> str:
         (torch.bfloat16, (7, 5), False, 64, False, "math"),  # neither takes bfloat16 before 8.0
         (torch.float32, (8, 0), False, 64, True, "efficient"),
         (torch.float16, (8, 0), True, 64, False, "efficient"),  # flash takes no mask
-        (torch.float16, (8, 0), True, 64, True, "math"),  # a mask and is_causal together
         (torch.float32, (8, 0), False, 6, False, "math"),  # 6 is not aligned to 4 elements
         (torch.float32, (7, 0), False, 6, False, "efficient"),  # before 8.0 float32 has no alignment
         (torch.float16, (8, 0), False, 320, False, "efficient"),  # over 256: not flash
@@ -685,7 +677,7 @@ def test_in_float32_the_memory_efficient_backward_sums_rows_first() -> None:
 @each(
     ("capability", "head", "mask", "dropout", "expected"),
     [
-        *[((9, 0), head, mask, 0.125, "cudnn") for head in (32, 256) for mask in (False, True)],
+        *[((9, 0), head, mask, 0.125, "cudnn") for head in (32, 128) for mask in (False, True)],
         ((10, 0), 256, False, 0.0, "flash"),
         ((9, 0), 36, False, 0.0, "flash"),
         ((8, 0), 64, True, 0.0, "efficient"),
@@ -852,7 +844,7 @@ def _optimizer_phase(make, **settings) -> int:
 PARAMETERS = 512 * 512 * 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "times"),
     [
         (lambda p: torch.optim.AdamW(p), 1),
@@ -941,81 +933,6 @@ def test_a_whole_batch_stays_on_the_device_while_its_micro_batches_run() -> None
     assert batch_bytes(whole_batch=True) == 5 * batch_bytes()
 
 
-def test_half_precision_weights_are_half_everywhere() -> None:
-    timeline = traced(nn.Linear(512, 512, bias=False), lambda b: torch.randn(b, 512), precision="bf16-true")
-    assert bytes_of(b for b in timeline.blocks if b.category in ("parameters", "gradients")) == [PARAMETERS // 2] * 3
-    assert bytes_of(b for b in timeline.blocks if b.category == "batch")[0] == 4 * 512 * 2
-
-
-@pytest.mark.torch_since(2, 6)
-def test_data_parallel_buckets_are_as_large_as_the_gradients() -> None:
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(9)])
-    alone = traced(model, lambda b: torch.randn(b, 1024))
-    together = traced(model, lambda b: torch.randn(b, 1024), data_parallel_ranks=2)
-    made = [b for b in together.blocks if b.category == "gradients" and b.operator == "aten.empty.memory_format"]
-    first, *buckets = bytes_of(made)
-    # One for all until the order of the gradients is known; then the first of 1 MiB, and of 25 MiB.
-    assert first == sum(buckets) == sum(p.numel() * 4 for p in model.parameters())
-    assert buckets[0] < 25 * 2**20 <= buckets[1]
-    sent = [b for b in together.blocks if b.category == "temporaries" and b.operator == "aten.cat.default"]
-    assert len(sent) == 1  # the weights, from the first rank
-    order = len(together.blocks) - len(alone.blocks) - len(made) - len(sent)
-    assert order == 2  # the order of the gradients and the numbers of them in each bucket, from the first rank
-
-
-def test_offloaded_activations_leave_the_gpu_and_come_back() -> None:
-    class Offloaded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)])
-
-        def forward(self, x):
-            with torch.autograd.graph.save_on_cpu(pin_memory=True):
-                return self.inner(x)
-
-    plain = traced(lambda: Offloaded().inner, lambda b: torch.randn(b, 256), batch_size=4096)
-    moved = traced(Offloaded, lambda b: torch.randn(b, 256), batch_size=4096)
-    one = 4096 * 256 * 4
-    assert alive_at_end_of_forward(plain, one) - alive_at_end_of_forward(moved, one) >= 3
-
-
-def alive_at_end_of_forward(timeline: Timeline, size: int) -> int:
-    end = next(p.start for p in timeline.phases if p.name == "backward")
-    live: set[int] = set()
-    for event in timeline.events[:end]:
-        live.add(event) if event >= 0 else live.discard(~event)
-    return sum(timeline.blocks[i].size.base == size for i in live)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
-def test_checkpointing_keeps_only_the_blocks_inputs() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, on: bool) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
-            )
-            self.on = on
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.on else layer(x)
-            return x
-
-    one = 1024 * 256 * 4
-    plain = traced(lambda: Checkpointed(False), lambda b: torch.randn(b, 256), batch_size=1024)
-    saved = traced(lambda: Checkpointed(True), lambda b: torch.randn(b, 256), batch_size=1024)
-    assert alive_at_end_of_forward(saved, one) < alive_at_end_of_forward(plain, one)
-    recomputed = [b for b in in_phase(saved, "backward", 1) if b.category == "activations"]
-    assert {b.module for b in recomputed} >= {"layers.0.0", "layers.3.1"}
-
-
-def test_scale_of_attention_does_not_change_memory() -> None:
-    one = traced(Attention(scale=1.0), lambda b: torch.randn(b, 64, 64), precision="bf16-mixed")
-    other = traced(Attention(scale=1 / math.sqrt(16)), lambda b: torch.randn(b, 64, 64), precision="bf16-mixed")
-    assert bytes_of(one.blocks) == bytes_of(other.blocks)
-
-
 class Grouped(nn.Module):
     """Queries of four heads over keys of two: in float32 no fused kernel takes them."""
 
@@ -1055,3 +972,34 @@ def test_with_a_mode_of_the_step_a_mask_is_added_to_a_copy_of_the_scores() -> No
         made = [block for block in in_phase(timeline, "forward", 1) if "add.Tensor" in block.operator]
         sums[keeps] = bytes_of(made)
     assert sums == {(): [], ("bmm",): [scores]}
+
+
+def alive_at_end_of_forward(timeline: Timeline, size: int) -> int:
+    end = next(p.start for p in timeline.phases if p.name == "backward")
+    live: set[int] = set()
+    for event in timeline.events[:end]:
+        live.add(event) if event >= 0 else live.discard(~event)
+    return sum(timeline.blocks[i].size.base == size for i in live)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning")  # torch 2.4's own checkpoint
+def test_checkpointing_keeps_only_the_blocks_inputs() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+            )
+            self.on = on
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.on else layer(x)
+            return x
+
+    one = 1024 * 256 * 4
+    plain = traced(lambda: Checkpointed(False), lambda b: torch.randn(b, 256), batch_size=1024)
+    saved = traced(lambda: Checkpointed(True), lambda b: torch.randn(b, 256), batch_size=1024)
+    assert alive_at_end_of_forward(saved, one) < alive_at_end_of_forward(plain, one)
+    recomputed = [b for b in in_phase(saved, "backward", 1) if b.category == "activations"]
+    assert {b.module for b in recomputed} >= {"layers.0.0", "layers.3.1"}
