@@ -201,7 +201,7 @@ def leave_reports(guard: VramGuard, out: Path) -> None:
     for name in ("memory.svg", "snapshot.pickle", "report.json"):
         save(plan, out / name)
     print(f"\nLeft in {out}/:")
-    print("  memory.svg        memory over one step, as written and under the plan")
+    print("  memory.svg        memory over two optimizer steps, as written and under the plan")
     print("  snapshot.pickle   the same for PyTorch's memory_viz page (https://docs.pytorch.org/memory_viz)")
     print("  report.json       the report for programs")
 
