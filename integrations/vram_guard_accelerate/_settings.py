@@ -33,8 +33,8 @@ NOT_HERE: dict[str, str] = {
     "half": marked("the script makes its weights itself, in the precision that it chooses"),
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
-        "Accelerate's FSDP2 takes an optimizer to the host only together with the parameters "
-        "(offload_parameters); alone it goes there under DeepSpeed (--use_deepspeed)"
+        "accelerate's own options take an optimizer to the host: together with the parameters under FSDP2 "
+        "(--fsdp_offload_params true), alone under DeepSpeed (--use_deepspeed)"
     ),
     "8bit": marked("the script has made its optimizer before Accelerate sees it"),
     "evaluation": marked("what a script makes of the outputs of its evaluations is not known"),
