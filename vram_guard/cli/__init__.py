@@ -179,7 +179,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="vram-guard",
         description=_("Know how much GPU memory a PyTorch training step takes before it runs, and make it fit."),
-        epilog=_("Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 no answer."),
+        epilog=_(
+            "Exit codes: 0 done, 1 it does not fit, 2 bad usage, 3 no answer, 4 no answer because a process was ended "
+            "from outside."
+        ),
     )
     parser.add_argument(
         "--version", action="version", version=f"vram-guard {__version__}", help=_("show the version and exit")
