@@ -129,6 +129,21 @@ def not_set() -> None:
         made["a"] = 1
 
 
+def set_again_before() -> None:
+    found = HELPERS.table
+    found = dict(found)
+    found["a"] = 1
+    for one in (Kind(), Kind()):
+        one.parts = []
+    for one in [Kind()]:
+        one.parts = []
+
+
+def in_loop() -> None:
+    for one in (HELPERS, HELPERS):
+        one.parts = []
+
+
 def reads() -> None:
     len(HELPERS.seen), HELPERS.table.get("calls"), QUEUE.count(1), Kind.calls
 
@@ -142,7 +157,7 @@ def written(function: Callable[[], None], known: set[Any]) -> list[tuple[str, st
 TOLD = [
     *(attribute, attribute_by_name, attribute_of_class, attribute_of_function, attribute_that_is_gone, item_of_call),
     *(item_under_another_name, variable, item_of_list, method_of_list, method_of_queue, method_of_set, iterator),
-    *(hits_of_cache, object_of_library, either),
+    *(hits_of_cache, object_of_library, either, in_loop),
 ]
 
 
@@ -152,7 +167,10 @@ def test_what_was_there_before_is_told_with_the_functions_name() -> None:
 
 
 def test_what_a_function_makes_for_itself_or_only_reads_is_not() -> None:
-    told = {function.__name__: written(function, set()) for function in (of_its_own, of_tensors, not_set, reads)}
+    told = {
+        function.__name__: written(function, set())
+        for function in (of_its_own, of_tensors, not_set, set_again_before, reads)
+    }
     assert not any(told.values()), told
 
 

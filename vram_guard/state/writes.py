@@ -67,6 +67,8 @@ class Write(NamedTuple):
     """What the attribute or the item belongs to; None for a variable of another scope."""
     name: str
     """Of the variable, or of the attribute; "" for an item."""
+    is_set_later: bool = False
+    """The variable that the owner is reached by is set again in the same line or a later one."""
 
 
 class Writes:
@@ -137,6 +139,8 @@ class Writes:
                 self._add(frame, one.text, one.name if is_cell else (id(frame.f_globals), one.name))
                 continue
             owner = _value(one.owner, frame)
+            if one.is_set_later and owner is not _NONE_YET:
+                owner = _UNKNOWN
             if not (isinstance(owner, torch.Tensor) and (not one.name or one.name in _OF_TENSORS)):
                 self._add_owner(frame, one.text, owner)
 
@@ -240,9 +244,11 @@ def _nodes(file: str) -> dict[int, list[ast.AST]]:
 
 def _writes(function: ast.AST) -> Iterator[Write]:
     outer: set[str] = set()
-    bound: dict[str, int] = {}
+    bound: dict[str, list[int]] = {}
+    """Variables that are set, but by loops, and the lines."""
+    loops = {id(name) for node in ast.walk(function) if isinstance(node, ast.For) for name in ast.walk(node.target)}
     waiting = list(ast.iter_child_nodes(function))
-    found = list[Write]()
+    found = list[tuple[int, Write]]()
     while waiting:
         node = waiting.pop(0)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
@@ -251,14 +257,14 @@ def _writes(function: ast.AST) -> Iterator[Write]:
         if isinstance(node, (ast.Global, ast.Nonlocal)):
             outer.update(node.names)
         elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-            found.append(Write(ast.unparse(node), node.value, getattr(node, "attr", "")))
+            found.append((node.lineno, Write(ast.unparse(node), node.value, getattr(node, "attr", ""))))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            bound[node.id] = bound.get(node.id, 0) + 1
+            bound.setdefault(node.id, []).extend([] if id(node) in loops else [node.lineno])
         elif isinstance(node, ast.Call) and _of_first(node):
-            found.append(Write(ast.unparse(node), node.args[0], ""))
-    for one in found:  # of a name that is bound twice, the frame shows the last owner alone
-        several = one.owner is not None and bound.get(_root(one.owner), 0) > 1
-        yield one._replace(owner=ast.Constant(None)) if several else one
+            found.append((node.lineno, Write(ast.unparse(node), node.args[0], "")))
+    for line, one in found:  # when a function returns, its variables are what was set last
+        is_set_later = one.owner is not None and any(at >= line for at in bound.get(_root(one.owner), ()))
+        yield one._replace(is_set_later=is_set_later)
     yield from (Write(name, None, name) for name in sorted(outer & bound.keys()))
 
 
