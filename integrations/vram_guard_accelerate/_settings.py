@@ -135,7 +135,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=_(
             "what may be changed, comma-separated (default: {default})",
-            default=",".join(DEFAULT_ALLOW),
+            default=",".join(name for name in DEFAULT_ALLOW if name not in (*NOT_HERE, "reshard")),
         ),
     )
     group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
