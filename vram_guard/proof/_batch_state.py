@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from vram_guard.state.containers import contents_of, parts_of
+from vram_guard.state.containers import parts_of
+from vram_guard.state.reached import ObjectWalk, key_of
 
 
 class BatchState:
@@ -17,11 +18,10 @@ class BatchState:
 
     def __init__(self, batch: Any) -> None:
         self._parts = dict(parts_of(batch))
-        containers = (container for container, _content in contents_of([batch]))
-        self._own: set[Hashable] = {id(one) for one in (*containers, *self._parts.values())}
+        self._own: set[Hashable] = {key_of(holder) for holder in ObjectWalk([("batch", batch)])}
 
     def known(self) -> set[Hashable]:
-        """Identities of its containers and parts: each micro-batch has others."""
+        """Identities of its containers and of the objects in them: each micro-batch has others."""
         return self._own
 
     def changed(self, batch: Any) -> Iterator[str]:
