@@ -99,8 +99,6 @@ EVENTS_WRITTEN = 20_000
 
 #: Functions that call each other: a check calls a helper that makes its message; few go deeper.
 CALLS_FOLLOWED = 4
-#: Nodes between a loss and what it is made of: a loss has tens.
-GRAPH_NODES = 10_000
 #: Objects that a training's functions and modules lead to, the nearest first: a look at one takes a microsecond or two,
 #: and a walk before every batch stays below the time of a short step.
 OBJECTS_REACHED = 5000

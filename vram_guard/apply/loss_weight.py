@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,34 +42,6 @@ def loss_weights(micro_batches: list[MicroBatch], loss_weight: LossWeight) -> li
         return [count / total for count in counts] if total else by_samples
     # Not asked for its value, which would wait for the GPU.
     return [torch.where(total == 0, share, count / total) for share, count in zip(by_samples, counts, strict=True)]
-
-
-def mean_shares(model: torch.nn.Module, slices: list[MicroBatch], called: Mapping[str, Any]) -> list[Any]:
-    """Weights of the slices' means in the batch's: their shares of samples, or of the labels that are not ignored.
-
-    Args:
-        model: the one that was called.
-        slices: of the batch.
-        called: what the model was called with, by name.
-    """
-    labels = called.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        return loss_weights(slices, "mean")
-    ignored = IGNORED
-    if labels.dim() > 2:  # Transformers' models for semantic segmentation have a label of their own
-        ignored = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", IGNORED)
-    return loss_weights(slices, Normaliser(("labels",), ignored=ignored, shifted=_predicts_the_next(model)))
-
-
-def _predicts_the_next(model: torch.nn.Module) -> bool:
-    """True for a model that calls Transformers' loss of the next token, which has no use for the first label."""
-    for part in model.modules():
-        if hasattr(type(part), "loss_function"):
-            function = part.loss_function
-            calls = inspect.unwrap(type(part).forward).__code__.co_names
-            home = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-            return "loss_function" in calls and home == ("transformers.loss.loss_utils", "ForCausalLMLoss")
-    return False
 
 
 def split_or_warn(splitter: Splitter, batch: Any, why_whole: str = "", parts: int | None = None) -> list[MicroBatch]:

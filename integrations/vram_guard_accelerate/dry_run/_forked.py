@@ -21,7 +21,6 @@ from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
-from vram_guard_accelerate.dry_run._advancing_state import changed, state_of
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._watched_forwards import WatchedForwards
@@ -59,7 +58,6 @@ class ForkedPhase(LoopPhase):
         self._request = task.request
         self._parent = parent
         self._clips = False
-        self._state: dict[str, object] = {}
         """Of the models, after the first optimizer step."""
         self._watching = None if task.watch is None else WatchedForwards(task.watch, loop)
         self.left = Leftovers(loop.tracer.recorder)
@@ -154,8 +152,6 @@ class ForkedPhase(LoopPhase):
             self._compared = optimizer
             self.left.ended(number)
             self.left.begins()
-        if not self._state:
-            self._state = state_of(self.loop.models)
         if number > 2 or (number == 2 and not self.loop.optimizers_behind):
             self.followed()
 
@@ -213,7 +209,6 @@ class ForkedPhase(LoopPhase):
         facts = LoopFacts(
             batches_per_step=between,
             clips_gradients=self._clips,
-            advances=changed(self._state, state_of(self.loop.models)),
             own_backward=tuple(unknown_functions(observer.functions)),
         )
         watched = None if self._watching is None else self._watching.found()

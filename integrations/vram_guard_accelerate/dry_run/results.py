@@ -37,8 +37,6 @@ class LoopFacts:
     batches_per_step: int
     """Training batches from the first optimizer step to the second."""
     clips_gradients: bool
-    advances: tuple[str, ...]
-    """Attributes and buffers of models that are others after every optimizer step: each call may move them on."""
     own_backward: tuple[str, ...] = ()
     """Sentences about functions of whose backward pass nothing is known."""
 
