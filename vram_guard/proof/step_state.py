@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vram_guard.state.modules import normalisation_buffers
-from vram_guard.state.reached import FRAMEWORKS, OF_EVERY_MODULE, ReachedState, has_state, key_of
+from vram_guard.state.reached import FRAMEWORKS, OF_EVERY_MODULE, RECORDERS, ReachedState, has_state, key_of
 from vram_guard.tensors import storage_of, version_of
 from vram_guard.user_code import is_installed_file
 
@@ -90,7 +90,7 @@ def _is_users(value: Any) -> bool:
     """True for what the training's own code defines, and for values and containers of Python's own types."""
     named = value if isinstance(value, (type, FunctionType)) else type(value)
     home = str(named.__module__).partition(".")[0]
-    return home not in FRAMEWORKS and not home.startswith("vram_guard") and not _is_installed(home)
+    return home not in FRAMEWORKS | RECORDERS and not home.startswith("vram_guard") and not _is_installed(home)
 
 
 @cache
