@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
+
+#: The process that imported this; its copies have other numbers.
+_IMPORTED_IN = os.getpid()
 
 
 @contextlib.contextmanager
@@ -27,9 +31,10 @@ def collector_paused() -> Iterator[None]:
 def frozen_objects_listed() -> Iterator[None]:
     """While the block runs, ``gc.get_objects`` lists what was there when this process was copied from another one too.
 
-    No finalizer of those objects is run: the collector is paused.
+    No finalizer of those objects is run: the collector is paused, and in a copy they are frozen again, with all that is
+    there by then; a process that lives on would never let go of that.
     """
-    is_frozen = bool(gc.get_freeze_count())
+    is_frozen = bool(gc.get_freeze_count()) and os.getpid() != _IMPORTED_IN
     with collector_paused():
         gc.unfreeze()
         try:
