@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import itertools
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from vram_guard.state.writes import Writes, objects_before
+from vram_guard.state.collector import objects_before
+from vram_guard.state.writes import Writes
 
 HELPERS = types.SimpleNamespace(calls=0, seen=[1], table={"calls": 0}, numbers=itertools.count(), words={"a"})
 QUEUE = collections.deque([1, 2])
@@ -188,3 +191,25 @@ def test_functions_that_are_called_are_followed() -> None:
         attribute()
 
     assert written(outer, set()) == [("attribute", "HELPERS.calls")]
+
+
+def test_what_is_frozen_is_known_and_nothing_more_stays_frozen_with_every_look() -> None:
+    """As in a copy of a process: what is made there is let go of."""
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        assert written(attribute, set())
+        first = gc.get_freeze_count()
+        for _look in range(3):
+            made = Kind()
+            made.itself = made  # type: ignore[attr-defined]
+            alive = weakref.ref(made)
+            del made
+            assert written(attribute, set())
+            gc.collect()
+            assert alive() is None
+        assert gc.get_freeze_count() <= first
+    finally:
+        gc.unfreeze()
+        if frozen:
+            gc.freeze()

@@ -30,9 +30,9 @@ from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.proof.step_state import StepState
+from vram_guard.state.collector import objects_before
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
-from vram_guard.state.writes import objects_before
 from vram_guard.techniques.patched_forward import PatchedForward, arguments_by_name, has_forward, patch_forwards
 from vram_guard.techniques.recipe import Body
 from vram_guard.tensors import storage_of, tensors_of, without_modes

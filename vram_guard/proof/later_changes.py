@@ -39,7 +39,7 @@ class CodeRun(Writes):
         before: see :class:`~vram_guard.state.writes.Writes`.
     """
 
-    def __init__(self, before: set[int] | None = None) -> None:
+    def __init__(self, before: Container[int] | None = None) -> None:
         super().__init__(before)
         self._codes: set[CodeType] = set()
         self._iterators: dict[str, None] = {}

@@ -21,9 +21,9 @@ from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
 from vram_guard.proof.step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
+from vram_guard.state.collector import objects_before
 from vram_guard.state.containers import parts_of
 from vram_guard.state.modules import normalisation_buffers
-from vram_guard.state.writes import objects_before
 from vram_guard.step import TrainingStep
 from vram_guard.tensors import storage_of
 

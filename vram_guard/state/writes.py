@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vram_guard.state.collector import frozen_objects_listed
+from vram_guard.state.collector import is_held_by
 from vram_guard.state.reached import FRAMEWORKS, RECORDERS, home_of
 from vram_guard.user_code import is_users_file
 
@@ -75,22 +75,20 @@ class Writes:
     """Takes down what the user's functions write to inside the block.
 
     Args:
-        before: identities of all objects that were there, see :func:`objects_before`; None: nothing is taken down but
-            whether they are needed.
+        before: identities of all objects that were there, see :func:`~vram_guard.state.collector.objects_before`; None:
+            nothing is taken down but whether they are needed.
 
     Attributes:
         is_needed: a function writes to something, or calls what may.
     """
 
-    def __init__(self, before: set[int] | None = None) -> None:
+    def __init__(self, before: Container[int] | None = None) -> None:
         self.is_needed = False
         self._before = before
-        self._found: dict[tuple[str, str], list[Hashable]] = {}
-        """Function and text -> keys of what was there before, as :meth:`elsewhere` is told them."""
-        self._owners: list[Any] = []
-        """They live as long as this, so that their identities are theirs."""
-        self._entered: dict[int, dict[str, Any]] = {}
-        """Frames of libraries' methods -> what their object held."""
+        self._found: dict[tuple[str, str], dict[Hashable, Any]] = {}
+        """Function and text -> what may have been there before, by its key, as :meth:`elsewhere` is told those."""
+        self._entered: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """Frames of libraries' methods -> their object, and what it held."""
         self._seen: dict[int, CodeType] = {}
         """Every function's code, by its identity: most calls are of libraries, and a hash of code reads all of it."""
         self._users: set[int] = set()
@@ -136,21 +134,21 @@ class Writes:
         for one in writes:
             if one.owner is None:
                 is_cell = one.name in frame.f_code.co_freevars
-                self._add(frame, one.text, one.name if is_cell else (id(frame.f_globals), one.name))
+                self._add(frame, one.text, _UNKNOWN, one.name if is_cell else (id(frame.f_globals), one.name))
                 continue
             owner = _value(one.owner, frame)
             if one.is_set_later and owner is not _NONE_YET:
                 owner = _UNKNOWN
             if not (isinstance(owner, torch.Tensor) and (not one.name or one.name in _OF_TENSORS)):
-                self._add_owner(frame, one.text, owner)
+                self._add(frame, one.text, owner)
 
     def _calls_c(self, frame: FrameType, function: Any) -> None:
         """A function of the user's calls one that is written in C."""
         name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
         if name in _STATEFUL:
-            self._add_owner(frame, f"{name}()", _UNKNOWN)
+            self._add(frame, f"{name}()", _UNKNOWN)
         elif any(isinstance(owner, kind) and name in names for kind, names in _CHANGING.items()):
-            self._add_owner(frame, f"{type(owner).__name__}.{name}()", owner)
+            self._add(frame, f"{type(owner).__name__}.{name}()", owner)
 
     def _enters(self, frame: FrameType) -> None:
         """A function of the user's has called a library's method."""
@@ -158,38 +156,24 @@ class Writes:
         if owner is not None:
             self.is_needed = True
             if id(owner) in (self._before or ()):
-                self._entered[id(frame)] = dict(vars(owner))
+                self._entered[id(frame)] = owner, dict(vars(owner))
 
     def _leaves(self, frame: FrameType) -> None:
         """A library's method is about to return."""
-        held = self._entered.pop(id(frame), None)
-        owner = _object_of(frame) if held is not None else None
-        if held is not None and owner is not None and frame.f_back is not None:
-            now = vars(owner)
-            for name in sorted({name for name in {**held, **now} if held.get(name, held) is not now.get(name, held)}):
-                text = f"{type(owner).__name__}.{frame.f_code.co_name}() ({name})"
-                self._found.setdefault((frame.f_back.f_code.co_name, text), []).append(object())
+        owner, held = self._entered.pop(id(frame), (None, {}))
+        if owner is None or frame.f_back is None:
+            return
+        now = vars(owner)
+        for name in sorted(name for name in {**held, **now} if held.get(name, held) is not now.get(name, held)):
+            self._add(frame.f_back, f"{type(owner).__name__}.{frame.f_code.co_name}() ({name})", _UNKNOWN)
 
-    def _add_owner(self, frame: FrameType, text: str, owner: Any) -> None:
+    def _add(self, frame: FrameType, text: str, owner: Any, key: Hashable = None) -> None:
         self.is_needed = True
-        if self._before is not None and self._is_old(owner):
-            self._owners.append(owner)
-            self._add(frame, text, id(owner))
-
-    def _add(self, frame: FrameType, text: str, key: Hashable) -> None:
-        self._found.setdefault((frame.f_code.co_name, text), []).append(key)
-
-    def _is_old(self, owner: Any) -> bool:
-        """True where it was there before, and something else that was holds it: a number may have become another's."""
-        before = self._before or set()
-        if owner is _UNKNOWN or owner is _NONE_YET:
-            return owner is _UNKNOWN
+        if self._before is None or owner is _NONE_YET:
+            return
         # No collector lists a dictionary of numbers and text.
-        if gc.is_tracked(owner) and id(owner) not in before:
-            return False
-        with frozen_objects_listed():
-            holders = gc.get_referrers(owner)
-        return any(id(one) in before and not isinstance(one, FrameType) for one in holders)
+        if owner is _UNKNOWN or not gc.is_tracked(owner) or id(owner) in self._before:
+            self._found.setdefault((frame.f_code.co_name, text), {})[id(owner) if key is None else key] = owner
 
     def elsewhere(self, known: Container[Hashable]) -> Iterator[tuple[str, str]]:
         """Function and text of writes to what was there before and is not among what is compared.
@@ -198,7 +182,12 @@ class Writes:
             known: identities of objects whose content is compared; of variables the names, with the identity of the
                 globals where they are no closure's.
         """
-        yield from (said for said, keys in self._found.items() if any(key not in known for key in keys))
+        before = self._before or ()
+        for said, owners in self._found.items():
+            # An identity may be that of an object which has died since: nothing that was there holds the new one.
+            others = (key for key in owners if key not in known)
+            if any(owners[key] is _UNKNOWN or is_held_by(owners[key], before, owners) for key in others):
+                yield said
 
 
 def _object_of(frame: FrameType) -> Any:
@@ -207,12 +196,6 @@ def _object_of(frame: FrameType) -> Any:
     owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
     left_alone = isinstance(owner, (torch.nn.Module, torch.Tensor, BaseException)) or home_of(owner) in _KNOWN
     return None if left_alone or not type(owner).__dictoffset__ else owner
-
-
-def objects_before() -> set[int]:
-    """The identities of all objects that may hold others."""
-    with frozen_objects_listed():
-        return set(map(id, gc.get_objects()))
 
 
 @cache

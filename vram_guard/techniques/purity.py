@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from vram_guard.state.collector import objects_before
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import (
     LIBRARIES,
@@ -30,7 +31,7 @@ from vram_guard.state.reached import (
     is_generator,
     key_of,
 )
-from vram_guard.state.writes import Writes, objects_before
+from vram_guard.state.writes import Writes
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
 from vram_guard.tensors import storage_of, tensors_in, version_of
 from vram_guard.timeline import ChangeKind, StateChange
@@ -81,7 +82,7 @@ class PurityWatch:
         self.operations = operations
         self._found: dict[int, dict[StateChange, None]] = {}
         """By the step in which they were seen."""
-        self._before: tuple[int, set[int]] | None = None
+        self._before: tuple[int, frozenset[int]] | None = None
 
     def __deepcopy__(self, _memo: object) -> Self:
         """A copy of a watched model, such as an average of its weights, is watched by the same."""
@@ -94,7 +95,7 @@ class PurityWatch:
             if name in modules and has_forward(modules[name]):
                 WatchedForward(inside(modules[name]), name, self).install()
 
-    def objects_before(self) -> set[int]:
+    def objects_before(self) -> frozenset[int]:
         """The identities of the objects that were there before the step that is running."""
         if self._before is None or self._before[0] != self.operations.measured:
             self._before = self.operations.measured, objects_before()
