@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vram_guard.apply.microbatch import probe_layout, splitter_of
@@ -211,31 +211,23 @@ def _without_job(captured: CapturedTraining, error: Exception) -> CapturedTraini
     return replace(captured, step=captured.step.with_(job=None), notes=(*captured.notes, said))
 
 
+@dataclass(frozen=True)
 class _Captured:
-    """A captured training, as it is decided for (:class:`~vram_guard.guard.settling.Decided`)."""
+    """A captured training, as it is decided for (:class:`~vram_guard.guard.settling.PlannedTraining`)."""
 
-    def __init__(
-        self,
-        captured: CapturedTraining,
-        settings: GuardSettings,
-        budget: Budget,
-        correction: float,
-        graph: LossGraph,
-        progress: Progress,
-    ) -> None:
-        self._captured = captured
-        self._settings = settings
-        self._budget = budget
-        self._correction = correction
-        self._graph = graph
-        self._progress = progress
+    captured: CapturedTraining
+    settings: GuardSettings
+    budget: Budget
+    correction: float
+    graph: LossGraph
+    progress: Progress
 
     def objections(self, plan: Plan) -> Iterable[Refusal | None]:
-        return self._captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before))
+        return self.captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before))
 
     def finds_body(self, refused: dict[str, str]) -> bool:
-        captured = self._captured
-        if captured.step.body is not None or "slices" not in self._settings.techniques or not captured.step.optimizer:
+        captured = self.captured
+        if captured.step.body is not None or "slices" not in self.settings.techniques or not captured.step.optimizer:
             return False
         try:
             with captured.symbolic_run():
@@ -244,15 +236,15 @@ class _Captured:
             known = isinstance(error, UnsupportedTechniqueError)
             refused["slices"] = str(error) if known else f"{type(error).__name__}: {error}"
             return False
-        self._captured = replace(captured, step=captured.step.with_(body=body))
+        self.captured = replace(captured, step=captured.step.with_(body=body))
         return True
 
     def prove(self, plan: Plan, refused: dict[str, str]) -> Proof | Disproof:
-        if self._settings.mode != "fit":
+        if self.settings.mode != "fit":
             return Proof("")
-        self._progress(_("proving that the plan leaves what is learned as it was"))
-        proof = prove(self._captured, plan, self._graph, self._settings.said_loss_weight)
-        divided = self._captured.step.parallel is not None or plan.recipe.sharding is not None
+        self.progress(_("proving that the plan leaves what is learned as it was"))
+        proof = prove(self.captured, plan, self.graph, self.settings.said_loss_weight)
+        divided = self.captured.step.parallel is not None or plan.recipe.sharding is not None
         counted = isinstance(proof, Proof) and isinstance(proof.loss_weight, Normaliser | EveryLabel)
         if divided and counted and plan.splits > 1:
             refused["accumulate"] = left_out()  # nothing is to be proposed to the user
@@ -260,22 +252,22 @@ class _Captured:
         return proof
 
     def plan(self, refused: Mapping[str, str]) -> Plan:
-        captured, settings = self._captured, self._settings
+        captured, settings = self.captured, self.settings
         step, size = captured.step, captured.sample.batch_size
         check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
         with captured.symbolic_run():
             return settling.planned(
                 step,
                 size,
-                self._budget,
+                self.budget,
                 settings,
                 refused=refused,
                 blocks=settings.blocks,
                 dataset_size=captured.epoch_samples,
-                correction=self._correction,
+                correction=self.correction,
                 cudnn=settings.cudnn,
                 pin=settings.pins,
-                progress=self._progress,
+                progress=self.progress,
             )
 
 

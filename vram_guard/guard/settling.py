@@ -1,7 +1,7 @@
 """The loop of a decision: plans are made until one is known to leave what is learned as it was.
 
 Of a framework's training as of a script's: how either is followed, and what is proven of it, is its own business
-(:class:`Decided`).
+(:class:`PlannedTraining`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
 
 
-class Decided(Protocol):
+class PlannedTraining(Protocol):
     """A training that is decided for."""
 
     def plan(self, refused: Mapping[str, str]) -> Plan:
@@ -45,7 +45,7 @@ class Decided(Protocol):
         """Proof of a plan that changes something; what it rests on may be refused on the way."""
 
 
-def settled(training: Decided, refused: dict[str, str]) -> tuple[Plan, Proof]:
+def settled(training: PlannedTraining, refused: dict[str, str]) -> tuple[Plan, Proof]:
     """The best plan that is known to leave what is learned as it was, and how that is known.
 
     Args:

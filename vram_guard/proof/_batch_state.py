@@ -14,15 +14,14 @@ class BatchState:
 
     Args:
         batch: that the step is about to get.
+
+    Attributes:
+        known: identities of its containers and of the objects in them: each micro-batch has others.
     """
 
     def __init__(self, batch: Any) -> None:
         self._parts = dict(parts_of(batch))
-        self._own: set[Hashable] = {key_of(holder) for holder in ObjectWalk([("batch", batch)])}
-
-    def known(self) -> set[Hashable]:
-        """Identities of its containers and of the objects in them: each micro-batch has others."""
-        return self._own
+        self.known: set[Hashable] = {key_of(holder) for holder in ObjectWalk([("batch", batch)])}
 
     def changed(self, batch: Any) -> Iterator[str]:
         """Parts that are new by now, or other objects: "batch['features']".

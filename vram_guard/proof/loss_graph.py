@@ -208,7 +208,7 @@ class LossGraph:
             later = [_("the step reads {name}, which moves on with the training", name=n) for n in self._effects.reads]
             if isinstance(own, torch.nn.Module):
                 later += ran.changed_later(own, functions_of(self._effects.companions))
-            later += ran.writes_elsewhere(state.known() | given.known())
+            later += ran.writes_elsewhere(state.known() | given.known)
             own_backward = tuple(unknown_functions(functions))
             later += [*ran.takes_gradients(), *own_backward]
             if heard.of_python:

@@ -132,7 +132,7 @@ class WatchedForward(PatchedForward):
             out = self.as_written(*args, **kwargs)
         found = [] if before is None else list(before.changed(noted))
         if before is not None and writes is not None:
-            found += [("object", text) for _function, text in writes.elsewhere(before.known())]
+            found += [("object", text) for _function, text in writes.elsewhere(before.known)]
         for kind, name in found:
             self._watch.add(StateChange(self._name, kind, name))
         return out
@@ -160,10 +160,11 @@ class _Look:
                     self._tensors.setdefault(storage_of(parameter), ("parameter", prefix + name))
         self._owned = _owned(module)
         walk = ObjectWalk(_roots(module), _is_left_alone)
-        self._keys: set[Hashable] = set(map(id, module.modules()))
+        self.known: set[Hashable] = set(map(id, module.modules()))
+        """Keys of what is compared, as ``Writes.elsewhere`` has them."""
         for holder in walk:
             name, value, content = holder
-            self._keys.add(key_of(holder))
+            self.known.add(key_of(holder))
             if isinstance(value, torch.Generator):
                 self._generators[number_of(value)] = name
             self._contents[name, _identity(value)] = _tokens(value, content)
@@ -172,10 +173,6 @@ class _Look:
             self._tensors.setdefault(storage_of(tensor), ("tensor", name))
         for tensor in tensors_in(inputs):
             self._tensors.setdefault(storage_of(tensor), ("input", ""))
-
-    def known(self) -> set[Hashable]:
-        """Keys of what is compared, as ``Writes.elsewhere`` has them."""
-        return self._keys
 
     def changed(self, noted: Noted) -> Iterator[tuple[ChangeKind, str]]:
         """Kinds and names of what a forward has changed since, and checkpointing does not put back."""

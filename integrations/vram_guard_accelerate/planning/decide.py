@@ -154,7 +154,7 @@ def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
 
 @dataclass
 class _Script:
-    """A script, as it is decided for (:class:`~vram_guard.guard.settling.Decided`)."""
+    """A script, as it is decided for (:class:`~vram_guard.guard.settling.PlannedTraining`)."""
 
     first: FirstBatch
     settings: LaunchSettings
