@@ -211,7 +211,7 @@ def _without_job(captured: CapturedTraining, error: Exception) -> CapturedTraini
     return replace(captured, step=captured.step.with_(job=None), notes=(*captured.notes, said))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
     """A captured training, as it is decided for (:class:`~vram_guard.guard.settling.PlannedTraining`)."""
 
