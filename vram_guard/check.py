@@ -58,7 +58,7 @@ def assert_fits(
         vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
     if annotations is not None:
-        from vram_guard.report.annotations import check_annotations, finding, workflow_command
+        from vram_guard.report.annotations import annotation, check_annotations
 
         check_annotations(annotations)
     estimate, timeline, held_against = checked(
@@ -68,7 +68,7 @@ def assert_fits(
         raise_unless_it_fits(estimate, timeline, held_against, settings)
     except DoesNotFitError as error:
         if annotations is not None:
-            print(workflow_command(finding(str(error), estimate.peak_source)))  # noqa: T201 - a runner reads it
+            print(annotation(str(error), estimate.peak_source))  # noqa: T201 - a runner reads it
         raise
     return estimate
 

@@ -16,8 +16,8 @@ import pytest
 from vram_guard.language import _
 from vram_guard.timeline import Estimate
 
-#: Findings travel with the reports of tests, from other processes too.
-_PROPERTY = "vram_guard_finding"
+#: Annotations travel with the reports of tests, from other processes too.
+_PROPERTY = "vram_guard_annotation"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,13 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Annotations come at the end, of all processes that ran tests."""
     if config.getoption("--vram-guard-annotations"):
-        from vram_guard.report.annotations import Finding, workflow_command
-
         reports = [one for ended in terminalreporter.stats.values() for one in ended if hasattr(one, "user_properties")]
         told = [value for one in reports for name, value in one.user_properties if name == _PROPERTY]
-        for one in dict.fromkeys(Finding(*value) for value in told):
+        for line in dict.fromkeys(told):
             terminalreporter.write_line("")
-            terminalreporter.write_line(workflow_command(one))
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture
@@ -84,11 +82,11 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
             raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
         except DoesNotFitError as error:
             if request.config.getoption("--vram-guard-annotations"):
-                from vram_guard.report.annotations import finding
+                from vram_guard.report.annotations import annotation
 
                 file, line, _name = request.node.location
-                found = finding(str(error), estimate.peak_source, file, (line or 0) + 1)
-                request.node.user_properties.append((_PROPERTY, list(found)))
+                found = annotation(str(error), estimate.peak_source, file, (line or 0) + 1)
+                request.node.user_properties.append((_PROPERTY, found))
             raise
         return estimate
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 #: before it.
 _PIECES = re.compile(r"\s+|[（《“]*(?:[^\s\u2e80-\uffef]+|[\u2e80-\uffef])[，。；：、！？）》”]*")
 #: What stands before the text of a line: spaces, and the sign or number of an item.
-_BEFORE = re.compile(r"\s*(?:(?:[-•+✓✅❌❓💡]|\d+\.)\s+)?")
+_BEFORE = re.compile(r"\s*(?:(?:[-+✓✅❌❓💡]|\d+\.)\s+)?")
 
 
 def display_width(text: str) -> int:
@@ -36,11 +35,6 @@ def display_width(text: str) -> int:
 def ljust(text: str, width: int) -> str:
     """``text`` with spaces after it, up to ``width`` columns of a terminal."""
     return text + " " * (width - display_width(text))
-
-
-def rjust(text: str, width: int) -> str:
-    """``text`` with spaces before it, up to ``width`` columns of a terminal."""
-    return " " * (width - display_width(text)) + text
 
 
 def cut(text: str, width: int) -> str:
@@ -103,11 +97,6 @@ def encodable(text: str, stream: TextIO) -> str:
     return _in_encoding(text, getattr(stream, "encoding", None) or "utf-8")
 
 
-def is_utf(encoding: str) -> bool:
-    """True if everything can be drawn in an encoding."""
-    return encoding.lower().startswith(("utf-", "utf8", "utf_"))
-
-
 def in_log(text: str, logger: logging.Logger) -> str:
     """``text`` for people as every stream of a log can take it.
 
@@ -117,12 +106,6 @@ def in_log(text: str, logger: logging.Logger) -> str:
     for encoding in encodings_of(logger):
         text = _in_encoding(text, encoding)
     return text
-
-
-def log_draws(logger: logging.Logger) -> bool:
-    """True if everything can be drawn in a log; of one that nobody listens to, in standard error."""
-    heard = [*encodings_of(logger)] or [getattr(sys.stderr, "encoding", None) or "utf-8"]
-    return all(map(is_utf, heard))
 
 
 def fitting_log(text: str, logger: logging.Logger) -> str:

@@ -29,7 +29,7 @@ from vram_guard.report.html import where_to_read_on
 from vram_guard.report.text import render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
-from vram_guard.terminal import fitting_log, in_log, log_draws
+from vram_guard.terminal import fitting_log, in_log
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.apply import techniques
@@ -261,7 +261,7 @@ def _report(text: str) -> None:
 
 
 def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent: ParentPipe) -> NoReturn:
-    from vram_guard.report.html import page_to_keep
+    from vram_guard.report.html import html_report
     from vram_guard_accelerate.planning.decide import decide
 
     made = decide(first, settings, budget)
@@ -270,7 +270,7 @@ def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent
     forks.end_all()
     notes = [f"  - {note}" for note in made.notes]
     text = "\n".join([made.plan.explain(), *notes])
-    drawn = render(made.plan, unicode=log_draws(_logger), verbose=False).rstrip()
+    drawn = render(made.plan, verbose=False).rstrip()
     brief = "\n".join([drawn, *notes])
-    page = page_to_keep(made.plan, title=sys.argv[0])
+    page = html_report(made.plan, title=sys.argv[0])
     parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))

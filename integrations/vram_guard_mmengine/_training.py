@@ -27,7 +27,7 @@ from vram_guard.techniques import Recipe
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
-from vram_guard.terminal import fitting_log, in_log, log_draws
+from vram_guard.terminal import fitting_log, in_log
 from vram_guard_mmengine import _layouts, _optim, _recovery
 from vram_guard_mmengine._capture import CapturedRun, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
@@ -162,7 +162,7 @@ class RunnerTraining:
         from vram_guard.report.text import render
 
         log = self.runner.logger
-        text = render(plan, unicode=log_draws(log), verbose=verbose).rstrip()
+        text = render(plan, verbose=verbose).rstrip()
         below = fitting_log("\n".join(lines), log)
         log.info("%s", in_log("\n".join(filter(None, ["vram_guard", text, below])), log))
         self.runner.cfg[CONFIG_KEY] = summary(plan, applied=applied)

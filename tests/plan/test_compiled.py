@@ -198,7 +198,7 @@ def test_a_plan_shows_the_compiled_step_beside_the_eager_one() -> None:
     assert (made.compiled.graphs, made.compiled.breaks, made.compiled.why) == (2, (), "")
     assert made.estimate.peak_allocated < made.compiled.eager.peak_allocated
     assert made.estimate == made.before
-    shown = text.render(made, unicode=False)
+    shown = text.render(made)
     assert "torch.compile" in shown
     assert "uncompiled" in shown
     described = as_dict(made)["compiled"]
@@ -362,7 +362,7 @@ def test_what_cannot_be_compiled_is_counted_as_eager_and_said(options: dict[str,
     assert made.estimate.peak_reserved == made.compiled.eager.peak_reserved
     assert made.estimate.tier == "partly symbolic"
     assert any(made.compiled.why in note.message for note in made.estimate.notes)
-    assert "not followed" in text.render(made, unicode=False)
+    assert "not followed" in text.render(made)
 
 
 def compiled_by_nothing() -> nn.Module:

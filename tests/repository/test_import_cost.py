@@ -28,12 +28,15 @@ from vram_guard.quiet import quiet_imports
         "import vram_guard_mmengine",
         "import vram_guard_mmengine.commands",
         "from vram_guard import TrainingStep, Budget, Timeline, Estimate, Plan, AllocatorSettings, plan",
-        "from vram_guard.cli import main\nmain(['doctor'])",
-        "from vram_guard.cli import main\nmain(['gpus'])",
     ],
 )
 def test_import_is_light(statement: str) -> None:
     assert heavy_after(statement) == set()
+
+
+@each("command", ["doctor", "gpus"])
+def test_tables_need_what_draws_them_alone(command: str) -> None:
+    assert heavy_after(f"from vram_guard.cli import main\nmain([{command!r}])") == {"rich"}
 
 
 def test_the_check_can_fail(tmp_path: Path) -> None:

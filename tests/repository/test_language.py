@@ -21,7 +21,7 @@ from vram_guard import cli, language
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import CHINESE, ENGLISH, LOCALE, speaking
 from vram_guard.report.picture import picture
-from vram_guard.terminal import display_width, ljust, rjust, wrapped
+from vram_guard.terminal import display_width, ljust, wrapped
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"
@@ -228,7 +228,6 @@ def test_columns_are_counted_as_terminals_show_them():
     assert display_width("显存（GiB）") == 11
     assert display_width("e\u0301") == 1
     assert ljust("显存", 6) == "显存  "
-    assert rjust("显存", 6) == "  显存"
     assert ljust("显存", 2) == "显存"
 
 
@@ -254,7 +253,7 @@ def made_plan():
     )
     with speaking("zh"):
         found = plan(step, 8192, budget="46MiB", margin=0, allow=("accumulate",))
-        return found, render(found, unicode=True, width=80), found.explain()
+        return found, render(found, width=80), found.explain()
 
 
 def test_a_plan_in_chinese(made_plan):
@@ -270,11 +269,8 @@ def test_a_plan_in_chinese(made_plan):
 
 
 def test_columns_of_a_chinese_report_line_up(made_plan):
-    """Bars begin in one column, and every amount of the table ends where its column ends."""
+    """Every amount of the table ends where its column ends."""
     lines = made_plan[1].splitlines()
-    bars = [line for line in lines if "[█" in line]
-    assert len(bars) == 2
-    assert len({display_width(line.partition("[")[0]) for line in bars}) == 1
     start, end = (
         next(at for at, line in enumerate(lines) if line.startswith(word)) for word in ("  峰值时", "  预留峰值")
     )

@@ -74,7 +74,7 @@ def test_values_of_messages() -> None:
 
 def test_reports_in_a_file_and_on_a_terminal(made: Any) -> None:
     assert made.checkpointed_modules
-    for text in (render(made), render(made, unicode=False), made.explain()):
+    for text in (render(made), made.explain()):
         assert_plain(text)
         assert not re.search(r"^\d\[/red\]", text, re.MULTILINE), "a name is one line"
     file = io.StringIO()
@@ -174,7 +174,7 @@ def test_every_way_out_goes_through_one_place() -> None:
                     r"(import|from) html\b", ast.unparse(node)
                 ):
                     escaping.add(name)
-    assert escaping == {"vram_guard/report/_markup.py"}
+    assert escaping == {"vram_guard/report/picture.py"}
     assert printing == {
         "vram_guard/cli/printing.py",
         "integrations/vram_guard_accelerate/_messages.py",

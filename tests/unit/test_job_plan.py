@@ -130,7 +130,7 @@ def test_a_check_holds_the_whole_job_against_the_budget():
 
 
 def test_reports_show_the_peak_of_each_phase(fitting):
-    text = render(fitting, width=100, unicode=False)
+    text = render(fitting, width=100)
     table = text.partition("Peak of each phase")[2]
     for name in ("setup", "training, step 2", "validation, after step 2", "saving, after step 2", "training, step 3"):
         assert name in table
@@ -153,7 +153,7 @@ def test_reports_say_what_grows_and_when_the_budget_is_full():
         return outputs.square().mean()
 
     estimate = trace(step_of(None).with_(loss=loss)).at(1000)
-    text = render(estimate, budget=Budget.of("1GiB", margin=0), width=120, unicode=False)
+    text = render(estimate, budget=Budget.of("1GiB", margin=0), width=120)
     assert "1000.00 KiB more with every step: 2 (Linear), unit/test_job_plan.py:" in text
     assert f"the budget is full after {estimate.steps_until_full(Budget.of('1GiB', margin=0))} steps" in text
     assert as_dict(estimate)["estimate"]["leaks"] == [estimate.leaks[0]._asdict()]

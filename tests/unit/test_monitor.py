@@ -365,7 +365,7 @@ def test_a_process_that_is_gone_or_another_of_its_number_is_left_out(told, tmp_p
     assert set(trainings()) == {os.getpid()}
     path = tmp_path / "running" / f"{os.getpid()}.json"
     facts = json.loads(path.read_text())
-    for changed in ({"started": "1"}, {"predicted": -1}, {"more": 1}):
+    for changed in ({"started": "1"}, {"predicted": "1"}, {"more": 1}):
         path.write_text(json.dumps({**facts, **changed}))
         assert trainings() == {}
     path.write_text("[")

@@ -56,7 +56,7 @@ def texts(svg: str) -> str:
 
 def test_a_picture_shows_peak_phases_and_budget(timeline: Timeline, tmp_path: Path) -> None:
     budget, estimate = Budget.of("64MiB", margin=0), timeline.at(16)
-    assert save(estimate, tmp_path / "step.svg", timeline=timeline, budget=budget)
+    save(estimate, tmp_path / "step.svg", timeline=timeline, budget=budget)
     drawn = (tmp_path / "step.svg").read_text("utf-8")
     said = texts(drawn)
     for part in ("step 1", "step 2", "forward", "backward", "activations", "reserved", "budget", "MiB"):
@@ -100,7 +100,7 @@ def loaded(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def viewed(timeline: Timeline, tmp_path: Path) -> dict[str, Any]:
-    assert save(timeline.at(16), tmp_path / "step.pickle", timeline=timeline)
+    save(timeline.at(16), tmp_path / "step.pickle", timeline=timeline)
     return loaded(tmp_path / "step.pickle")
 
 

@@ -50,11 +50,11 @@ def add(commands: Any) -> None:
 
 
 def _optimize(options: argparse.Namespace) -> int:
+    from vram_guard.files import write_atomically
     from vram_guard.optimize.document import Document
     from vram_guard.optimize.host import usable_cores
     from vram_guard.optimize.names import SETTINGS, find, holds_arguments
     from vram_guard.optimize.rules import Advice, Situation
-    from vram_guard.report.files import must_be_written, write_atomically
     from vram_guard.step import checked_count
 
     if not options.config:
@@ -83,8 +83,7 @@ def _optimize(options: argparse.Namespace) -> int:
     advice = Advice(document, found, situation)
     text = document.rewritten(advice.changes)
     if not options.dry_run:
-        with must_be_written():
-            write_atomically(output, text)
+        write_atomically(output, text)
     held_against = budget if batch is None else batch.budget or budget
     if options.json:
         print_json(_as_dict(options, advice, held_against, measured, output))

@@ -97,13 +97,11 @@ def _check_pictures(options: argparse.Namespace) -> None:
 
 def _write_pictures(options: argparse.Namespace, made: Plan, title: str) -> None:
     """Write what was asked for, and say on standard error where it is."""
-    from vram_guard.report.files import must_be_written, write_atomically
-    from vram_guard.report.saving import content
+    from vram_guard.report import save
 
     for path, kind in ((options.html, ".html"), (options.plot, ".svg"), (options.snapshot, ".pickle")):
         if path:
-            with must_be_written():
-                write_atomically(path, content(made, kind, title=title))
+            save(made, path, kind, title=title)
             say(_("wrote {path}", path=path), sys.stderr)
 
 
@@ -133,9 +131,9 @@ def _one_of(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
-    from vram_guard.report.annotations import check_annotations, finding, workflow_command
+    from vram_guard.report.annotations import annotation, check_annotations
     from vram_guard.report.as_json import as_dict
-    from vram_guard.report.html import page_to_keep, where_to_read_on
+    from vram_guard.report.html import html_report, where_to_read_on
     from vram_guard.report.text import show
 
     if options.gpus is None:
@@ -170,10 +168,10 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         show(made, verbose=bool(options.verbose))
         if not options.verbose and not options.html:
-            say(where_to_read_on(page_to_keep(made, title=name), "-v"))
+            say(where_to_read_on(html_report(made, title=name), "-v"))
     tell_differences(required, made.before.releases)
     _write_pictures(options, made, name)
     if options.annotations is not None and not made.fits:
-        failed = finding(f"{name}: {made.verdict()}", "", options.config or "")
-        say(workflow_command(failed), sys.stderr, wrap=False)  # for a program
+        failed = annotation(f"{name}: {made.verdict()}", "", options.config or "")
+        say(failed, sys.stderr, wrap=False)  # for a program
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

@@ -15,7 +15,7 @@ from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.language import _
-from vram_guard.report.html import page_to_keep, where_to_read_on
+from vram_guard.report.html import html_report, where_to_read_on
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps
@@ -121,7 +121,7 @@ class Guard:
             training.apply(decision, self.loss_weight, self.graphs, self.applied)
         lines = self._report_lines(decision)
         if training.ranks.rank == 0 and not settings.verbose:
-            lines.append(where_to_read_on(page_to_keep(plan), "verbose=True"))
+            lines.append(where_to_read_on(html_report(plan), "verbose=True"))
         training.report(plan, lines, applied=self.changes, verbose=settings.verbose)
         warning = judge(plan, settings.mode)
         if warning:

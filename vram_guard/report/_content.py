@@ -123,14 +123,6 @@ class Content:
             return _("Only spread, it does not fit ({share}); fits with: {changes}", share=share, changes=more)
         return _("Does not fit as written ({share}); fits with: {changes}", share=share, changes=plan.verdict())
 
-    def bars(self) -> list[tuple[str, int]]:
-        """(name, peak) of what is drawn against the budget."""
-        if self.plan is None:
-            return [(_("needed"), self.peak)]
-        if self.before is not None:
-            return [(unchanged_name(self.plan), self.before.peak_reserved), (_("planned"), self.peak)]
-        return [(_("as written") if self.plan.spread is None else _("planned"), self.peak)]
-
     def memory(self, most: int) -> Iterator[Section]:
         """The memory at the peak, where it is, and what the phases, modules and steps take; ``most`` of each list."""
         yield self._at_the_peak()
@@ -211,6 +203,7 @@ class Content:
 
     def brief(self) -> Iterator[Section]:
         """What there is to know in a dozen lines."""
+        yield Section.listed(_("Memory that grows"), self.leaks())
         yield Section("", self._brief_facts())
         yield self.other_gpus()
         yield Section.listed("", self._brief_reasons())

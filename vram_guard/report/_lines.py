@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TextIO
 
 from vram_guard.printable import printable
-from vram_guard.terminal import encodable, is_utf, terminal_width, wrapped_line
+from vram_guard.terminal import encodable, terminal_width, wrapped_line
 
 
 class Line(NamedTuple):
@@ -29,16 +29,11 @@ def as_text(lines: Iterable[Line]) -> str:
     return "".join(f"{line.text.rstrip()}\n" for line in lines)
 
 
-def is_unicode(stream: TextIO | None = None) -> bool:
-    """True if a stream can show more than ASCII; None: standard output."""
-    return is_utf(getattr(stream or sys.stdout, "encoding", None) or "utf-8")
-
-
-def show(report: Callable[[bool, int], Iterable[Line]], width: int, file: TextIO | None = None) -> bool:
+def show(report: Callable[[int], Iterable[Line]], width: int, file: TextIO | None = None) -> bool:
     """Print a report whatever the stream is, in colour where that is a terminal.
 
     Args:
-        report: makes it, with more than ASCII or without, in so many columns.
+        report: makes it, in so many columns.
         width: columns where the stream is not a terminal.
         file: the stream; None: standard output.
 
@@ -47,7 +42,7 @@ def show(report: Callable[[bool, int], Iterable[Line]], width: int, file: TextIO
     """
     stream = file or sys.stdout
     columns = terminal_width(stream)
-    lines = report(is_unicode(stream), columns or width)
+    lines = report(columns or width)
     if columns is not None and os.name == "posix" and "NO_COLOR" not in os.environ:
         lines = [Line(f"\x1b[{line.style}m{line.text}\x1b[0m" if line.style else line.text) for line in lines]
     try:

@@ -86,7 +86,8 @@ def stack(timeline: Timeline, batch_size: int, *, most: int) -> Stack:
         if index in wanted:
             for name, held in now.items():
                 layers[name].append(held)
-    return Stack(columns, layers, [walked.reserved[index] for index in columns])
+    shown = {category: sizes for category, sizes in layers.items() if any(sizes)}
+    return Stack(columns, shown, [walked.reserved[index] for index in columns])
 
 
 def _highest(curve: list[int], most: int) -> list[int]:

@@ -7,22 +7,12 @@ properties).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.printable import printable
 
 GITHUB = "github"
-
-
-class Finding(NamedTuple):
-    """A check that failed."""
-
-    message: str
-    file: str
-    """Relative to the folder of the project, with slashes; "": none is known."""
-    line: int = 1
 
 
 def check_annotations(value: str) -> None:
@@ -35,8 +25,8 @@ def check_annotations(value: str) -> None:
         raise InvalidInputError(_('annotations are "github", not {value}', value=repr(value)))
 
 
-def finding(message: str, source: str, otherwise: str = "", line: int = 1) -> Finding:
-    """A failed check, beside the line of the user's code where the peak is.
+def annotation(message: str, source: str, otherwise: str = "", line: int = 1) -> str:
+    """A failed check, as a line that GitHub's runners show beside the line of the user's code where the peak is.
 
     Args:
         message: the answer in words.
@@ -47,15 +37,11 @@ def finding(message: str, source: str, otherwise: str = "", line: int = 1) -> Fi
     file, _colon, number = source.rpartition(":")
     inside = _inside(file)
     if inside and number.isdecimal():
-        return Finding(message, inside, int(number))
-    return Finding(message, _inside(otherwise), line)
-
-
-def workflow_command(one: Finding) -> str:
-    """The finding as a line that GitHub's runners turn into an annotation."""
-    title = "title=vram_guard"
-    place = f"file={_property(one.file)},line={one.line},{title}" if one.file else title
-    return f"::error {place}::{_data(printable(one.message))}"
+        line = int(number)
+    else:
+        inside = _inside(otherwise)
+    place = f"file={_property(inside)},line={line}," if inside else ""
+    return f"::error {place}title=vram_guard::{_data(printable(message))}"
 
 
 def _inside(file: str) -> str:

@@ -199,7 +199,7 @@ def _component_row(component: Component) -> tuple[str, ...]:
     return component.name, f"{weights.parameters:,}", stored, held, component.class_name
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows in columns: amounts flush right, names flush left."""
     width = terminal_width(sys.stdout)
     return columns(rows, to_the_right=lambda index, cell: index > 0 and cell[:1].isdigit(), indent=3, width=width)

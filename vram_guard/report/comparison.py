@@ -37,7 +37,7 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
     Returns:
         False where the stream is no longer read.
     """
-    return _lines.show(lambda _unicode, width: _report(answer, width), DEFAULT_WIDTH, file)
+    return _lines.show(lambda width: _report(answer, width), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:

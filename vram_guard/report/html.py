@@ -7,24 +7,21 @@ every request. It has no script, and follows the reader's light or dark theme.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
 
 from vram_guard.budget import Budget
 from vram_guard.cache import cache_folder, forget_oldest
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.files import write_atomically
 from vram_guard.language import _, language
 from vram_guard.limits import FILES_KEPT, LISTED_ON_PAGE
 from vram_guard.plan.model import Plan
 from vram_guard.report._charts import timeline_charts
 from vram_guard.report._content import Content, Section
-from vram_guard.report._markup import escape
-from vram_guard.report.files import NotWrittenWarning, write_atomically
-from vram_guard.report.picture import drawing
+from vram_guard.report.picture import drawing, escape
 from vram_guard.timeline import Estimate, Timeline
-from vram_guard.units import format_bytes
 
 #: No request of any kind may leave the page; its own style is part of it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -69,32 +66,24 @@ def html_report(
     )
 
 
-def page_to_keep(answer: Plan | Estimate, *, budget: Budget | None = None, title: str = "") -> str:
-    """The page for :func:`where_to_read_on`."""
-    return html_report(answer, budget=budget, title=title)
-
-
 def where_to_read_on(page: str, how: str) -> str:
     """The line that ends a short report.
 
     Args:
-        page: of :func:`page_to_keep`; it is left in the folder of what is remembered, where the newest
-            :data:`MOST_PAGES` stay.
+        page: of :func:`html_report`; it is left in the folder of what is remembered, where the newest
+            :data:`vram_guard.limits.FILES_KEPT` stay.
         how: the option or setting that prints all of it.
     """
     folder = cache_folder()
     if folder is None:
         return _("Full report: with {how}", how=how)
     path = folder / "reports" / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}.html"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotWrittenWarning)
-        written = write_atomically(path, page)
+    try:
+        write_atomically(path, page)
+    except InvalidInputError:
+        return _("Full report: with {how}", how=how)
     forget_oldest(path.parent, FILES_KEPT, ("*.html",))
-    return (
-        _("Full report ({how} prints it here): {page}", page=path, how=how)
-        if written
-        else _("Full report: with {how}", how=how)
-    )
+    return _("Full report ({how} prints it here): {page}", page=path, how=how)
 
 
 def _head(name: str, content: Content) -> str:
@@ -106,23 +95,8 @@ def _head(name: str, content: Content) -> str:
             parts.append(f'<p class="verdict {kind}">{escape(line)}</p>')
         parts.append(f'<p class="verdict {kind}">{escape(said)}</p>')
         parts += [f"<p>{escape(line)}</p>" for line in content.cautions()]
-        parts += [_bar(bar, peak, budget) for bar, peak in content.bars()]
         parts.append(f'<p class="soft">{escape(_("Budget: {budget}", budget=budget.explain()))}</p>')
     return "\n".join(["<header>", *parts, "</header>"])
-
-
-def _bar(name: str, peak: int, budget: Budget) -> str:
-    """The reserved peak against the usable bytes; a mark where they end if the peak is beyond."""
-    usable = budget.usable
-    whole = max(peak, usable)
-    over = " over" if peak > usable else ""
-    mark = f'<span class="mark" style="left:{100 * usable / whole:.1f}%"></span>' if over else ""
-    value = f"{format_bytes(peak)} ({peak / usable:.0%})"
-    return (
-        f'<div class="bar"><span class="name">{escape(name)}</span><span class="track" aria-hidden="true">'
-        f'<span class="used{over}" style="width:{100 * peak / whole:.1f}%"></span>{mark}</span>'
-        f'<span class="value">{escape(value)}</span></div>'
-    )
 
 
 def _charts(content: Content, timeline: Timeline | None) -> str:

@@ -11,7 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.plan.model import Plan
-from vram_guard.report._charts import no_timeline
+from vram_guard.report._charts import timeline_of
 from vram_guard.report._walk import Walk, walk
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ def pickled(answer: Plan | Estimate, timeline: Timeline | None = None) -> bytes:
         InvalidInputError: there is no timeline.
     """
     estimate = answer.estimate if isinstance(answer, Plan) else answer
-    timeline = answer.timeline if isinstance(answer, Plan) else timeline
-    if timeline is None:
-        raise no_timeline()
-    return pickle.dumps(snapshot(timeline, estimate.batch_size), protocol=PICKLE_PROTOCOL)
+    return pickle.dumps(snapshot(timeline_of(answer, timeline), estimate.batch_size), protocol=PICKLE_PROTOCOL)
 
 
 def _trace(walked: Walk) -> list[dict[str, Any]]:

@@ -10,32 +10,25 @@ budget, and one odd run (another program's memory, say) is forgotten after some 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vram_guard.cache import cache_folder, forget_oldest
-from vram_guard.language import _
+from vram_guard.codec import from_json, to_json
+from vram_guard.errors import InvalidInputError
+from vram_guard.files import write_atomically
+from vram_guard.limits import FILES_KEPT
 
 if TYPE_CHECKING:
     from torch import nn
 
-VERSION = 1
 KEPT = 5
 """Ratios that are remembered for one training."""
-MOST_FILES = 256
-"""Trainings that are remembered; the longest unused go first."""
 LARGEST_RATIO = 10.0
 """More than that is not an error of a prediction, but something else on the device."""
-LARGEST_FILE = 4096
-"""Bytes; a file of ours is far smaller."""
-
-
-class IgnoredCorrectionWarning(UserWarning):
-    """A file in the cache folder is broken or of a newer release; it is left alone and not used."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,14 @@ class Subject:
     def file_name(self) -> str:
         """The name of its file."""
         return hashlib.sha256(f"{self.gpu}\n{self.torch}\n{self.structure}".encode()).hexdigest()[:24] + ".json"
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """The content of a file."""
+
+    about: Subject
+    ratios: tuple[float, ...]
 
 
 def subject(model: nn.Module, precision: str, gpu: str) -> Subject:
@@ -96,71 +97,21 @@ class Corrections:
         """Factor for predicted peaks; at least 1."""
         return max([1.0, *self._ratios(about)])
 
-    def remember(self, about: Subject, ratio: float) -> bool:
-        """Keep a ratio of measured to predicted; whether it could be written (a read-only home is fine)."""
-        if self._folder is None or not _is_ratio(ratio):
-            return False
-        path = self._folder / about.file_name
-        if path.exists() and self._read(path, about) is None:
-            return False  # not ours, or of a newer release, which may still need it
-        content = {
-            "version": VERSION,
-            "gpu": about.gpu,
-            "torch": about.torch,
-            "structure": about.structure,
-            "ratios": [*self._ratios(about), ratio][-KEPT:],
-        }
-        from vram_guard.report.files import NotWrittenWarning, write_atomically
+    def remember(self, about: Subject, ratio: float) -> None:
+        """Keep a ratio of measured to predicted, where it can be written: a read-only home is fine."""
+        if self._folder is None or not 0 < ratio <= LARGEST_RATIO:
+            return
+        kept = _Remembered(about, (*self._ratios(about), ratio)[-KEPT:])
+        with contextlib.suppress(InvalidInputError):
+            write_atomically(self._folder / about.file_name, to_json(kept))
+            forget_oldest(self._folder, FILES_KEPT)
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotWrittenWarning)
-            written = write_atomically(path, json.dumps(content))
-        if written:
-            forget_oldest(self._folder, MOST_FILES)
-        return written
-
-    def _ratios(self, about: Subject) -> list[float]:
+    def _ratios(self, about: Subject) -> tuple[float, ...]:
+        """The ratios that are known; none where there is no file, or one that no release like this has written."""
         if self._folder is None:
-            return []
-        return self._read(self._folder / about.file_name, about) or []
-
-    def _read(self, path: Path, about: Subject) -> list[float] | None:
-        """The ratios of a file; None where it cannot be used, with a warning unless there simply is none."""
+            return ()
         try:
-            with path.open("rb") as file:
-                raw = file.read(LARGEST_FILE + 1)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            _ignored(path, str(error))
-            return None
-        try:
-            content = json.loads(raw) if len(raw) <= LARGEST_FILE else None
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            _ignored(path, _("it is not a vram_guard file"))
-            return None
-        if content.get("version") != VERSION:
-            found = repr(content.get("version"))
-            _ignored(path, _("it has version {found}, this release reads {known}", found=found, known=VERSION))
-            return None
-        if [content.get(name) for name in ("gpu", "torch", "structure")] != [about.gpu, about.torch, about.structure]:
-            _ignored(path, _("it is about another training"))
-            return None
-        ratios = content.get("ratios")
-        if not isinstance(ratios, list) or not all(_is_ratio(ratio) for ratio in ratios):
-            _ignored(path, _("its ratios are not numbers in (0, 10]"))
-            return None
-        return [float(ratio) for ratio in ratios[-KEPT:]]
-
-
-def _is_ratio(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_RATIO
-
-
-def _ignored(path: Path, why: str) -> list[float] | None:
-    """Say why a file is not used; None, which is what is known from it."""
-    said = _("{path} is not used: {why}; delete it to measure again", path=path, why=why)
-    warnings.warn(f"vram_guard: {said}", IgnoredCorrectionWarning, stacklevel=4)
-    return None
+            found = from_json(_Remembered, (self._folder / about.file_name).read_text("utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return ()
+        return tuple(ratio for ratio in found.ratios if 0 < ratio <= LARGEST_RATIO)

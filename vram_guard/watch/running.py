@@ -7,15 +7,17 @@ itself: where a container counts others than the driver does, the monitor finds 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vram_guard.cache import cache_folder
+from vram_guard.codec import from_json, to_json
+from vram_guard.errors import InvalidInputError
+from vram_guard.files import write_atomically
 
 #: winnt.h and winbase.h: the right to wait for a process; it has not ended yet.
 _SYNCHRONIZE, _WAIT_TIMEOUT = 0x0010_0000, 0x102
@@ -43,12 +45,8 @@ class Running:
         folder = _folder()
         if folder is None:
             return
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{self.pid}.json"
-            whole = path.with_suffix(".part")
-            whole.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            whole.replace(path)
+        with suppress(InvalidInputError):
+            write_atomically(folder / f"{self.pid}.json", to_json(self))
 
     def forget(self) -> None:
         """The training is over."""
@@ -71,19 +69,11 @@ def running() -> dict[int, Running]:
     folder = _folder()
     found: dict[int, Running] = {}
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
-        with suppress(OSError, ValueError, TypeError):
-            one = _read(json.loads(path.read_text(encoding="utf-8")))
+        with suppress(OSError, ValueError):
+            one = from_json(Running, path.read_text(encoding="utf-8"))
             if one.started == started(one.pid) and str(one.pid) == path.stem:
                 found[one.pid] = one
     return found
-
-
-def _read(facts: Any) -> Running:
-    one = Running(**facts)
-    counts: list[Any] = [one.pid, one.predicted, one.context]
-    if not all(type(each) is int and each >= 0 for each in counts):
-        raise ValueError
-    return one
 
 
 def _folder() -> Path | None:

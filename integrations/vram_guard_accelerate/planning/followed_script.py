@@ -18,7 +18,7 @@ from vram_guard.forks.fork import write_all
 from vram_guard.language import _
 from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
-from vram_guard.report.html import page_to_keep
+from vram_guard.report.html import html_report
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._settings import LaunchSettings
@@ -67,9 +67,9 @@ def _follow(
         answer(
             DryRunAnswer(
                 plan=as_dict(found.plan),
-                text=render(found.plan, unicode=True),
-                brief=render(found.plan, unicode=True, verbose=False),
-                page=page_to_keep(found.plan, title=request.command[0]),
+                text=render(found.plan),
+                brief=render(found.plan, verbose=False),
+                page=html_report(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
                 notes=(*found.notes, *filter(None, (early.note,))),
                 relaunch=found.relaunch,

@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
-from vram_guard.errors import EndedCopyError
+from vram_guard.errors import EndedCopyError, InvalidInputError
+from vram_guard.files import write_atomically
 from vram_guard.forks import ended
 from vram_guard.language import _, language
 from vram_guard.limits import FILES_KEPT
@@ -77,8 +78,6 @@ def predict(
         EndedCopyError: something was ended from outside, twice: there is no plan, and nothing is remembered.
         KeyboardInterrupt: Ctrl-C; the dry run is ended.
     """
-    from vram_guard.report.files import write_atomically
-
     base = cache_folder()
     remembered = None if base is None else base / "launches" / f"{key_of(request)}.json"
     if remembered is not None and not fresh:
@@ -108,7 +107,7 @@ def predict(
 
     prediction = Prediction(better_of(first, run), str(log))
     if remembered is not None and remembered.parent.is_dir():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(InvalidInputError):
             write_atomically(remembered, to_json(prediction))
     return prediction
 
