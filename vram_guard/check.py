@@ -9,7 +9,6 @@ from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import GPU, Budget
 from vram_guard.errors import DoesNotFitError, InvalidInputError
 from vram_guard.language import _
-from vram_guard.module_names import in_a_sentence
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import format_bytes
@@ -119,8 +118,7 @@ def raise_unless_it_fits(
     Raises:
         DoesNotFitError: the estimate is above the budget's usable bytes, or only a lower bound.
     """
-    from vram_guard.report.categories import category_name
-    from vram_guard.timeline import phase_words
+    from vram_guard.report.words import held_at_peak, peak_place
 
     if estimate.fits(budget):
         return
@@ -129,20 +127,12 @@ def raise_unless_it_fits(
         verdict = _("{peak} needed, {over} too much", peak=format_bytes(peak), over=format_bytes(peak - usable))
     else:
         verdict = _("at least {peak} needed: the step could not be followed to its end", peak=format_bytes(peak))
-    largest = sorted(((size, name) for name, size in estimate.breakdown.items() if size), reverse=True)[:4]
-    held = _(", ").join(f"{category_name(name)} {format_bytes(size)}" for size, name in largest)
-    place = (
-        str(phase_words(estimate.peak_phase)),
-        in_a_sentence(estimate.peak_module),
-        estimate.peak_source,
-        estimate.peak_operator,
-    )
     most = timeline.max_batch_size(budget, settings=settings) or _("none")
     lines = [
         _("batch size {size} does not fit: {verdict}.", size=estimate.batch_size, verdict=verdict),
         _("  budget: {budget}", budget=budget.explain()),
-        _("  at the peak: {held}", held=held),
-        _("  the peak is in: {place}", place=_(", ").join(filter(None, place))),
+        _("  at the peak: {held}", held=held_at_peak(estimate)),
+        _("  the peak is in: {place}", place=peak_place(estimate)),
         _("  the largest batch size that fits: {most}", most=most),
         _("  predicted with: {releases}", releases=timeline.releases),
     ]

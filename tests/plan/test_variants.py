@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -11,8 +12,17 @@ from torch import nn
 
 from vram_guard import TrainingStep, trace, variants
 from vram_guard.errors import InvalidInputError
+from vram_guard.plan.comparison import Comparison
 from vram_guard.plan.variants import Variants
-from vram_guard.report.comparison import comparison_dict, render
+from vram_guard.report.comparison import comparison_dict, show
+
+
+def shown(answer: Comparison) -> str:
+    """The table as a file has it."""
+    file = io.StringIO()
+    assert show(answer, file=file)
+    return file.getvalue()
+
 
 MIB = 2**20
 
@@ -99,7 +109,7 @@ def test_nothing_fits() -> None:
     assert [row.largest_batch_size for row in made.rows] == [0, 0, 0]
     assert made.explain().startswith("None of 3 variants fits into")
     assert comparison_dict(made)["chosen"] is None
-    assert "None of 3 variants fits" in render(made)
+    assert "None of 3 variants fits" in shown(made)
 
 
 def never() -> nn.Module:
@@ -139,7 +149,7 @@ def test_an_unknown_name_is_an_error(answer: Variants) -> None:
 
 
 def test_the_table_and_the_json(answer: Variants) -> None:
-    text = render(answer)
+    text = shown(answer)
     assert text.isascii()
     assert text.splitlines()[0] == answer.explain().splitlines()[0]
     (line,) = [line for line in text.splitlines() if "lite *" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -11,9 +12,17 @@ from each import each
 
 from vram_guard import TrainingStep, cli, trace
 from vram_guard.errors import InvalidInputError, NoDeviceError
-from vram_guard.plan.comparison import Configuration, compare
-from vram_guard.report.comparison import comparison_dict, render
+from vram_guard.plan.comparison import Comparison, Configuration, compare
+from vram_guard.report.comparison import comparison_dict, show
 from vram_guard.units import format_bytes
+
+
+def shown(answer: Comparison) -> str:
+    """The table as a file has it."""
+    file = io.StringIO()
+    assert show(answer, file=file)
+    return file.getvalue()
+
 
 NET = """
 import torch
@@ -99,10 +108,10 @@ def test_a_plan_where_it_does_not_fit_and_its_price():
     )
     assert answer.rows[1].plan.splits > 1
     assert answer.rows[1].fits
-    assert "micro-batches" in render(answer)
+    assert "micro-batches" in shown(answer)
     alone = compare([Configuration("b", base, large)], budget, margin=0, allow=[])
     assert not alone.all_fit
-    assert "over budget" in render(alone)
+    assert "over budget" in shown(alone)
     assert answer.rows[1].seconds == pytest.approx(alone.rows[0].seconds * answer.rows[1].plan.slowdown)
 
 
@@ -112,15 +121,15 @@ def test_the_amounts_that_rows_are_held_against_are_shown_where_they_differ():
     answer = compare(rows, "1GiB")
     kinds = {answer.budget.for_tier(row.estimate.tier, row.estimate.network).usable for row in answer.rows}
     assert len(kinds) == len(answer.row_budgets) == 2
-    said = " ".join(render(answer).split())
+    said = " ".join(shown(answer).split())
     assert "each row is held against what is usable for its kind of run" in said
     for one in answer.row_budgets:
         assert f"{format_bytes(one.usable)} (margin {one.margin:.1%})" in said
-    assert "each row is held" not in render(compare(rows[:1], "1GiB"))
+    assert "each row is held" not in shown(compare(rows[:1], "1GiB"))
     spread = compare([Configuration("four", base.with_(data_parallel_ranks=4), 4)], gpu="RTX 4090")
     assert spread.compared_budget == spread.rows[0].plan.budget
-    assert "NCCL" in render(spread)
-    assert "each row is held" not in render(compare(rows, "1GiB", margin=0.1))
+    assert "NCCL" in shown(spread)
+    assert "each row is held" not in shown(compare(rows, "1GiB", margin=0.1))
 
 
 def test_one_that_cannot_be_built_has_the_reason_in_its_row():
@@ -133,7 +142,7 @@ def test_one_that_cannot_be_built_has_the_reason_in_its_row():
     assert not answer.all_fit
     assert answer.relative_speed(answer.rows[0]) is None
     assert answer.relative_speed(answer.rows[1]) == 1
-    assert "no such weights" in render(answer)
+    assert "no such weights" in shown(answer)
     json.dumps(comparison_dict(answer), allow_nan=False)
 
 

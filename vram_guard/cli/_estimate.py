@@ -85,8 +85,7 @@ def _estimate(options: argparse.Namespace) -> int:
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
-            read_from, model = options.config or "", request.model or ""
-            print_now(calculator_lines(calculation, memory_source=source, read_from=read_from, model=model))
+            print_now(calculator_lines(calculation, memory_source=source))
     symbolic = None
     if step is not None:
         ask = partial(_symbolic, step, request.numbers["batch"], budget, options.cudnn)

@@ -11,32 +11,19 @@ from typing import Literal, NamedTuple
 from vram_guard.budget import Budget
 from vram_guard.language import _, marked
 from vram_guard.limits import NAMED
-from vram_guard.module_names import in_a_sentence, with_class
+from vram_guard.module_names import with_class
 from vram_guard.plan.descriptions import COUNTED, EXPLANATIONS, Why
 from vram_guard.plan.model import Plan
-from vram_guard.printable import printable
-from vram_guard.report._spread import count_rows, spread_rows
-from vram_guard.report.categories import category_name
-from vram_guard.timeline import CATEGORIES, STEP_PHASES, Estimate, phase_and_step
+from vram_guard.plan.spread import LayoutPlan, Spread, format_seconds
+from vram_guard.report.words import category_name, held_at_peak, peak_place
+from vram_guard.timeline import CATEGORIES, Estimate, phase_and_step
 from vram_guard.units import format_bytes
-
-#: Tier -> its name, where phases have different ones.
-TIER_NAMES = {
-    "symbolic": marked("symbolic"),
-    "partly symbolic": marked("partly symbolic"),
-    "formula": marked("a lower bound"),
-}
 
 _TIERS = {
     "symbolic": marked("symbolic (every operator's memory is known)"),
     "partly symbolic": marked("partly symbolic (some sizes are bounds, see the notes)"),
     "formula": marked("formula (a lower bound: not known to fit)"),
 }
-
-#: A plan whose step takes so many times as long as written is said to be slow right behind the verdict.
-MUCH_SLOWER = 3.0
-#: Host memory of a node with eight GPUs as many have it, in bytes (NVIDIA's data sheet of the DGX A100: 1 TB).
-USUAL_NODE = 10**12
 
 
 class Section(NamedTuple):
@@ -53,11 +40,6 @@ class Section(NamedTuple):
     def listed(cls, title: str, lines: Sequence[str]) -> Section:
         """Lines below each other: rows of one cell."""
         return cls(title, [[line] for line in lines])
-
-    @classmethod
-    def table(cls, title: str, rows: Sequence[Sequence[str]]) -> Section:
-        """Rows with two columns of figures, whose titles are the first row."""
-        return cls(title, rows[1:], rows[0] if rows else (), 2)
 
 
 @dataclass(frozen=True)
@@ -130,6 +112,7 @@ class Content:
         yield self._phases()
         yield Section(_("Modules that hold most at the peak"), self._modules(most), figures=2)
         yield Section.listed(_("Memory that grows"), self.leaks())
+        yield Section.listed(_("Notes"), list(map(str, self.estimate.notes)))
 
     def planned(self, most: int) -> Iterator[Section]:
         """What the plan changes, what it costs and why; nothing where the answer is an estimate."""
@@ -143,17 +126,10 @@ class Content:
         yield Section("torch.compile", _compiled_facts(plan))
         if plan.spread is not None:
             yield Section(_("Over several GPUs"), plan.spread.facts())
-            yield Section.table(_("Ways to spread it, the simplest first"), spread_rows(plan.spread))
-            yield self.other_gpus()
+            yield _ways(plan.spread)
+            yield _other_gpus(plan.spread)
         yield Section.listed(_("Why"), [str(one) for one in plan.reason_values if one.kind not in COUNTED])
         yield Section.listed(_("Alternatives considered, closest first"), _alternatives(plan, most))
-
-    def other_gpus(self) -> Section:
-        """The same training on other numbers of GPUs, where that was asked for."""
-        spread = None if self.plan is None else self.plan.spread
-        return Section.table(
-            _("The same training on other numbers of GPUs"), [] if spread is None else count_rows(spread)
-        )
 
     def _at_the_peak(self) -> Section:
         """What is alive at the peak, by category, and the totals."""
@@ -173,67 +149,46 @@ class Content:
         return Section(_("Memory use"), rows, heads, len(heads) - 1)
 
     def _peak_facts(self) -> list[tuple[str, str]]:
-        """(name, value): where the peak is, and how far the answer can be trusted."""
+        """(name, value): what it was predicted for, where the peak is, and how far the answer can be trusted."""
         estimate = self.estimate
-        steps = estimate.peak_phase.name in (*STEP_PHASES, "setup")
-        facts = [
-            (_("batch size") if steps else _("batch size of training"), str(estimate.batch_size)),
-            (_("phase"), str(phase_and_step(estimate.peak_phase))),
-            (_("module"), with_class(estimate.peak_module)),
-            (_("source"), estimate.peak_source),
-            (_("operator"), estimate.peak_operator),
+        return [
+            (_("batch size"), str(estimate.batch_size)),
+            (_("peak"), peak_place(estimate)),
             (_("answer"), _(_TIERS[estimate.tier])),
-            (_("releases"), "" if estimate.releases is None else str(estimate.releases)),
-            (_("by CUDA stream"), _streams_in_words(estimate.by_stream)),
+            *([] if estimate.releases is None else [(_("releases"), str(estimate.releases))]),
             *_range_facts(estimate),
         ]
-        return [(name, printable(value, lines=False)) for name, value in (*facts, *self._would_fail()) if value]
-
-    def _would_fail(self) -> list[tuple[str, str]]:
-        point = self.estimate.out_of_memory
-        if point is None:
-            return []
-        words = _(
-            "{amount} asked for at {place}, {fragmented} fragmented",
-            amount=format_bytes(point.requested),
-            place=point.source or point.operator,
-            fragmented=format_bytes(point.fragmented),
-        )
-        return [(_("would fail"), words)]
 
     def brief(self) -> Iterator[Section]:
         """What there is to know in a dozen lines."""
         yield Section.listed(_("Memory that grows"), self.leaks())
         yield Section("", self._brief_facts())
-        yield self.other_gpus()
+        if self.plan is not None and self.plan.spread is not None:
+            yield _other_gpus(self.plan.spread)
         yield Section.listed("", self._brief_reasons())
         # Of an answer that is not exact, whose reasons point to them.
-        yield Section.listed(_("Notes"), self.notes(NAMED) if self.estimate.tier == "partly symbolic" else [])
+        if self.estimate.tier == "partly symbolic":
+            yield Section.listed(_("Notes"), _at_most(NAMED, list(map(str, self.estimate.notes))))
 
     def _brief_facts(self) -> list[tuple[str, str]]:
-        estimate = self.estimate
-        held = sorted(estimate.breakdown.items(), key=lambda item: -item[1])[:NAMED]
+        estimate, plan = self.estimate, self.plan
+        amount = (_("peak reserved"), format_bytes(estimate.peak_reserved))
         facts = [
-            *([] if self.budget else [(_("peak reserved"), format_bytes(estimate.peak_reserved))]),
-            *([] if self.budget is None else [(_("budget"), self.budget.explain(brief=True))]),
-            (_("peak"), _peak_place(estimate)),
-            (
-                _("at the peak"),
-                _(", ").join(f"{category_name(name)} {format_bytes(size)}" for name, size in held if size),
-            ),
-            (_("answer"), "" if estimate.tier == "symbolic" else _(_TIERS[estimate.tier])),
+            amount if self.budget is None else (_("budget"), self.budget.explain(brief=True)),
+            (_("peak"), peak_place(estimate)),
+            (_("at the peak"), held_at_peak(estimate)),
+            *([] if estimate.tier == "symbolic" else [(_("answer"), _(_TIERS[estimate.tier]))]),
             *_range_facts(estimate),
-            *self._would_fail(),
         ]
-        if self.plan is not None and self.plan.spread is not None:
-            facts += self.plan.spread.facts()
-        if self.plan is not None:
-            if not self.plan.changed:
-                facts.append((_("plan"), _("nothing changes")))
-            elif self.plan.fits:
-                facts += _cost_facts(self.plan)
-            facts += [*_correction_facts(self.plan), *_compiled_facts(self.plan)]
-        return [(name, printable(value, lines=False)) for name, value in facts if value]
+        if plan is None:
+            return facts
+        if plan.spread is not None:
+            facts += plan.spread.facts()
+        if not plan.changed:
+            facts.append((_("plan"), _("nothing changes")))
+        elif plan.fits:
+            facts += _cost_facts(plan)
+        return [*facts, *_correction_facts(plan), *_compiled_facts(plan)]
 
     def _brief_reasons(self) -> list[str]:
         """What the figures do not say: why nothing fits, what is not possible, which results change."""
@@ -245,37 +200,21 @@ class Content:
 
     def _phases(self) -> Section:
         """The peak of each phase of the run; none where the step has no job."""
-        phases = self.estimate.phases
-        differ = len({phase.tier for phase in phases}) > 1
         rows = [
             [
                 str(phase_and_step(phase)),
                 format_bytes(phase.peak_allocated),
                 format_bytes(phase.peak_reserved),
-                *([_(TIER_NAMES[phase.tier])] if differ else []),
                 _place(phase.module, phase.source),
             ]
-            for phase in phases
+            for phase in self.estimate.phases
         ]
-        answer = [_("answer")] if differ else []
-        heads = [_("phase"), _("peak allocated"), _("peak reserved"), *answer, _("where")]
+        heads = [_("phase"), _("peak allocated"), _("peak reserved"), _("where")]
         return Section(_("Peak of each phase"), rows, heads, 2)
 
     def cautions(self) -> list[str]:
-        """What the figures count, and what a plan costs out of the ordinary: said right behind the verdict."""
-        plan = self.plan
-        said = [str(one) for one in (() if plan is None else plan.reason_values) if one.kind in COUNTED]
-        if plan is None or not plan.changed:
-            return said
-        on_node = 0 if plan.spread is None else plan.spread.host_per_node
-        if plan.slowdown is not None and plan.slowdown >= MUCH_SLOWER:
-            said.append(
-                _("Each step takes about {factor} times as long as written (modelled).", factor=f"{plan.slowdown:.0f}")
-            )
-        if on_node > USUAL_NODE:
-            amount = format_bytes(on_node)
-            said.append(_("The plan needs {amount} of host memory on each node; many have 1 TB.", amount=amount))
-        return said
+        """What the figures count, said right behind the verdict."""
+        return [] if self.plan is None else [str(one) for one in self.plan.reason_values if one.kind in COUNTED]
 
     def leaks(self) -> list[str]:
         """The lines whose memory grows with every step, and when the budget is full."""
@@ -284,8 +223,7 @@ class Content:
             amount = format_bytes(leak.bytes_per_step)
             place = _place(leak.module, leak.source) or leak.operator
             line = _("{amount} more with every step: {place}", amount=amount, place=place)
-            name = printable(leak.kept_in, lines=False)
-            lines.append(_("{line}, kept in {name}", line=line, name=name) if name else line)
+            lines.append(_("{line}, kept in {name}", line=line, name=leak.kept_in) if leak.kept_in else line)
         full = None if self.budget is None else self.estimate.steps_until_full(self.budget)
         if full is None:
             return lines
@@ -303,27 +241,15 @@ class Content:
                 groups[with_class(name, re.sub(r"\b\d+\b", "*", name)), size].append(name)
         rows = []
         for (shown, size), names in sorted(groups.items(), key=lambda group: -group[0][1] * len(group[1]))[:most]:
-            name = printable(shown if len(names) > 1 else with_class(names[0]), lines=False)
+            name = shown if len(names) > 1 else with_class(names[0])
             amount = format_bytes(size)
             each = amount if len(names) == 1 else f"{len(names)} x {amount}"
             rows.append((name or _("(outside any module)"), each, self._share(size * len(names))))
         return rows
 
-    def notes(self, most: int | None = None) -> list[str]:
-        """The notes of the estimate; None: all of them."""
-        lines = list(map(str, self.estimate.notes))
-        return lines if most is None else _at_most(most, lines)
-
     def _share(self, size: int) -> str:
         whole = self.estimate.peak_allocated
         return f"{size / whole:.1%}" if size <= whole != 0 else ""
-
-
-def _peak_place(estimate: Estimate) -> str:
-    """Where the peak is: its phase, module, and line of the user's code, or else the operator."""
-    place = estimate.peak_source or estimate.peak_operator
-    words = (str(phase_and_step(estimate.peak_phase)), in_a_sentence(estimate.peak_module), place)
-    return _(", ").join(filter(None, words))
 
 
 #: Reason of a range -> what is uncertain.
@@ -362,18 +288,7 @@ def _range_facts(estimate: Estimate) -> list[tuple[str, str]]:
 
 
 def _place(module: str, source: str) -> str:
-    return printable(_(", ").join(filter(None, (with_class(module), source))), lines=False)
-
-
-def _streams_in_words(sizes: Sequence[int]) -> str:
-    """Bytes on each CUDA stream; "" where all are on the default one."""
-    if not any(sizes[1:]):
-        return ""
-    return _(", ").join(
-        f"{_('stream {number}', number=number) if number else _('default stream')} {format_bytes(size)}"
-        for number, size in enumerate(sizes)
-        if size
-    )
+    return _(", ").join(filter(None, (with_class(module), source)))
 
 
 def _cost_facts(plan: Plan) -> list[tuple[str, str]]:
@@ -383,6 +298,33 @@ def _cost_facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.estimate.host_peak and plan.spread is None:  # which says it for a node
         facts.append((_("host memory"), format_bytes(plan.estimate.host_peak)))
     return facts
+
+
+def _ways(spread: Spread) -> Section:
+    """A row for each way; none where there was nothing to choose."""
+    rows = [[way.words, *_figures(way), _verdict(way, spread)] for way in spread.ways]
+    heads = [_("spread"), _("peak"), _("time per step"), _("answer")]
+    return Section(_("Ways to spread it, the simplest first"), rows if len(rows) > 1 else (), heads, 2)
+
+
+def _other_gpus(spread: Spread) -> Section:
+    """The same training on other numbers of GPUs, ascending; no rows where that was not asked for."""
+    here = [way for way in spread.ways if way.layout == spread.layout and spread.counts]
+    ways = {way.gpus: way for way in (*spread.counts, *here)}
+    rows = [[str(gpus), *_figures(way), way.words if way.fits else str(way.why)] for gpus, way in sorted(ways.items())]
+    heads = [_("GPUs"), _("peak"), _("time per step"), _("plan")]
+    return Section(_("The same training on other numbers of GPUs"), rows, heads, 2)
+
+
+def _figures(way: LayoutPlan) -> list[str]:
+    peak = "-" if way.peak is None else format_bytes(way.peak)
+    return [peak, "-" if way.seconds is None else format_seconds(way.seconds)]
+
+
+def _verdict(way: LayoutPlan, spread: Spread) -> str:
+    if way.fits and way.layout == spread.layout:
+        return _("taken")
+    return _("fits; {why}", why=way.why) if way.fits else str(way.why)
 
 
 def _correction_facts(plan: Plan) -> list[tuple[str, str]]:
@@ -400,9 +342,9 @@ def _compiled_facts(plan: Plan) -> list[tuple[str, str]]:
         return []
     eager = (_("uncompiled"), _peaks(compiled.eager))
     if compiled.why:
-        return [eager, (_("compiled"), _("not followed: {why}", why=printable(compiled.why, lines=False)))]
+        return [eager, (_("compiled"), _("not followed: {why}", why=compiled.why))]
     facts = [eager, (_("compiled"), _peaks(plan.estimate)), (_("graphs"), str(compiled.graphs))]
-    return facts + [(_("graph break"), printable(reason, lines=False)) for reason in compiled.breaks]
+    return facts + [(_("graph break"), reason) for reason in compiled.breaks]
 
 
 def _peaks(estimate: Estimate) -> str:

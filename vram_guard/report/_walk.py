@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,45 +22,49 @@ class Walk:
     """The allocator's actions at each event of a timeline; sizes in bytes."""
 
     timeline: Timeline
-    """The timeline that holds at ``batch_size`` (a fresh trace, where the affine law breaks)."""
-    batch_size: int
+    """The timeline that holds at the batch size (a fresh trace, where the affine law breaks)."""
     sizes: list[int]
     """Requested bytes by block; blocks of 0 bytes never reach the allocator."""
     addresses: list[int]
     """By block; 0 until it is allocated."""
     granted: list[int]
     """By block: bytes that the allocator counts for it; 0 until it is allocated."""
-    allocated: list[int] = field(default_factory=list)
+    allocated: list[int]
     """After every event."""
-    reserved: list[int] = field(default_factory=list)
+    reserved: list[int]
     """After every event."""
-    calls: list[tuple[int, SegmentEvent]] = field(default_factory=list)
-    """(index of the event that led to it, call to the device), in order."""
-    segments: tuple[Segment, ...] = ()
+    calls: list[list[SegmentEvent]]
+    """By event: the calls to the device that it led to."""
+    segments: tuple[Segment, ...]
     """At the end."""
+    owners: dict[int, int]
+    """Address -> the block that lies there at the end."""
 
 
 def walk(timeline: Timeline, batch_size: int) -> Walk:
     """Run a timeline through a fresh allocator and note where everything lies."""
     exact = timeline.exact(batch_size)
-    count = len(exact.blocks)
-    notes = Walk(exact, batch_size, list(exact.sizes(batch_size)), [0] * count, [0] * count)
+    sizes, count = list(exact.sizes(batch_size)), len(exact.blocks)
+    addresses, granted = [0] * count, [0] * count
+    allocated, reserved = list[int](), list[int]()
+    calls = list[list[SegmentEvent]]()
     allocator = CachingAllocator()
     held: dict[int, PoolBlock] = {}
-    for index, event in enumerate(exact.events):
+    for event in exact.events:
         block = event if event >= 0 else ~event
-        if notes.sizes[block]:
+        before = len(allocator.segment_events)
+        if sizes[block]:
             if event < 0:
                 allocator.release(held.pop(block))
             else:
-                given = allocator.allocate(notes.sizes[block], exact.blocks[block].stream)
+                given = allocator.allocate(sizes[block], exact.blocks[block].stream)
                 held[block] = given
-                notes.addresses[block], notes.granted[block] = given.address, given.size
-        notes.calls.extend((index, call) for call in allocator.segment_events[len(notes.calls) :])
-        notes.allocated.append(allocator.allocated)
-        notes.reserved.append(allocator.reserved)
-    object.__setattr__(notes, "segments", tuple(allocator.segments()))
-    return notes
+                addresses[block], granted[block] = given.address, given.size
+        calls.append(allocator.segment_events[before:])
+        allocated.append(allocator.allocated)
+        reserved.append(allocator.reserved)
+    owners = {given.address: block for block, given in held.items()}
+    return Walk(exact, sizes, addresses, granted, allocated, reserved, calls, tuple(allocator.segments()), owners)
 
 
 class Stack(NamedTuple):

@@ -6,16 +6,19 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.codec import to_plain
 from vram_guard.plan.model import CompiledStep, Plan
-from vram_guard.report._spread import spread_dict
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
-    from vram_guard.techniques.recipe import Recipe
+    from vram_guard.parallel.spec import Parallel
+    from vram_guard.plan.spread import LayoutPlan, Spread
     from vram_guard.timeline import Estimate, Note, OutOfMemoryPoint, Phase
 
 #: Fields are only added under this name; a field that changes its meaning gets a new one.
 SCHEMA = "vram_guard.report/1"
+
+_LAYOUT = ("gpus", "node", "kind", "tensor", "replicate", "reshard", "offload", "param_dtype", "reduce_dtype")
 
 
 def as_dict(answer: Plan | Estimate, *, budget: Budget | None = None) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "learning_rate_factor": plan.learning_rate_factor,
         "checkpointed_modules": list(plan.checkpointed_modules),
         "offload": list(plan.offload),
-        "recipe": _recipe(plan.recipe),
+        "recipe": to_plain(plan.recipe),
         "slowdown": plan.slowdown,
         "correction": plan.correction,
         "estimate": _estimate(plan.estimate),
@@ -63,7 +66,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
             {name: getattr(option, name) for name in ("option", "peak_reserved", "missing", "why")}
             for option in plan.rejected
         ],
-        **({} if plan.spread is None else {"spread": spread_dict(plan.spread)}),
+        **({} if plan.spread is None else {"spread": _spread(plan.spread)}),
         **({} if plan.evaluation is None else {"evaluation": asdict(plan.evaluation)}),
         **({} if plan.compiled is None else {"compiled": _compiled(plan.compiled)}),
     }
@@ -79,8 +82,44 @@ def _compiled(compiled: CompiledStep) -> dict[str, Any]:
     }
 
 
-def _recipe(recipe: Recipe) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(recipe).items()}
+def _spread(spread: Spread) -> dict[str, Any]:
+    communication = spread.communication
+    return {
+        "gpus": spread.gpus,
+        "nodes": spread.nodes,
+        "fewest": spread.found,
+        "layout": _layout(spread.layout),
+        "link": {"inside": spread.topology.inside.name, "between": spread.topology.between.name},
+        "samples_per_step": spread.samples,
+        "seconds_per_step": spread.seconds,
+        "samples_per_second": spread.samples_per_second,
+        "communication": {
+            "seconds": communication.seconds,
+            "waiting": communication.exposed,
+            "calls": communication.calls,
+        },
+        "outside_allocator": spread.outside and asdict(spread.outside),
+        "host_bytes_per_node": spread.host_per_node,
+        "assumptions": list(spread.topology.assumptions),
+        "ways": [_way(way) for way in spread.ways],
+        "other_gpus": [_way(way) for way in spread.counts],
+    }
+
+
+def _way(way: LayoutPlan) -> dict[str, Any]:
+    return {
+        "gpus": way.gpus,
+        "layout": _layout(way.layout),
+        "words": way.words,
+        "fits": way.fits,
+        "peak_reserved": way.peak,
+        "seconds_per_step": way.seconds,
+        "why": str(way.why),
+    }
+
+
+def _layout(layout: Parallel | None) -> dict[str, Any] | None:
+    return None if layout is None else {name: getattr(layout, name) for name in _LAYOUT}
 
 
 def _estimate(estimate: Estimate) -> dict[str, Any]:

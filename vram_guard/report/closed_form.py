@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _, marked
+from vram_guard.report.as_json import as_dict
 from vram_guard.report.columns import columns
-from vram_guard.terminal import display_width, terminal_width
+from vram_guard.report.text import render
+from vram_guard.terminal import terminal_width
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -61,20 +63,14 @@ def verdict_lines(total: int, allowed: int, *, complete: bool = True) -> Iterato
 # --- the calculator -----------------------------------------------------------------------------------------------
 
 
-def calculator_lines(answer: Calculation, *, memory_source: str, read_from: str = "", model: str = "") -> Iterator[str]:
+def calculator_lines(answer: Calculation, *, memory_source: str) -> Iterator[str]:
     """The answer of the rule of thumb, line by line.
 
     Args:
         answer: the calculation.
         memory_source: where the amount of memory comes from ("RTX 4090", "given").
-        read_from: the config's path.
-        model: the model's name, for the reader.
     """
     network = answer.network
-    if read_from:
-        yield _("📂 config: {path}", path=read_from)
-    if model:
-        yield _("✓ model: {model}", model=model)
     yield _("✓ GPU memory: {amount} ({source})", amount=amount(answer.memory), source=memory_source)
     rest = f"{1 - answer.share:.0%}"
     yield _("💡 for activations ({share}): {amount}", share=f"{answer.share:.0%}", amount=amount(answer.allowed))
@@ -179,8 +175,8 @@ def folder_lines(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> 
         if held != 0
     ]
     total = amount(tuning.total) if tuning.complete else _("at least {amount}", amount=amount(tuning.total))
-    *lines, last = _aligned([*rows, (_("in all"), total)])
-    yield from (*lines, "   " + "-" * (max(map(display_width, [*lines, last])) - 3), last, "")
+    yield from _aligned([*rows, (_("in all"), total)])
+    yield ""
     if budget is None:
         yield _("no GPU here: give --gpu, --budget or --gpu-memory to check whether it fits")
         return
@@ -260,8 +256,6 @@ class SymbolicAnswer:
 
     def lines(self, *, verbose: bool = True) -> Iterator[str]:
         """The answer, line by line; verbose: the whole report."""
-        from vram_guard.report.text import render
-
         yield _("🔬 symbolic: the step of this very model, replayed through PyTorch's allocator")
         width = terminal_width(sys.stdout)
         yield from render(self.estimate, budget=self.budget, width=width, verbose=verbose).splitlines()
@@ -272,6 +266,4 @@ class SymbolicAnswer:
 
     def as_dict(self) -> dict[str, Any]:
         """The answer for programs, without its plan; amounts are ints of bytes."""
-        from vram_guard.report.as_json import as_dict
-
         return {**as_dict(self.estimate, budget=self.budget), "largest_batch": self.largest_batch}

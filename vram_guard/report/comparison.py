@@ -9,10 +9,9 @@ from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
 from vram_guard.plan.variants import Variants
 from vram_guard.printable import printable
-from vram_guard.report import _lines
-from vram_guard.report._lines import Line, in_lines
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.columns import columns
+from vram_guard.report.text import Line, in_lines, show_lines
 from vram_guard.units import format_bytes
 
 DEFAULT_WIDTH = 120
@@ -21,23 +20,17 @@ DEFAULT_WIDTH = 120
 _Column = tuple[str, Callable[[Compared], str], bool]
 
 
-def render(answer: Comparison, *, width: int | None = None) -> str:
-    """The table as plain text, with the choice among variants above it and the budget below.
+def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
+    """Print the table, with the choice among variants above it and the budget below.
 
     Args:
         answer: what :func:`vram_guard.plan.comparison.compare` or :func:`vram_guard.variants` returned.
-        width: columns; None: 120.
-    """
-    return _lines.as_text(_report(answer, width or DEFAULT_WIDTH))
-
-
-def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
-    """Print the table, in colour where the stream is a terminal.
+        file: the stream; None: standard output.
 
     Returns:
         False where the stream is no longer read.
     """
-    return _lines.show(lambda width: _report(answer, width), DEFAULT_WIDTH, file)
+    return show_lines(lambda width: _report(answer, width), DEFAULT_WIDTH, file)
 
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:

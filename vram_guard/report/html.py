@@ -46,13 +46,11 @@ def html_report(
     if isinstance(answer, Plan):
         timeline = answer.timeline
     name = title or _("GPU memory of a training step")
-    notes = Section.listed(_("Notes"), content.notes(LISTED_ON_PAGE))
     parts = [
         _head(name, content),
         *map(_section, content.planned(LISTED_ON_PAGE)),
         *map(_section, content.memory(LISTED_ON_PAGE)),
         _charts(content, timeline),
-        _section(notes),
         _foot(),
     ]
     style = (files("vram_guard.report") / "assets" / "report.css").read_text(encoding="utf-8")

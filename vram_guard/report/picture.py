@@ -18,7 +18,7 @@ from vram_guard.language import _
 from vram_guard.module_names import with_class
 from vram_guard.printable import printable
 from vram_guard.report._charts import Chart, timeline_charts
-from vram_guard.report.categories import category_name
+from vram_guard.report.words import category_name
 from vram_guard.terminal import display_width
 from vram_guard.timeline import STEP_PHASES, phase_words
 from vram_guard.units import format_bytes

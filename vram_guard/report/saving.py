@@ -1,4 +1,4 @@
-"""Answers as files, each form imported where it is asked for."""
+"""Answers as files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 from vram_guard.errors import InvalidInputError
 from vram_guard.files import write_atomically
 from vram_guard.language import _
+from vram_guard.report.as_json import as_json
+from vram_guard.report.html import html_report
+from vram_guard.report.picture import picture
+from vram_guard.report.snapshot import pickled
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -44,20 +48,12 @@ def save(
     made: str | bytes
     kind = kind or Path(path).suffix.lower()
     if kind == ".html":
-        from vram_guard.report.html import html_report
-
         made = html_report(answer, timeline=timeline, budget=budget, title=title)
     elif kind == ".json":
-        from vram_guard.report.as_json import as_json
-
         made = as_json(answer, budget=budget) + "\n"
     elif kind == ".svg":
-        from vram_guard.report.picture import picture
-
         made = picture(answer, timeline=timeline, budget=budget)
     elif kind == ".pickle":
-        from vram_guard.report.snapshot import pickled
-
         made = pickled(answer, timeline)
     else:
         raise InvalidInputError(

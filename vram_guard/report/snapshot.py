@@ -30,9 +30,8 @@ def snapshot(timeline: Timeline, batch_size: int) -> dict[str, Any]:
         batch_size: samples per micro-batch.
     """
     walked = walk(timeline, batch_size)
-    owners = _owners(walked)
     return {
-        "segments": [_segment(segment, walked, owners) for segment in walked.segments],
+        "segments": [_segment(segment, walked) for segment in walked.segments],
         "device_traces": [_trace(walked)],
         "allocator_settings": {},
     }
@@ -51,17 +50,14 @@ def pickled(answer: Plan | Estimate, timeline: Timeline | None = None) -> bytes:
 def _trace(walked: Walk) -> list[dict[str, Any]]:
     """Every event, each preceded by the calls to the device that it led to; "time_us" counts events."""
     entries: list[dict[str, Any]] = []
-    calls = iter([*walked.calls, (len(walked.timeline.events), None)])
-    at, call = next(calls)
-    for index, event in enumerate(walked.timeline.events):
+    for index, (event, calls) in enumerate(zip(walked.timeline.events, walked.calls, strict=True)):
         block = event if event >= 0 else ~event
         size = walked.sizes[block]
         about = walked.timeline.blocks[block]
         common = {"stream": about.stream, "time_us": index, "frames": _frames(about)}
-        while at == index and call is not None:
+        for call in calls:
             place = {"addr": call.address, "size": call.size}
             entries.append({**common, "action": call.action, **place, "stream": call.stream})
-            at, call = next(calls)
         if size:
             # As torch: an allocation is traced with its requested bytes, and freed with the same.
             actions = ("alloc",) if event >= 0 else ("free_requested", "free_completed")
@@ -70,10 +66,10 @@ def _trace(walked: Walk) -> list[dict[str, Any]]:
     return entries
 
 
-def _segment(segment: Segment, walked: Walk, owners: dict[int, int]) -> dict[str, Any]:
+def _segment(segment: Segment, walked: Walk) -> dict[str, Any]:
     blocks = []
     for block in segment.blocks:
-        owner = owners.get(block.address) if block.state != "inactive" else None
+        owner = walked.owners.get(block.address)
         blocks.append(
             {
                 "address": block.address,
@@ -97,17 +93,6 @@ def _segment(segment: Segment, walked: Walk, owners: dict[int, int]) -> dict[str
         "frames": [],
         "blocks": blocks,
     }
-
-
-def _owners(walked: Walk) -> dict[int, int]:
-    """Address -> the block that lies there at the end."""
-    owners: dict[int, int] = {}
-    for event in walked.timeline.events:
-        if event >= 0:
-            owners[walked.addresses[event]] = event
-        else:
-            owners.pop(walked.addresses[~event], None)
-    return owners
 
 
 def _frames(block: Block) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TextIO
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TextIO
 
 from vram_guard.budget import Budget
 from vram_guard.language import _
@@ -11,14 +13,20 @@ from vram_guard.limits import LISTED_ON_SCREEN
 from vram_guard.plan import Plan
 from vram_guard.printable import printable
 from vram_guard.report._content import Content, Section
-from vram_guard.report._lines import Line, as_text, in_lines
-from vram_guard.report._lines import show as show_lines
 from vram_guard.report.columns import columns
+from vram_guard.terminal import encodable, terminal_width, wrapped_line
 from vram_guard.timeline import Estimate
 
 DEFAULT_WIDTH = 80
 _BOLD, _DIM = "1", "2"
 _STYLES = {"fits": "1;32", "over": "1;31", "unknown": "1;33"}
+
+
+class Line(NamedTuple):
+    """A line, and how a terminal shows it: parameters of ECMA-48's SGR, such as "1;32" for bold and green."""
+
+    text: str
+    style: str = ""
 
 
 def render(
@@ -32,7 +40,7 @@ def render(
         width: columns; None: 80.
         verbose: False: about a dozen lines.
     """
-    return as_text(_report(answer, budget, width or DEFAULT_WIDTH, verbose=verbose))
+    return _as_text(_report(answer, budget, width or DEFAULT_WIDTH, verbose=verbose))
 
 
 def show(
@@ -63,8 +71,7 @@ def _report(answer: Plan | Estimate, budget: Budget | None, width: int, *, verbo
     if verbose:
         if content.budget is not None:
             yield from in_lines(_("Budget: {budget}", budget=content.budget.explain()), width, _DIM)
-        notes = Section.listed(_("Notes"), content.notes())
-        sections = [*content.memory(LISTED_ON_SCREEN), notes, *content.planned(LISTED_ON_SCREEN)]
+        sections = [*content.memory(LISTED_ON_SCREEN), *content.planned(LISTED_ON_SCREEN)]
     else:
         sections = [*content.brief()]
     for section in sections:
@@ -87,3 +94,38 @@ def _drawn(section: Section, width: int) -> Iterator[Line]:
         Line,
         columns(rows, to_the_right=lambda index, _cell: 0 < index <= section.figures, indent=2, width=width),
     )
+
+
+def in_lines(text: str, width: int, style: str = "") -> Iterator[Line]:
+    """A text, whatever characters it has, in lines of at most so many columns."""
+    for line in printable(text).split("\n"):
+        yield from (Line(one, style) for one in wrapped_line(line, width))
+
+
+def _as_text(lines: Iterable[Line]) -> str:
+    """The lines without styles, and without spaces at their ends."""
+    return "".join(f"{line.text.rstrip()}\n" for line in lines)
+
+
+def show_lines(report: Callable[[int], Iterable[Line]], width: int, file: TextIO | None = None) -> bool:
+    """Print a report whatever the stream is, in colour where that is a terminal.
+
+    Args:
+        report: makes it, in so many columns.
+        width: columns where the stream is not a terminal.
+        file: the stream; None: standard output.
+
+    Returns:
+        False where the stream is no longer read; training must not end because of that.
+    """
+    stream = file or sys.stdout
+    terminal = terminal_width(stream)
+    lines = report(terminal or width)
+    if terminal is not None and os.name == "posix" and "NO_COLOR" not in os.environ:
+        lines = [Line(f"\x1b[{line.style}m{line.text}\x1b[0m" if line.style else line.text) for line in lines]
+    try:
+        stream.write(encodable(_as_text(lines), stream))
+        stream.flush()
+    except (BrokenPipeError, ValueError):  # ValueError: the stream was closed on our side
+        return False
+    return True
