@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,16 @@ from torch import nn
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.watch import corrections
 from vram_guard.watch.corrections import Corrections, Subject, fingerprint
-from vram_guard.watch.measured import Measured, Watcher
+from vram_guard.watch.first_steps import FirstSteps, Measured
 
 ABOUT = Subject("NVIDIA GeForce RTX 4090", "2.13.0+cu128", "abc")
 
 
 def watch(*, before: tuple[int, int] = (0, 0), start: tuple[int, int], steps: tuple[int, int]) -> Measured | None:
-    memory = Numbers()
+    memory: Any = Numbers()
     memory.take(*before)
-    watcher = Watcher(memory, SimpleNamespace(peak_reserved=11 * GIB, first_steps=(10 * GIB, 11 * GIB)))  # type: ignore[arg-type]
+    estimate: Any = SimpleNamespace(peak_reserved=11 * GIB, first_steps=(10 * GIB, 11 * GIB))
+    watcher = FirstSteps(memory, ABOUT, estimate, remember=False)
     assert watcher.measure() is None
     memory.take(*start)
     watcher.start()
@@ -45,11 +47,12 @@ def test_what_was_there_before_the_model_is_not_the_trainings() -> None:
 
 
 def test_cache_that_earlier_work_left_is_given_back_and_counted_for_the_training() -> None:
-    memory = Numbers()
+    memory: Any = Numbers()
     memory.take(20 * GIB, 21 * GIB)
     memory.take(GIB, 21 * GIB)  # an earlier model died; the allocator keeps its segments
     memory.kept = 2 * GIB
-    watcher = Watcher(memory, SimpleNamespace(peak_reserved=24 * GIB, first_steps=(20 * GIB, 24 * GIB)))  # type: ignore[arg-type]
+    estimate: Any = SimpleNamespace(peak_reserved=24 * GIB, first_steps=(20 * GIB, 24 * GIB))
+    watcher = FirstSteps(memory, ABOUT, estimate, remember=False)
     assert memory.reserved() == 2 * GIB
     watcher.start()
     memory.take(22 * GIB, 26 * GIB)

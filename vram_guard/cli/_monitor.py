@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.cli._arguments import number
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import add_options
-from vram_guard.cli.printing import print_json, say, tell
+from vram_guard.cli.printing import print_json, say
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -59,9 +59,7 @@ def _monitor(options: argparse.Namespace) -> int:
             say(f"{seconds:7.1f} s  {_line(sample)}", stream)
         stream.flush()
 
-    with any_sampler() as (sampler, missing):
-        if missing:
-            tell(missing)
+    with any_sampler() as sampler:
         stop = threading.Event()
         with _ending_cleanly(stop):
             try:

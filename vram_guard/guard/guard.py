@@ -15,11 +15,11 @@ from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.language import _
+from vram_guard.limits import FIRST_STEPS
 from vram_guard.report.html import html_report, where_to_read_on
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.units import format_bytes
-from vram_guard.watch.first_steps import FirstSteps
-from vram_guard.watch.measured import STEPS, Measured
+from vram_guard.watch.first_steps import FirstSteps, Measured
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.oom import is_out_of_memory
 from vram_guard.watch.recovery import MicroBatchSchedule, plan_to_use
@@ -114,9 +114,10 @@ class Guard:
         decision = self.decision = outcome.value
         plan = decision.plan
         self.no_recovery = self._why_not_recovered()
-        if not self._left_alone:  # with a changed training, another step runs than the predicted one
+        # With a changed training, another step runs than the predicted one.
+        if reader is not None and decision.about is not None and not self._left_alone:
             estimate = plan.estimate if self.changes else plan.before
-            self.first_steps = FirstSteps.begin(reader, decision.about, estimate, remember=settings.remember)
+            self.first_steps = FirstSteps(reader, decision.about, estimate, remember=settings.remember)
         if self.changes:
             training.apply(decision, self.loss_weight, self.graphs, self.applied)
         lines = self._report_lines(decision)
@@ -220,7 +221,7 @@ class Guard:
     def measured(self, optimizer_steps: int) -> Measured | None:
         """Once, after the first optimizer steps, on all ranks alike: the worst rank's measurement."""
         steps, ranks = self.first_steps, self.training.ranks
-        if steps is None or steps.done or optimizer_steps < STEPS:
+        if steps is None or steps.done or optimizer_steps < FIRST_STEPS:
             return None
         return steps.finish(partial(gather, ranks), first_rank=ranks.rank == 0)
 

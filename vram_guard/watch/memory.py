@@ -1,45 +1,29 @@
-"""The device's memory as PyTorch counts it, behind one interface; and releasing what a failed step holds."""
+"""The device's memory as PyTorch counts it, and releasing what a failed step holds."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
-class MemoryReader(Protocol):
-    """Counters of a device's memory; all amounts in bytes, of this process."""
+class MemoryReader:
+    """``torch.cuda``'s own counters for one device. They are read, never reset: user code may read them too.
 
-    def name(self) -> str:
-        """The device's name, as its vendor gives it."""
-
-    def allocated(self) -> int:
-        """Bytes in live tensors now."""
-
-    def reserved(self) -> int:
-        """Bytes that the allocator holds now."""
-
-    def peak_allocated(self) -> int:
-        """The most bytes in live tensors since the process started or its peaks were reset."""
-
-    def peak_reserved(self) -> int:
-        """The same for what the allocator holds."""
-
-    def unused(self) -> int:
-        """Bytes of the device that no process holds now."""
-
-    def release(self) -> None:
-        """Give unused memory back to the driver."""
-
-
-class CudaMemory:
-    """``torch.cuda``'s own counters for one device. They are read, never reset: user code may read them too."""
+    Attributes:
+        name: the device's name, as its vendor gives it.
+        allocated, reserved: bytes in live tensors, and bytes that the allocator holds, of this process now.
+        peak_allocated, peak_reserved: the most of them since the process started or its peaks were reset.
+        unused: bytes of the device that no process holds now.
+        release: gives unused memory back to the driver.
+    """
 
     def __init__(self, device: torch.device) -> None:
         from torch import cuda
@@ -49,13 +33,13 @@ class CudaMemory:
         self.reserved = partial(cuda.memory_reserved, device)
         self.peak_allocated = partial(cuda.max_memory_allocated, device)
         self.peak_reserved = partial(cuda.max_memory_reserved, device)
-        self.unused = lambda: cuda.mem_get_info(device)[0]
-        self.release = cuda.empty_cache
+        self.unused: Callable[[], int] = lambda: cuda.mem_get_info(device)[0]
+        self.release: Callable[[], None] = cuda.empty_cache
 
 
 def reader_for(device: torch.device) -> MemoryReader | None:
     """The reader of a device; None where PyTorch counts nothing (the CPU)."""
-    return CudaMemory(device) if device.type == "cuda" else None
+    return MemoryReader(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vram_guard.budget import torch_cuda
 from vram_guard.budget.nvml import NvmlUnavailableError
-from vram_guard.budget.sampling import GpuSample, ProcessSample, Sampler, nvml_sampler
-from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError, VramGuardError
+from vram_guard.budget.sampling import GpuSample, Sampler, nvml_sampler
+from vram_guard.errors import InvalidInputError, NoDeviceError, VramGuardError
 from vram_guard.language import _
 from vram_guard.units import format_bytes
 
@@ -209,45 +207,15 @@ def watch(
 
 
 @contextmanager
-def any_sampler() -> Iterator[tuple[Sampler, str]]:
-    """A sampler over every GPU of this machine, and what is missing from it ("" where NVML answers).
-
-    Without NVML, torch tells what the devices hold, and this process's share of it.
+def any_sampler() -> Iterator[Sampler]:
+    """A sampler over every GPU of this machine.
 
     Raises:
-        NoDeviceError: neither NVML nor torch has a GPU to watch.
+        NoDeviceError: NVML has no GPU to watch.
         DeviceQueryError: the driver is there but does not answer.
     """
-    opened: AbstractContextManager[Sampler] = nvml_sampler()
-    try:
-        sampler = opened.__enter__()
-    except NvmlUnavailableError as error:
-        why = str(error)
-    else:
-        try:
-            yield sampler, ""
-        finally:
-            opened.__exit__(None, None, None)
-        return
-    yield (
-        _torch_sampler(why),
-        _("no NVML ({why}): torch reports memory, but not utilisation or other processes", why=why),
-    )
-
-
-def _torch_sampler(why: str) -> Sampler:
-    torch: Any = torch_cuda.loaded_torch() or import_module("torch")
-    if not torch.cuda.is_available():
-        raise NoDeviceError(
-            _("there is no GPU to watch: {why}, and torch {version} sees none", why=why, version=torch.__version__)
-        )
-    return lambda: tuple(_torch_sample(index, why) for index in range(torch.cuda.device_count()))
-
-
-def _torch_sample(index: int, why: str) -> GpuSample:
-    memory, use = torch_cuda.read_device(index, why)
-    own = (ProcessSample(os.getpid(), _("this process"), use.reserved, None),) if use.reserved else ()
-    return GpuSample(str(index), memory.name, None, use.total - use.free, use.total, own)
+    with _answering(), nvml_sampler() as sampler:
+        yield sampler
 
 
 @contextmanager
@@ -262,9 +230,15 @@ def device_sampler(device: torch.device) -> Iterator[Sampler]:
         raise NoDeviceError(_("there is no GPU to watch: the training runs on {device}", device=device))
     index: int | None = device.index  # torch's annotation forgets "cuda" without a number
     ordinal = torch_cuda.current_device() if index is None else index
+    with _answering(), nvml_sampler(ordinal, torch_cuda.device_uuid(ordinal)) as sampler:
+        yield sampler
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Without NVML, a GPU cannot be watched."""
     try:
-        with nvml_sampler(ordinal, torch_cuda.device_uuid(ordinal)) as sampler:
-            yield sampler
+        yield
     except NvmlUnavailableError as error:
         raise NoDeviceError(_("utilisation cannot be watched: {why}", why=error)) from None
 
@@ -300,5 +274,5 @@ class BackgroundMonitor:
         try:
             with self._source() as sampler:
                 watch(sampler, self._monitor, seconds=None, interval=self._interval, stop=self._stop)
-        except (VramGuardError, NvmlUnavailableError) as error:
-            self.error = error if isinstance(error, VramGuardError) else DeviceQueryError(str(error))
+        except VramGuardError as error:
+            self.error = error

@@ -16,13 +16,10 @@ from torch import nn
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
-from vram_guard.simulate.tracing.loop import scalar_loss
+from vram_guard.simulate.tracing.loop import AUTOCAST_DTYPES, TRUE_DTYPES, scalar_loss
 from vram_guard.step import TrainingStep
 from vram_guard.watch.memory import Failure, drop_traceback, free, reader_for
 from vram_guard.watch.oom import is_out_of_memory
-
-_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
-_TRUE = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 #: The first steps make optimizer states, choose kernels and fill the allocator's cache.
 WARM_UP = 2
@@ -139,7 +136,7 @@ class RealStep:
             raise UnsupportedStepError(_("only a training step has a throughput to measure: give it an optimizer"))
         self.step, self.device = step, device
         self._batch = batch_source(step.batch)
-        self._dtype = _TRUE.get(step.precision)
+        self._dtype = TRUE_DTYPES.get(step.precision)
         model = copy.deepcopy(step.model) if isinstance(step.model, nn.Module) else step.model()
         self._model: nn.Module = model.to(device=device, dtype=self._dtype).train()
         if step.prepare is not None:
@@ -161,7 +158,7 @@ class RealStep:
 
     def _micro_batch(self, batch_size: int) -> None:
         batch = map_tensors(self._placed, self._batch(batch_size))
-        dtype = _AUTOCAST.get(self.step.precision)
+        dtype = AUTOCAST_DTYPES.get(self.step.precision)
         autocast: Any = torch.autocast(self.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
         with autocast:
             loss = scalar_loss(self.step.loss(self._model, batch)) / self.step.accumulate

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from vram_guard.simulate.tracing._dispatch import SymbolicMode
     from vram_guard.step import TrainingStep
 
-_AUTOCAST = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+#: Precisions in which operators compute in half precision.
+AUTOCAST_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 #: Precisions in which weights and inputs themselves are of half precision.
 TRUE_DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -185,7 +186,7 @@ class Loop:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The region in which the step's precision runs a forward."""
-        dtype = _AUTOCAST.get(self.step.precision)
+        dtype = AUTOCAST_DTYPES.get(self.step.precision)
         return torch.autocast("cuda", dtype=dtype) if dtype is not None else contextlib.nullcontext()
 
     def _forward(self, number: int) -> None:
