@@ -20,6 +20,7 @@ from typing import Any
 import vram_guard
 from vram_guard.cli import _parser
 from vram_guard.guard.settings import GuardSettings, PlanSettings
+from vram_guard.known.architectures import LENGTH_STEP, architectures, variants_of
 from vram_guard.language import speaking
 from vram_guard.old_names import ADVANCED
 from vram_guard.plan import PlanOptions
@@ -39,6 +40,14 @@ not named take nothing besides their results, as far as their sources were read:
 Buffers of large reductions depend on the card: on its multiprocessors, and on how many threads each of them holds.
 Name the card to be exact. Where only a compute capability is known, the largest card that has it is assumed (8.0:
 an A100 with 108 multiprocessors); where nothing is known, an A100.
+"""
+
+
+ARCHITECTURES = f"""# Published architectures
+
+{NOTE} Names for `--model` of `estimate`, `plan` and `gpus`. A training is named by the
+type of the weights, the precision, LoRA or QLoRA with peft's own settings, checkpointing, and the optimizer; texts may
+have any multiple of {LENGTH_STEP} tokens. What is not there is traced, with the libraries that are installed.
 """
 
 
@@ -158,7 +167,25 @@ def operators() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"reference/cli": cli, "reference/settings": settings, "reference/api": api, "lab/operators": operators}
+def known() -> str:
+    """Every published architecture, its names, and the trainings of it that are answered without a trace."""
+    head = ["| name | other names | parameters | answered without a trace |", "| --- | --- | --- | --- |"]
+    rows = [
+        f"| `{one.name}` | {', '.join(f'`{name}`' for name in one.aliases)} | "
+        f"{'' if one.parameters is None else f'{one.parameters:,}'} | "
+        f"{'<br>'.join(f'`{training}`' for training in variants_of(one.name)) or 'none yet'} |"
+        for one in architectures()
+    ]
+    return "\n".join([ARCHITECTURES, *head, *rows, ""])
+
+
+PAGES = {
+    "reference/cli": cli,
+    "reference/settings": settings,
+    "reference/api": api,
+    "reference/architectures": known,
+    "lab/operators": operators,
+}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

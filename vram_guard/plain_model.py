@@ -28,9 +28,9 @@ DTYPES: Final = {
 }
 
 ASSUMED = marked(
-    "assumed for {model}: AdamW; as loss the model's own, else cross-entropy of scores (samples x classes, or samples "
-    "x tokens x vocabulary), else the mean squared error, auxiliary outputs included. A TrainingStep says what your "
-    "training really does"
+    "assumed for {model}: {optimizer}; as loss the model's own, else cross-entropy of scores (samples x classes, or "
+    "samples x tokens x vocabulary), else the mean squared error, auxiliary outputs included. A TrainingStep says what "
+    "your training really does"
 )
 
 

@@ -80,7 +80,7 @@ def test_bad_usage(arguments, said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("bert-base-uncased", "bert"), ("facebook/opt-125m", "opt"), ("gpt22", "gpt2"), ("zzz", None)]
+    ("name", "kind"), [("roberta-base", "roberta"), ("facebook/opt-125m", "opt"), ("gpt22", "gpt2"), ("zzz", None)]
 )
 def test_the_name_of_a_published_model_leads_to_its_kind(name, kind, capsys):
     pytest.importorskip("transformers")

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from vram_guard.capture.named_optimizer import checked_optimizer, named_optimizer
+from vram_guard.closed_form.inputs import InputSizes, sizes_read
 from vram_guard.config_file import leaves, load_json
 from vram_guard.errors import InvalidInputError
+from vram_guard.known.architectures import architecture
 from vram_guard.language import _, marked
 
 if TYPE_CHECKING:
@@ -18,8 +21,9 @@ if TYPE_CHECKING:
 NUMBERS: Final = frozenset(
     {"height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element", "num_frames"}
 )
-#: What may be asked of the weights of a model that is built here.
-_WEIGHTS: Final = frozenset({"precision", "dtype", "lora", "qlora"})
+#: What may be asked of the training of a model that is built here, and of a library's model.
+_WEIGHTS: Final = frozenset({"precision", "dtype", "lora", "qlora", "optimizer"})
+_LIBRARY: Final = _WEIGHTS | {"checkpointing"}
 
 #: Names beside a model's own that say nothing about its network.
 _SAYS_NOTHING: Final = frozenset({"name", "type", "model_type", "pretrained", "weights", "checkpoint"})
@@ -35,9 +39,9 @@ class ConfigKind(NamedTuple):
 
 STEP: Final = ConfigKind(marked("a training step of your own (module:function)"), frozenset({"precision", "dtype"}))
 PLAIN: Final = ConfigKind(marked("a model with --input"), _WEIGHTS | {"input"})
-TEXT: Final = ConfigKind(marked("a model of texts"), _WEIGHTS | {"seq_length"})
-PICTURE: Final = ConfigKind(marked("a model of pictures"), _WEIGHTS | {"height", "width"})
-LATENTS: Final = ConfigKind(marked("a diffusion model"), _WEIGHTS | {"height", "width"})
+TEXT: Final = ConfigKind(marked("a model of texts"), _LIBRARY | {"seq_length"})
+PICTURE: Final = ConfigKind(marked("a model of pictures"), _LIBRARY | {"height", "width"})
+LATENTS: Final = ConfigKind(marked("a diffusion model"), _LIBRARY | {"height", "width"})
 VIDEO: Final = ConfigKind(marked("a diffusion model of videos"), LATENTS.reads | {"num_frames"})
 KINDS: Final = (STEP, PLAIN, TEXT, PICTURE, LATENTS, VIDEO)
 
@@ -46,7 +50,7 @@ def is_buildable(model: str | None) -> bool:
     """True if a model's name says how to build it. Imports nothing but libraries that may have a model of this name."""
     if model is None:
         return False
-    return ":" in model or _is_config(model) or _by_name(model)
+    return ":" in model or named_config(model) is not None or _by_name(model)
 
 
 def other_network(request: EstimateRequest, config: Mapping[str, Any]) -> str | None:
@@ -55,7 +59,7 @@ def other_network(request: EstimateRequest, config: Mapping[str, Any]) -> str | 
     A library's model of a name has sizes of its own, and a config that gives others means another network.
     """
     model = request.model
-    if model is None or ":" in model or _is_config(model):
+    if model is None or ":" in model or _is_file(model):
         return None
     section = config.get("model")
     inside = sorted(map(str, section.keys() - _SAYS_NOTHING)) if isinstance(section, Mapping) else []
@@ -83,17 +87,15 @@ def kind_of(request: EstimateRequest) -> ConfigKind:
 
         kind, taken = STEP if request.inputs is None else PLAIN, parameters_of(model)
         return kind._replace(reads=kind.reads | (NUMBERS if taken is None else NUMBERS & taken))
-    if request.inputs is not None and not _is_config(model):
-        return PLAIN
-    from vram_guard.capture.model_names import library_of, transformers_config
-    from vram_guard.closed_form.inputs import sizes_read
+    config = named_config(model)
+    if config is None:
+        from vram_guard.capture.model_names import library_of, transformers_config
 
-    if _is_config(model):
-        config: Mapping[str, Any] = load_json(_config_path(model))
-    elif library_of(model) == "transformers":
+        if request.inputs is not None:
+            return PLAIN
+        if library_of(model) != "transformers":
+            return PICTURE
         config = transformers_config(model)
-    else:
-        return PICTURE
     read = sizes_read(config)
     if "num_frames" in read:
         return VIDEO
@@ -115,14 +117,13 @@ def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> Tra
     model = request.model or ""
     if ":" in model:
         step = _named(model, request, config)
-    elif _is_config(model):
-        from vram_guard.capture.hugging_face import step_of, weights_of
-        from vram_guard.closed_form.inputs import InputSizes
+    elif (described := named_config(model)) is not None:
+        from vram_guard.capture.hugging_face import step_of
+        from vram_guard.capture.lora import weights_of
 
-        path, numbers = _config_path(model), request.numbers
-        described = load_json(path)
-        sizes = InputSizes(*(numbers.get(name) for name in ("height", "width", "num_frames", "seq_length")))
-        step = step_of(described, sizes, weights_of(request, described))
+        weights = weights_of(request, described)
+        step = step_of(described, sizes_of(request), weights, checkpointing=request.checkpointing)
+        step = step.with_(optimizer=named_optimizer(checked_optimizer(request.optimizer)))
     else:
         from vram_guard.capture.model_names import step_by_name
 
@@ -146,7 +147,8 @@ def _named(name: str, request: EstimateRequest, config: Mapping[str, Any]) -> Tr
         raise InvalidInputError(_("--qlora is for models of transformers"))
     weights = AdapterWeights.of(request)
     model = weights.applied(load_model(name, arguments))
-    return step_of_model(model, InputShape.parse(request.inputs), precision=weights.precision)
+    shapes, learning = InputShape.parse(request.inputs), named_optimizer(checked_optimizer(request.optimizer))
+    return step_of_model(model, shapes, optimizer=learning, precision=weights.precision)
 
 
 def _by_name(model: str) -> bool:
@@ -155,9 +157,22 @@ def _by_name(model: str) -> bool:
     return library_of(model) is not None
 
 
-def _is_config(model: str) -> bool:
+def named_config(model: str) -> Mapping[str, Any] | None:
+    """The entries of the config.json that a name means: a file's, or a published architecture's; None for neither.
+
+    Raises:
+        InvalidInputError: the file cannot be read.
+    """
+    if _is_file(model):
+        return load_json(Path(model) if model.endswith(".json") else Path(model) / "config.json")
+    published = architecture(model)
+    return None if published is None else published.config
+
+
+def sizes_of(request: EstimateRequest) -> InputSizes:
+    """The sizes of a sample that a request gives."""
+    return InputSizes(*(request.numbers.get(name) for name in ("height", "width", "num_frames", "seq_length")))
+
+
+def _is_file(model: str) -> bool:
     return model.endswith(".json") or (Path(model) / "config.json").is_file()
-
-
-def _config_path(model: str) -> Path:
-    return Path(model) if model.endswith(".json") else Path(model) / "config.json"

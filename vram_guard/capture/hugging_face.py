@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from vram_guard.limits import MOST_LAYERS
 from vram_guard.plain_model import own_loss
 from vram_guard.quiet import quiet_imports
 from vram_guard.step import Precision, TrainingStep
-
-if TYPE_CHECKING:
-    from vram_guard.closed_form.from_config import EstimateRequest
 
 
 def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -61,25 +58,23 @@ def constructor(config: Mapping[str, Any]) -> Callable[[], nn.Module]:
     return lambda: quantise(_built(transformers_class(made)))
 
 
-def weights_of(request: EstimateRequest, config: Mapping[str, Any]) -> AdapterWeights:
-    """The weights that a request asks for, of the model of a config.json: in the type that it names, unless it says so.
-
-    Raises:
-        as :meth:`Weights.of`, and InvalidInputError for weights in 4 bits of another library's model.
-    """
-    if request.four_bits and "model_type" not in config:
-        raise InvalidInputError(_("--qlora is for models of transformers"))
-    return AdapterWeights.of(request, config.get("dtype") or config.get("torch_dtype"))
-
-
-def step_of(config: Mapping[str, Any], sizes: InputSizes, weights: AdapterWeights) -> TrainingStep:
+def step_of(
+    config: Mapping[str, Any], sizes: InputSizes, weights: AdapterWeights, *, checkpointing: bool = False
+) -> TrainingStep:
     """Training of one model alone, by AdamW.
+
+    Args:
+        config: the entries of its config.json.
+        sizes: of one sample; None: as the config says.
+        weights: their type, and what is trained of them.
+        checkpointing: whether the model's own gradient checkpointing is on.
 
     Raises:
         InvalidInputError, MissingLibraryError: as :func:`constructor`.
         UnsupportedStepError: it is not known what this model's input looks like.
     """
-    build = weights.applied(constructor(weights.quantised(config)))
+    built = constructor(weights.quantised(config))
+    build = weights.applied(_checkpointed(built) if checkpointing else built)
     make = inputs_of(config, sizes)
     return TrainingStep(
         model=lambda: build().train(),
@@ -88,6 +83,37 @@ def step_of(config: Mapping[str, Any], sizes: InputSizes, weights: AdapterWeight
         optimizer=torch.optim.AdamW,
         precision=weights.precision,
     )
+
+
+def _checkpointed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The model with its own gradient checkpointing, as transformers and diffusers call it.
+
+    Raises:
+        InvalidInputError: when it is built: it has none.
+    """
+
+    def built() -> nn.Module:
+        model: Any = build()
+        name = next(name for name in _CHECKPOINTING_METHODS if hasattr(model, name))
+        try:
+            getattr(model, name)()
+        except ValueError:  # of both libraries, for a model without
+            kind = type(model).__name__
+            raise InvalidInputError(_("{model} has no gradient checkpointing of its own", model=kind)) from None
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False  # as transformers itself does then, after a warning
+        made: nn.Module = model
+        return made
+
+    return built
+
+
+#: The methods that switch it on: of transformers from version 5 on, of transformers before, of diffusers.
+_CHECKPOINTING_METHODS = (
+    "activation_checkpointing_enable",
+    "gradient_checkpointing_enable",
+    "enable_gradient_checkpointing",
+)
 
 
 class Assumed(NamedTuple):

@@ -12,9 +12,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import nn
-
 from vram_guard.closed_form.tuning import PRECISION_OF, SPELLINGS
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
@@ -22,6 +19,8 @@ from vram_guard.quiet import quiet_imports
 from vram_guard.step import Precision
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vram_guard.closed_form.from_config import EstimateRequest
 
 #: Autocast for weights of a type: LoRA's own stay in float32, and both are multiplied in one type.
@@ -60,19 +59,14 @@ class AdapterWeights:
 
         Raises:
             InvalidInputError: a setting of LoRA is unknown, or no number.
-            MissingLibraryError: peft or bitsandbytes is not installed.
         """
         named = str(stored).removeprefix("torch.")
         own = SPELLINGS.get(named, named)
         usual = own if own in PRECISION_OF else "bfloat16" if request.four_bits else "float32"
         if request.lora is None:
             return cls(request.dtype or usual)
-        for library in ("peft", *(("bitsandbytes",) if request.four_bits else ())):
-            if not find_spec(library):
-                raise MissingLibraryError(
-                    _("{option} needs {library}: pip install {library}", option=_option(request), library=library)
-                )
-        return cls(request.dtype or usual, _parsed(request.lora, _option(request)), request.four_bits)
+        settings = _parsed(request.lora, _option(four_bits=request.four_bits))
+        return cls(request.dtype or usual, settings, request.four_bits)
 
     @property
     def precision(self) -> Precision:
@@ -81,17 +75,31 @@ class AdapterWeights:
         return own if self.lora is None else _AUTOCAST[self.dtype]
 
     def quantised(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A config.json of transformers with weights in 4 bits, where they are asked for."""
-        return {**config, "quantization_config": {**_FOUR_BITS}} if self.four_bits else config
+        """A config.json of transformers with weights in 4 bits, where they are asked for.
+
+        Raises:
+            MissingLibraryError: peft or bitsandbytes is not installed.
+        """
+        if not self.four_bits:
+            return config
+        self._check_libraries()
+        return {**config, "quantization_config": {**_FOUR_BITS}}
 
     def applied(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
-        """The model with LoRA beside its weights; built when it is called for."""
+        """The model with LoRA beside its weights; built when it is called for.
+
+        Raises:
+            MissingLibraryError: peft or bitsandbytes is not installed.
+        """
         if self.lora is None:
             return model
+        self._check_libraries()
         settings = dict(self.lora)
 
         def build() -> nn.Module:
-            made = model if isinstance(model, nn.Module) else model()
+            import torch
+
+            made = model if isinstance(model, torch.nn.Module) else model()
             if self.dtype != "float32":
                 for one in made.parameters():
                     if one.is_floating_point():
@@ -110,9 +118,28 @@ class AdapterWeights:
 
         return build
 
+    def _check_libraries(self) -> None:
+        for library in ("peft", *(("bitsandbytes",) if self.four_bits else ())):
+            if not find_spec(library):
+                option = _option(four_bits=self.four_bits)
+                raise MissingLibraryError(
+                    _("{option} needs {library}: pip install {library}", option=option, library=library)
+                )
 
-def _option(request: EstimateRequest) -> str:
-    return "--qlora" if request.four_bits else "--lora"
+
+def weights_of(request: EstimateRequest, config: Mapping[str, Any]) -> AdapterWeights:
+    """The weights that a request asks for, of the model of a config.json: in the type that it names, unless it says so.
+
+    Raises:
+        as :meth:`AdapterWeights.of`, and InvalidInputError for weights in 4 bits of another library's model.
+    """
+    if request.four_bits and "model_type" not in config:
+        raise InvalidInputError(_("--qlora is for models of transformers"))
+    return AdapterWeights.of(request, config.get("dtype") or config.get("torch_dtype"))
+
+
+def _option(*, four_bits: bool) -> str:
+    return "--qlora" if four_bits else "--lora"
 
 
 def _parsed(text: str, option: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from vram_guard.capture.named_optimizer import checked_optimizer, named_optimizer
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plain_model import InputShape, step_of_model
@@ -80,12 +81,16 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
     from vram_guard.capture.lora import AdapterWeights
 
     library, numbers = library_of(name), request.numbers
+    learning = named_optimizer(checked_optimizer(request.optimizer))
     build: Callable[[], torch.nn.Module]
     shape: tuple[int, ...]
     if request.four_bits and library != "transformers":
         raise InvalidInputError(_("--qlora is for models of transformers"))
+    if request.checkpointing and (library != "transformers" or request.inputs is not None):
+        raise InvalidInputError(_("--checkpointing is for models of transformers and diffusers, without --input"))
     if library == "transformers":
-        from vram_guard.capture.hugging_face import constructor, step_of, takes_tokens, weights_of
+        from vram_guard.capture.hugging_face import constructor, step_of, takes_tokens
+        from vram_guard.capture.lora import weights_of
         from vram_guard.closed_form.inputs import InputSizes
 
         config = transformers_config(name)
@@ -93,7 +98,9 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
         # The tokens of a text are its labels as well, of which the model makes its loss.
         if request.inputs is None or (length is not None and takes_tokens(config)):
             sizes = InputSizes(numbers.get("height"), numbers.get("width"), None, length)
-            return step_of(config, sizes, weights_of(request, config))
+            weights = weights_of(request, config)
+            step = step_of(config, sizes, weights, checkpointing=request.checkpointing)
+            return step.with_(optimizer=learning)
         build, shape = constructor(AdapterWeights.of(request).quantised(config)), _PICTURE
     elif library == "timm":
         timm: Any = _library("timm")
@@ -102,7 +109,8 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
     else:
         build, shape = _torchvision_model(name, is_shape_given=request.inputs is not None)
     weights = AdapterWeights.of(request)
-    return step_of_model(weights.applied(build), _inputs(request, shape), precision=weights.precision)
+    inputs = _inputs(request, shape)
+    return step_of_model(weights.applied(build), inputs, optimizer=learning, precision=weights.precision)
 
 
 def _torchvision_model(name: str, *, is_shape_given: bool) -> tuple[Callable[[], torch.nn.Module], tuple[int, ...]]:

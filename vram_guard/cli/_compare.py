@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._configuration import check_said_once, configuration, parsed, said
+from vram_guard.cli._configuration import check_said_once, configuration, described, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, SIZES, add_options, asked_budget, counted, listed
 from vram_guard.cli.printing import print_json, progress_shown, say
@@ -152,15 +152,15 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
     for change in changes:
         check_said_once(change, options)
     base = configs[0][1] if configs else {}
-    described = [(name, config, dict[str, Any]()) for name, config in configs]
-    described += [(text, base, change) for text, change in zip(options.set or (), changes, strict=True)]
+    asked = [(name, config, dict[str, Any]()) for name, config in configs]
+    asked += [(text, base, change) for text, change in zip(options.set or (), changes, strict=True)]
     batches: list[int | None] = [*counted("batch", options.batch)] or [None]
     for (name, config, change), size, precision in product(
-        described or [("", {}, {})], dict.fromkeys(batches), dict.fromkeys(listed(options.precision)) or [None]
+        asked or [("", {}, {})], dict.fromkeys(batches), dict.fromkeys(listed(options.precision)) or [None]
     ):
         words = [name, "" if size is None else _("batch {count}", count=size), precision or ""]
         given = {**said(options), "batch": size, "precision": precision}
-        yield configuration(_(", ").join(filter(None, words)), config, change, given, options)
+        yield configuration(described(_(", ").join(filter(None, words)), config, change, given, options))
 
 
 def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:

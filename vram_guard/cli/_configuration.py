@@ -8,26 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.capture.config_step import NUMBERS
 from vram_guard.cli._arguments import count, unknown_model
+from vram_guard.cli._described import Described
 from vram_guard.cli.options import WEIGHTS
-from vram_guard.cli.printing import tell
 from vram_guard.cli.ways import check_read, of_model
 from vram_guard.errors import InvalidInputError
-from vram_guard.language import _, marked
+from vram_guard.language import _
 
 if TYPE_CHECKING:
     import argparse
 
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.comparison import Configuration
-    from vram_guard.step import TrainingStep
 
 _RATES = ("lr", "learning_rate")
-
-#: Of models of transformers and diffusers.
-_ASSUMED_OF_LIBRARIES = marked(
-    "assumed for {model}: precision {precision} (--precision, --dtype); AdamW; {loss} as loss. A TrainingStep says "
-    "what your training really does"
-)
 
 
 def parsed(*words: str) -> dict[str, Any]:
@@ -105,14 +98,14 @@ def is_traced(request: EstimateRequest, config: Mapping[str, Any], *, quick: boo
     return False, other or unknown_model(request.model, suggest=False)
 
 
-def configuration(
+def described(
     name: str,
     config: dict[str, Any],
     change: dict[str, Any],
     given: Mapping[str, Any],
     options: argparse.Namespace | None = None,
-) -> Configuration:
-    """Read a training from a config, with some values changed.
+) -> Described:
+    """Read a training from a config, with some values changed; its batch size is among the request's numbers.
 
     Args:
         name: for messages and tables.
@@ -125,9 +118,8 @@ def configuration(
         InvalidInputError: it names no model that can be built, has no batch size, a value makes no sense, or the model
             does not read an option that is given.
     """
-    from vram_guard.capture.config_step import is_buildable, kind_of, other_network, step_from_config
+    from vram_guard.capture.config_step import is_buildable, kind_of, other_network
     from vram_guard.closed_form.from_config import parse_request
-    from vram_guard.plan.comparison import Configuration
 
     merged = _with(config, change)
     request = parse_request(merged, given)
@@ -144,37 +136,19 @@ def configuration(
     _check_used(change, config, request.model)
     if options is not None:
         check_read(options, of_model(kind_of(request)))
-    return Configuration(name, step_from_config(request, merged), request.numbers["batch"], _rate(merged))
+    return Described(name, request, merged)
+
+
+def configuration(one: Described) -> Configuration:
+    """A training that is described, with its step built."""
+    from vram_guard.plan.comparison import Configuration
+
+    return Configuration(one.name, one.step, one.request.numbers["batch"], _rate(one.config))
 
 
 def no_batch(name: str) -> InvalidInputError:
     """The error where nothing says how large the batch of a step is."""
     return InvalidInputError(_("{name} has no batch size: give --batch N, or batch_size in the config", name=name))
-
-
-def tell_assumed(step: TrainingStep, name: str, given: str | None) -> None:
-    """Say, beside the answer, what was assumed of the training of a plain model, or of one of a library.
-
-    Args:
-        step: that was traced.
-        name: of the model.
-        given: the inputs that ``--input`` names; None: they are assumed as well.
-    """
-    from vram_guard.capture.hugging_face import assumed_of
-    from vram_guard.plain_model import ASSUMED, is_assumed, shapes_of
-
-    if assumed := assumed_of(step):
-        if len(assumed.sample) == 1:
-            name = _("{model} with texts of {count} tokens (--seq-length)", model=name, count=assumed.sample[0])
-        else:
-            shape = "x".join(map(str, assumed.sample))
-            name = _("{model} with inputs of {shapes}", model=name, shapes=shape)
-        loss = _("the model's own") if assumed.has_own_loss else _("the mean square of its first output")
-        tell(_(_ASSUMED_OF_LIBRARIES, model=name, precision=step.precision, loss=loss))
-    if is_assumed(step):
-        if given is None:
-            name = _("{model} with inputs of {shapes}", model=name, shapes=shapes_of(step.batch(1)))
-        tell(_(ASSUMED, model=name))
 
 
 def _check_used(change: dict[str, Any], config: dict[str, Any], model: str | None) -> None:
@@ -217,7 +191,7 @@ def _with(config: Any, change: dict[str, Any]) -> dict[str, Any]:
     return {**walk(config), **left}
 
 
-def _rate(config: dict[str, Any]) -> float | None:
+def _rate(config: Mapping[str, Any]) -> float | None:
     """The learning rate; of several, the first."""
     from vram_guard.config_file import leaves
     from vram_guard.optimize.names import number

@@ -7,14 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import gpu_memory, number
-from vram_guard.cli._configuration import is_traced, no_batch, said, tell_assumed
+from vram_guard.cli._configuration import is_traced, no_batch, said
+from vram_guard.cli._described import Described
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
 from vram_guard.cli.printing import Notes, print_json, print_now, say
 from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.cli.ways import RULE, check_needed, check_read, of_model
-from vram_guard.errors import InvalidInputError, UnsupportedStepError, VramGuardError
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.state.collector import collector_paused
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.report.closed_form import SymbolicAnswer
-    from vram_guard.step import TrainingStep
 
 
 def add(commands: Any) -> None:
@@ -81,14 +81,14 @@ def _estimate(options: argparse.Namespace) -> int:
     notes = Notes(verbose=bool(options.verbose))
     if remark:
         notes.add(remark)
-    step = _step(request, config, notes) if is_built else None
+    one = Described(request.model or "", request, config) if is_built else None
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
             print_now(calculator_lines(calculation, memory_source=source))
     symbolic = None
-    if step is not None:
-        ask = partial(_symbolic, step, request.numbers["batch"], budget, options.cudnn)
+    if one is not None:
+        ask = partial(_symbolic, one, budget, options.cudnn)
         # Beside an answer of the rule of thumb, a step that fails is a remark; alone, it is the command's error.
         symbolic = ask() if calculation is None else notes.attempt(ask)
     if calculation is None and symbolic is None:
@@ -111,8 +111,8 @@ def _estimate(options: argparse.Namespace) -> int:
         print_json(answer)
     else:
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
-    if symbolic is not None and step is not None:
-        tell_assumed(step, request.model or "", options.input)
+    if symbolic is not None and one is not None:
+        one.tell_assumed()
     if symbolic is not None and required is not None:
         tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
@@ -134,27 +134,11 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
     return request, amounts
 
 
-def _step(request: EstimateRequest, config: dict[str, Any], notes: Notes) -> TrainingStep | None:
-    """The step that is described; where it cannot be built, a message says why not, and the rule remains."""
-    from vram_guard.capture.config_step import step_from_config
-
-    try:
-        return step_from_config(request, config)
-    except InvalidInputError:
-        raise  # a typo of the user's: nothing to fall back from
-    except VramGuardError as error:
-        notes.add(_("no symbolic answer: {reason}", reason=error))
-        return None
-
-
-def _symbolic(step: TrainingStep, batch: int, budget: Budget, cudnn: str | None) -> SymbolicAnswer:
-    from vram_guard.plan.layout_facts import budget_of_rank
-    from vram_guard.plan.on_card import traced_on_card
+def _symbolic(one: Described, budget: Budget, cudnn: str | None) -> SymbolicAnswer:
     from vram_guard.report.closed_form import SymbolicAnswer
 
-    budget = budget_of_rank(budget, step.layout)
-    timeline = traced_on_card(step, budget, cudnn=cudnn)
-    return SymbolicAnswer(timeline.at(batch), budget, timeline.max_batch_size(budget))
+    timeline, budget = one.on_card(budget, cudnn=cudnn)
+    return SymbolicAnswer(timeline.at(one.request.numbers["batch"]), budget, timeline.max_batch_size(budget))
 
 
 def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool, verbose: bool) -> None:

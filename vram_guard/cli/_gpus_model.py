@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import checked_margin, number, whole_number
-from vram_guard.cli._configuration import is_traced, said, tell_assumed
+from vram_guard.cli._configuration import is_traced, said
+from vram_guard.cli._described import Described
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
 from vram_guard.cli.releases import required_releases, tell_differences
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
-    from vram_guard.step import TrainingStep
+    from vram_guard.timeline import Timeline
 
 #: (height, width) -> what every card holds.
 Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
@@ -54,7 +55,7 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
 
 
 def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
-    from vram_guard.capture.config_step import kind_of, step_from_config
+    from vram_guard.capture.config_step import kind_of
     from vram_guard.closed_form.from_config import parse_request
     from vram_guard.config_file import load_config
 
@@ -78,9 +79,9 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
     check_read(options, of_model(kind_of(found)))
     margin = checked_margin(options.margin)
     every: list[tuple[int, int] | None] = [*sizes] or [None]
-    steps = {size: step_from_config(_sized(found, size), config) for size in every}
-    rows = {size: _symbolic(step, cards, margin) for size, step in steps.items()}
-    tell_assumed(next(iter(steps.values())), found.model or "", options.input)
+    trainings = {size: Described(found.model or "", _sized(found, size), config) for size in every}
+    rows = {size: _symbolic(one, cards, margin) for size, one in trainings.items()}
+    next(iter(trainings.values())).tell_assumed()
     return _SYMBOLIC, rows
 
 
@@ -102,16 +103,20 @@ def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequenc
     return tuple(map(one, cards))
 
 
-def _symbolic(step: TrainingStep, cards: Sequence[GPU], margin: float | None) -> tuple[OnGpu, ...]:
+def _symbolic(one: Described, cards: Sequence[GPU], margin: float | None) -> tuple[OnGpu, ...]:
     from vram_guard.plan.every_gpu import on_every_gpu
-    from vram_guard.simulate import trace
 
     with progress_shown() as progress:
 
-        def traced(capability: tuple[int, int]) -> Any:
+        def traced(capability: tuple[int, int]) -> Timeline:
+            known = one.known(capability)
+            if known is not None:
+                return known
+            from vram_guard.simulate import trace
+
             major, minor = capability
             progress(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
-            return trace(step, compute_capability=capability)
+            return trace(one.step, compute_capability=capability)
 
         return on_every_gpu(traced, cards, margin=margin)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import count, whole_number
-from vram_guard.cli._configuration import check_said_once, configuration, parsed, said, tell_assumed
+from vram_guard.cli._configuration import check_said_once, described, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import (
     DEVICE,
@@ -131,6 +131,7 @@ def _one_of(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
+    from vram_guard.plan.as_written import plan_as_written
     from vram_guard.report.annotations import annotation, check_annotations
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import html_report, where_to_read_on
@@ -150,19 +151,22 @@ def _plan(options: argparse.Namespace) -> int:
     config = load_config(options.config) if options.config else {}
     change = parsed(*options.set) if options.set else {}
     check_said_once(change, options)
-    one = configuration(name, config, change, said(options), options)
+    one = described(name, config, change, said(options), options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
+    batch_size = one.request.numbers["batch"]
+    known = None if options.gpus is not None else one.known(budget.compute_capability, cudnn=options.cudnn)
+    made = known and plan_as_written(known.on(budget.multiprocessors, budget.placement), batch_size, budget)
     with progress_shown() as progress:
-        made = plan(
+        made = made or plan(
             one.step,
-            one.batch_size,
+            batch_size,
             budget,
             allow=allow,
             gpus=options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus),
             options=_several(options),
             progress=progress,
         )
-    tell_assumed(one.step, name, options.input)
+    one.tell_assumed()
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:

@@ -44,6 +44,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "batch": _Option("N", marked("batch size")),
     "budget": _Option("AMOUNT", marked('memory that PyTorch may reserve, such as "24GiB"')),
     "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
+    "checkpointing": _Option("", marked("the model's own gradient checkpointing is on (transformers, diffusers)")),
     "config": _Option("FILE", marked("training config in YAML: the numbers are read from it")),
     "cudnn": _Option("FILE", marked("libcudnn.so.9 to ask for workspaces; ask: the installed one; off: none")),
     "device": _Option("N", marked("CUDA device of this machine whose free memory counts (0, cuda:1)")),
@@ -69,12 +70,13 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "model": _Option(
         "MODEL",
         marked(
-            "module:function of a step or a model, a config.json, or a model of transformers, timm or torchvision by "
-            "its name"
+            "module:function of a step or a model, a config.json, a published architecture such as llama-3-8b, or a "
+            "model of transformers, timm or torchvision by its name"
         ),
     ),
     "model-path": _Option("DIR", marked("local model folder of diffusers or transformers")),
     "num-frames": _Option("N", marked("frames of one sample as the model receives it")),
+    "optimizer": _Option("NAME", marked("adamw, adamw-8bit (bitsandbytes) or sgd (default: adamw)")),
     "precision": _Option("P", marked("32-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true")),
     "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes"), bare=True),
     "num-layers": _Option("N", marked("number of layers")),
@@ -97,9 +99,9 @@ _ALIASES: Final = {
     "verbose": ("-v",),
 }
 
-#: How large a sample is, and what a model that is built by its name has for weights.
+#: How large a sample is, and how a model that is built by its name is trained.
 SIZES: Final = ("height", "width", "num-frames", "seq-length", "input")
-WEIGHTS: Final = ("precision", "dtype", "lora", "qlora")
+WEIGHTS: Final = ("precision", "dtype", "lora", "qlora", "checkpointing", "optimizer")
 #: What the rule of thumb asks for, and the model of which it is asked.
 NETWORK: Final = (*SIZES, "hidden-dim", "num-layers", "bytes-per-element", "threshold", "model", *WEIGHTS, "quick")
 #: What is asked about a folder with a model.

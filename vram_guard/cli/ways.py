@@ -20,7 +20,7 @@ _TRACE: Final = frozenset({"margin", "cudnn", "releases"})
 DESCRIBING: Final = frozenset(
     {
         *(_CONFIG | _TRACE | NUMBERS),
-        *("input", "precision", "dtype", "lora", "qlora", "threshold", "resolutions"),
+        *("input", "precision", "dtype", "lora", "qlora", "checkpointing", "optimizer", "threshold", "resolutions"),
         *("model_path", "train", "frozen", "recommend"),
     }
 )

@@ -81,6 +81,10 @@ class EstimateRequest:
     """Settings of LoRA as ``--lora`` takes them ("" for the usual ones); None: every weight is trained."""
     four_bits: bool = False
     """The weights that LoRA leaves as they are lie in 4 bits."""
+    checkpointing: bool = False
+    """A library's model checkpoints its blocks, as its own method switches that on."""
+    optimizer: str | None = None
+    """Of a model that is built by its name; None: AdamW."""
 
     def missing(self) -> list[str]:
         """Names of the numbers that the rule needs and that are not given."""
@@ -118,7 +122,8 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
     Args:
         config: the file's entries; may be empty.
         options: numbers by the names of :data:`NAMES` and "num_frames", and "precision", "dtype", "lora", "qlora",
-            "memory", "gpu", "budget", "model", "input"; None: not given.
+            "memory", "gpu", "budget", "model", "input", "checkpointing", "optimizer"; None:
+            not given.
 
     Raises:
         InvalidInputError: a number is none, or stands in two places with different values.
@@ -159,6 +164,8 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
         dtype,
         lora,
         options.get("qlora") is not None,
+        bool(options.get("checkpointing")),
+        options.get("optimizer"),
     )
 
 

@@ -1,0 +1,1 @@
+"""known: timelines that are there before anything is traced, read without torch."""
