@@ -34,7 +34,6 @@ class LaunchPlan:
 
     Attributes:
         precision: "fp16" or "bf16" in place of none; "" leaves the script's own.
-        precision_option: the script's own option that is set for it; "": Accelerate's environment variable.
         batch_size: samples that the training loader delivers, as the script makes it.
         grown_batch_size: the same under a larger batch; equal to ``batch_size`` where it stays.
         batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
@@ -47,7 +46,6 @@ class LaunchPlan:
     """
 
     precision: str = ""
-    precision_option: str = ""
     batch_size: int = 1
     grown_batch_size: int = 1
     batch_option: str = ""
@@ -66,7 +64,7 @@ class LaunchPlan:
 
     def script_arguments(self) -> list[str]:
         """Words for the script's own command line; the last of two equal options counts."""
-        return option_words((self.precision_option, self.precision), (self.batch_option, self.grown_batch_size))
+        return option_words((self.batch_option, self.grown_batch_size))
 
 
 def option_words(*options: tuple[str, object]) -> list[str]:

@@ -168,9 +168,6 @@ class DryRuns(Mapping[str, dict[str, Any]]):
         self._process.stdin.flush()
         assert self._process.stdout.readline() == f"{name}\n", self._said.read_text()[-2000:]
         answer: dict[str, Any] = json.loads((one / ANSWER).read_text(encoding="utf-8"))
-        tried = one / "tried.json"
-        if tried.is_file():
-            answer["tried"] = json.loads(tried.read_text(encoding="utf-8"))
         answer["printed"] = (one / "log.txt").read_text(encoding="utf-8")
         return answer
 

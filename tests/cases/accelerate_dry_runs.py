@@ -1,13 +1,11 @@
 """Several dry runs from one process, which is copied for each: importing the libraries takes longer than any of them.
 
 ``python accelerate_dry_runs.py FOLDER``: each folder in it whose name is read from standard input, and that holds a
-request, gets an answer; its name is written then. Relaunches are run as
-:mod:`vram_guard_accelerate.planning.prediction` runs them, but for the process, which is a copy too.
+request, gets an answer; its name is written then.
 """
 
 import gc
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -19,12 +17,9 @@ import torch.distributed.tensor
 from guard_imports import PLANS
 from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - the same
 
-from vram_guard.codec import from_json, to_json
-from vram_guard_accelerate.dry_run.results import DryRunFailure
+from vram_guard.codec import from_json
 from vram_guard_accelerate.planning import followed_script, worker  # noqa: F401 - imported once, too
-from vram_guard_accelerate.planning.prediction import better_of, read_answer
-from vram_guard_accelerate.planning.relaunch import Relaunch
-from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
+from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunRequest
 
 for late in PLANS:
     importlib.import_module(late)
@@ -33,7 +28,8 @@ gc.collect()
 gc.freeze()  # no copy looks through it again
 
 
-def answered(folder: Path, request: DryRunRequest) -> DryRunAnswer | DryRunFailure:
+def answer(folder: Path) -> None:
+    request = from_json(DryRunRequest, (folder / REQUEST).read_bytes())
     process = os.fork()
     if process == 0:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -45,30 +41,9 @@ def answered(folder: Path, request: DryRunRequest) -> DryRunAnswer | DryRunFailu
         sys.argv = ["worker", str(folder)]
         worker.main()
     os.waitpid(process, 0)
-    answer = read_answer(folder)
-    assert answer is not None
-    return answer
-
-
-def with_relaunch(folder: Path) -> None:
-    request = from_json(DryRunRequest, (folder / REQUEST).read_bytes())
-    first = answered(folder, request)
-    if isinstance(first, DryRunFailure) or first.relaunch is None:
-        return
-    tried: list[str] = []
-
-    def run(relaunch: Relaunch) -> DryRunAnswer | DryRunFailure:
-        tried.append(relaunch.words)
-        inner = folder / "relaunch"
-        inner.mkdir()
-        changed = request.relaunched(relaunch)
-        (inner / REQUEST).write_text(to_json(changed), encoding="utf-8")
-        return answered(inner, changed)
-
-    (folder / ANSWER).write_text(to_json(better_of(first, run)), encoding="utf-8")
-    (folder / "tried.json").write_text(json.dumps(tried), encoding="utf-8")
+    assert (folder / ANSWER).is_file()
 
 
 for line in sys.stdin:
-    with_relaunch(Path(sys.argv[1], line.strip()))
+    answer(Path(sys.argv[1], line.strip()))
     print(line, end="", flush=True)

@@ -65,10 +65,6 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
         cases.request(asked / f"sliced_{name}", TRAINING, name, budget="40MiB", allow=("slices",))
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="115MiB", allow=("precision",))  # fmt: skip
-    cases.request(asked / "offered_small", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
-                  budget="8MiB", allow=("precision",))  # fmt: skip
-    cases.request(asked / "offered_mixed", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
-                  "--samples", 128, budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB", allow=("precision", "checkpoint"))
@@ -246,17 +242,6 @@ def test_a_scripts_own_precision_wins_and_that_is_said(answers: Any) -> None:
     answer = answers["explicit_mixed"]
     assert not answer["fits"]
     assert any("passes its own mixed_precision" in note for note in answer["notes"])
-
-
-def test_a_scripts_own_option_for_precision_is_set(answers: Any) -> None:
-    orders = answers["offered_mixed"]["launch_plan"]
-    assert (orders["precision"], orders["precision_option"]) == ("bf16", "--mixed_precision")
-
-
-def test_what_is_tried_in_a_launch_of_its_own_is_not_said_to_be_untried(answers: Any) -> None:
-    answer = answers["offered_small"]
-    assert any("--mixed_precision bf16" in note for note in answer["notes"])
-    assert "Mixed precision was not tried" not in answer["text"]
 
 
 def test_growth_multiplies_batch_and_learning_rate(answers: Any) -> None:

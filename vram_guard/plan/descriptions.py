@@ -69,13 +69,6 @@ class Why(Enum):
     MODELLED_ON = marked("Step times are modelled on the slowest GPU of compute capability {version} ({name}).")
     SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
-    # a launch with other options
-    LAUNCHED_WITH = marked("The script is launched with {options}.")
-    FITS_LAUNCHED = marked("With these options, nothing else has to change.")
-    SHORTAGE_LAUNCHED = marked(
-        "With these options, the step needs {peak}, {missing} more than the {usable} that may be used."
-    )
-
     # the whole job
     PHASE_TOO_LARGE = marked(
         "A plan for the training step alone would not be enough for the whole run: {phase} would need {peak}, "
@@ -187,7 +180,6 @@ class Why(Enum):
 EXPLANATIONS = frozenset(
     {
         *(Why.FITS, Why.SHORTAGE, Why.MARGINS, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
-        *(Why.FITS_LAUNCHED, Why.SHORTAGE_LAUNCHED),
         *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
         *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
         Why.SIZES_ARE_BOUNDS,

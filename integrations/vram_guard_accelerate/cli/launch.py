@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from vram_guard.allocator import with_expandable_segments
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
@@ -27,9 +26,6 @@ from vram_guard_accelerate.dry_run.forks import check_forks
 from vram_guard_accelerate.launch_plan import BEFORE_START, VARIABLE, LaunchPlan
 from vram_guard_accelerate.planning.prediction import Prediction, predict
 from vram_guard_accelerate.planning.requests import DryRunRequest
-
-if TYPE_CHECKING:
-    from rich.status import Status
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -66,8 +62,8 @@ def launch(arguments: Sequence[str]) -> int:
     try:
         # A sign of life on a terminal, nothing elsewhere.
         running = _("vram-guard: running the script symbolically, up to two optimizer steps")
-        with Console(stderr=True).status(running) as status:
-            prediction = predict(request, fresh=not given.settings.remember, progress=lambda line: _again(status, line))
+        with Console(stderr=True).status(running):
+            prediction = predict(request, fresh=not given.settings.remember)
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
         return _signals.EXIT_BASE + signal.SIGINT
@@ -90,10 +86,6 @@ def launch(arguments: Sequence[str]) -> int:
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE
     return _launch(given, target, prediction.answer.launch_plan if prediction.answer.changed else None)
-
-
-def _again(status: Status, options: str) -> None:
-    status.update(_("vram-guard: running the script symbolically once more, launched with {options}", options=options))
 
 
 def show(

@@ -156,7 +156,6 @@ class FollowedLoop:
         if number > self.tracer.steps:
             self.tracer.steps = number
             self.batches_at_steps.append(self.batches)
-            self._run.observer.stepped()
         return number
 
     @property

@@ -26,7 +26,6 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._watched_forwards import WatchedForwards
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
 from vram_guard_accelerate.dry_run.forks import ParentPipe
-from vram_guard_accelerate.dry_run.loop_profile import batches_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult, at_line, stopped
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit, processor_limit
@@ -111,7 +110,6 @@ class ForkedPhase(LoopPhase):
     def clips(self, parameters: Iterable[Any]) -> Any:
         """Remember it; under FSDP2, what is clipped must be what is trained."""
         self._clips = True
-        self.run.observer.clipped()
         if self.run.process is None or hasattr(parameters, "__tensor_flatten__"):
             return parameters
         listed, own = list(parameters), {id(one) for model in self.loop.models for one in model.parameters()}
@@ -204,15 +202,21 @@ class ForkedPhase(LoopPhase):
         return max(1, at[1] - at[0] if len(at) > 1 else self.loop.batches)
 
     def _result(self) -> TraceResult:
-        observer, between = self.run.observer, self._between
-        timeline = self.timeline()
         facts = LoopFacts(
-            batches_per_step=between,
+            batches_per_step=self._between,
             clips_gradients=self._clips,
-            own_backward=tuple(unknown_functions(observer.functions)),
+            own_backward=tuple(unknown_functions(self.run.functions)),
         )
         watched = None if self._watching is None else self._watching.found()
-        return TraceResult(timeline, facts, observer.profile(self._sample, between), watched=watched)
+        return TraceResult(self.timeline(), facts, watched=watched)
+
+
+def batches_of(loader: Any) -> int | None:
+    """The batches of an epoch of a loader; None where they are not known."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _batch_size(loader: Any) -> int | None:

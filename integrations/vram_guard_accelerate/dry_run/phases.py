@@ -20,7 +20,6 @@ from vram_guard.limits import BATCHES_AHEAD, ROUNDS_FOLLOWED
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
-from vram_guard_accelerate.dry_run.loop_profile import LoopObserver
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +62,8 @@ class DryRun:
         self.shape = shape
         self.decide = decide
         self.script = ScriptObservations()
-        self.observer = LoopObserver()
+        self.functions: list[type] = []
+        """Functions with a backward pass of their own that were called."""
         self.process: ShardedProcess | EngineProcess | None = None
         """What divides the model, where the launch, or the script, chose that; None: it stays whole."""
         self.planned_batch = planned_batch

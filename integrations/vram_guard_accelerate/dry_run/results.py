@@ -13,7 +13,6 @@ from vram_guard.forks.side_effects import why_not_written
 from vram_guard.language import _
 from vram_guard.timeline import Timeline
 from vram_guard.user_code import is_of_stand_ins, line_of_error, line_of_frame, not_followed, with_line
-from vram_guard_accelerate.dry_run.loop_profile import LoopProfile
 
 
 class StoppedError(BaseException):
@@ -47,7 +46,6 @@ class TraceResult:
 
     timeline: Timeline
     facts: LoopFacts
-    profile: LoopProfile
     evaluation_batch_size: int | None = None
     """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
     kept_outputs: int = 0

@@ -16,9 +16,8 @@ from vram_guard.guard.settling import planned, settled
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan
-from vram_guard.plan.descriptions import Why
 from vram_guard.plan.source import Source, TraceRequest
-from vram_guard.plan.techniques import FORMS, TECHNIQUES, splits_of
+from vram_guard.plan.techniques import FORMS, TECHNIQUES, mixed_precision, splits_of
 from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
 from vram_guard.proof.prove import Disproof, Proof
 from vram_guard.proof.small_steps import SmallSteps, small_steps
@@ -31,7 +30,6 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
-from vram_guard_accelerate.planning.relaunch import Baseline, Relaunch, relaunched_in
 
 if TYPE_CHECKING:
     import torch
@@ -67,76 +65,44 @@ class ScriptPlan:
     """The same for the processes of the real launch."""
     notes: tuple[str, ...]
     """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
-    relaunch: Relaunch | None = None
-    """In another precision, which may be better; None: there is none."""
     only_told: str = ""
     """The reason why the launch is not changed as the plan says; "" where it is."""
     own_options: tuple[str, ...] = ()
     """Words for the script's command line that make its batches smaller: nobody has tried them."""
 
 
-def decide(
-    first: FirstBatch,
-    settings: LaunchSettings,
-    budget: Budget,
-    *,
-    current: Relaunch | None = None,
-    may_relaunch: bool = False,
-) -> ScriptPlan:
+def decide(first: FirstBatch, settings: LaunchSettings, budget: Budget) -> ScriptPlan:
     """Plan for the script that stands at its first training batch.
 
     Args:
         first: the script.
         settings: what may be changed.
         budget: for each process.
-        current: the relaunch that this launch is.
-        may_relaunch: whether the caller can run a relaunch dry.
 
     Raises:
-        UnsupportedStepError: the script cannot be followed; the message says where and why. Or this launch turns out to
-            be another training than its baseline.
+        UnsupportedStepError: the script cannot be followed; the message says where and why.
     """
     traces = ForkedTraces(first)
     try:
-        return _decided(first, traces, settings, budget, current, may_relaunch=may_relaunch)
+        return _decided(first, traces, settings, budget)
     except VramGuardError:
         if not traces.fails_at_others:
             raise
     # As written it has been followed: a script may take no other batch sizes than its own.
     only = replace(first, fails_at_others=traces.fails_at_others)
-    return _decided(only, traces, settings, budget, current, may_relaunch=False)
+    return _decided(only, traces, settings, budget)
 
 
-def _decided(
-    first: FirstBatch,
-    traces: ForkedTraces,
-    settings: LaunchSettings,
-    budget: Budget,
-    current: Relaunch | None,
-    *,
-    may_relaunch: bool,
-) -> ScriptPlan:
-    trace = traces.first_trace()
-    if current is not None:
-        current.check(first.precision, trace.profile)
-    alone = first.shape.ranks == 1 or not first.by_itself  # whose loaders hold the samples of all processes
-    other = relaunched_in(first, settings) if may_relaunch and alone and not first.why_one_size else ""
-    without = frozenset(("precision", "grow") if current is not None else ("precision",) if other else ())
-    refused = {name: why for name, why in _refused(first, trace.facts) if name not in without}
-    script = _Script(first, settings, budget, traces, trace.facts, without)
+def _decided(first: FirstBatch, traces: ForkedTraces, settings: LaunchSettings, budget: Budget) -> ScriptPlan:
+    facts = traces.first_trace().facts
+    refused = dict(_refused(first, facts))
+    script = _Script(first, settings, budget, traces, facts)
     made, proof = settled(script, refused)
     launch_plan = _launch_plan(made, first)
     notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(script, refused, made), *proof.notes]
-    relaunch = None
-    if other and (not made.fits or (made.changed and not _grows(made))):
-        relaunch = Relaunch(other, first.script.precision_option, Baseline.of(made, trace.profile))
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
-    own = _own_options(script, made)
-    if current is not None:
-        made, launch_plan = current.combined(made), current.applied_to(launch_plan)
-        notes = [current.note, *notes]
-    return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), relaunch, told, own)
+    return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), told, _own_options(script, made))
 
 
 def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
@@ -161,8 +127,6 @@ class _Script:
     budget: Budget
     traces: ForkedTraces
     facts: LoopFacts
-    without: frozenset[str]
-    """Techniques that are not to be planned here, and of which nothing is said."""
     body: Body | None = None
     """The module that may run over slices of a batch; None: none is known."""
     random: bool = False
@@ -172,7 +136,7 @@ class _Script:
         return ()
 
     def finds_body(self, refused: dict[str, str]) -> bool:
-        if self.body is not None or "slices" not in self.settings.techniques - self.without:
+        if self.body is not None or "slices" not in self.settings.techniques:
             return False
         try:
             found = self.traces.body()
@@ -203,22 +167,15 @@ class _Script:
             job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda job: cast("_OwnJob", job.play).trace,
         )
-        made = planned(
+        return planned(
             source,
             first.sample.batch_size,
             self.budget,
             settings,
-            allow=settings.techniques - self.without,
             refused=refused,
             host_budget=host_share(settings.host_budget, first.shape.local_ranks),
             dataset_size=first.sample.dataset_size,
-            grow=settings.grow and "grow" not in self.without,
         )
-        if "precision" not in self.without:
-            return made
-        # It is tried by launching the script in another way, which the notes tell of.
-        reasons = tuple(reason for reason in made.reason_values if reason.kind is not Why.NOT_ALLOWED)
-        return replace(made, reason_values=reasons)
 
 
 #: What a plan says of itself, where it would help.
@@ -250,7 +207,6 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
     script = first.script
     return LaunchPlan(
         precision=ACCELERATES[made.precision] if mixed else "",
-        precision_option=script.precision_option if mixed else "",
         batch_size=made.batch_size_before,
         grown_batch_size=made.batch_size,
         # Where the script scales by that option too, rates would be scaled twice: the loader is made larger.
@@ -345,13 +301,13 @@ def _why_not_mixed(first: FirstBatch) -> str:
         return _("the script trains without Accelerate, which would do it; what it casts by itself stays as it is")
     if first.precision != "32-true":
         return _("the training is in {precision} already, and stays so", precision=first.precision)
-    if first.script.precision_option:
-        return ""
-    if first.script.precision_given:
-        return _("the script passes its own mixed_precision to the Accelerator, which takes precedence")
-    if first.script.reads_precision:
+    script, (name, _why) = first.script, mixed_precision(first.precision, first.shape.capability)
+    if name is not None and (script.precision_option or script.by_trainer or script.reads_precision):
+        option = script.precision_option or "--mixed_precision"
         return _(
-            "the script asks accelerator.mixed_precision and acts on the answer before it trains; pass "
-            "--mixed_precision to see what it does then"
+            "the script chooses what it does in another precision; launch it with {options} to see what it takes then",
+            options=f"{option} {ACCELERATES[name]}",
         )
+    if script.precision_given and not script.by_trainer:
+        return _("the script passes its own mixed_precision to the Accelerator, which takes precedence")
     return ""

@@ -61,7 +61,7 @@ def _follow(
     def decided(first: FirstBatch) -> NoReturn:
         no_limit()
         stood, memory = time.monotonic(), _memory()
-        found = decide(first, settings, request.budget, current=request.relaunch, may_relaunch=True)
+        found = decide(first, settings, request.budget)
         if missing := ended.not_known():
             answer(DryRunFailure.of(missing))
         answer(
@@ -72,7 +72,6 @@ def _follow(
                 page=html_report(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
                 notes=(*found.notes, *filter(None, (early.note,))),
-                relaunch=found.relaunch,
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,19 +19,16 @@ from typing import IO, TYPE_CHECKING, Any
 
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
-from vram_guard.errors import EndedCopyError, InvalidInputError
+from vram_guard.errors import InvalidInputError
 from vram_guard.files import write_atomically
 from vram_guard.forks import ended
 from vram_guard.language import _, language
 from vram_guard.limits import FILES_KEPT
-from vram_guard.plan.descriptions import RelativeTime
-from vram_guard.units import format_bytes
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.launch_plan import ON_CPU
 from vram_guard_accelerate.planning.caches import make_caches, remove_empty
-from vram_guard_accelerate.planning.relaunch import Relaunch
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
 from vram_guard_accelerate.script_files import state_of
 
@@ -63,15 +60,12 @@ class Prediction:
     """True if it comes from an earlier dry run of an equal launch."""
 
 
-def predict(
-    request: DryRunRequest, *, fresh: bool = False, progress: Callable[[str], None] = lambda _line: None
-) -> Prediction:
+def predict(request: DryRunRequest, *, fresh: bool = False) -> Prediction:
     """Run the script dry, or remember what came of it.
 
     Args:
         request: the launch.
         fresh: do not look for a remembered answer.
-        progress: called with the options of a relaunch, before it is run dry too.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
@@ -101,53 +95,11 @@ def predict(
         )
         raise replace(first, message=message).as_error()
 
-    def run(relaunch: Relaunch) -> DryRunAnswer | DryRunFailure:
-        progress(relaunch.words)
-        return _known(_run(request.relaunched(relaunch), log))
-
-    prediction = Prediction(better_of(first, run), str(log))
+    prediction = Prediction(first, str(log))
     if remembered is not None and remembered.parent.is_dir():
         with contextlib.suppress(InvalidInputError):
             write_atomically(remembered, to_json(prediction))
     return prediction
-
-
-def _known(answer: DryRunAnswer | DryRunFailure) -> DryRunAnswer | DryRunFailure:
-    """The answer of a relaunch.
-
-    Raises:
-        EndedCopyError: it is not known: neither is which launch is the best.
-    """
-    if isinstance(answer, DryRunFailure) and answer.error == EndedCopyError.__name__:
-        raise answer.as_error()
-    return answer
-
-
-def better_of(first: DryRunAnswer, run: Callable[[Relaunch], DryRunAnswer | DryRunFailure]) -> DryRunAnswer:
-    """The answer that is taken, of a launch as it was typed and its relaunch.
-
-    Args:
-        first: the answer of the launch as it was typed, with its relaunch.
-        run: runs that dry.
-    """
-    if first.relaunch is None:
-        return first
-    answer = run(first.relaunch)
-    if isinstance(answer, DryRunFailure):
-        return replace(first, notes=(*first.notes, _not_taken(first.relaunch, answer.message)), relaunch=None)
-    seconds: dict[str, Any] = {name: taken + answer.seconds[name] for name, taken in first.seconds.items()}
-    told = bool(first.only_told) and not answer.only_told
-    if answer.fits and (not first.fits or told or answer.slowdown < first.slowdown):
-        return replace(answer, seconds=seconds)
-    why = _("takes {time}", time=RelativeTime(answer.slowdown))
-    if not answer.fits:
-        peak = format_bytes(answer.plan["estimate"]["peak_reserved"])
-        why = _("it takes {peak}, which does not fit", peak=peak)
-    return replace(first, notes=(*first.notes, _not_taken(first.relaunch, why)), seconds=seconds, relaunch=None)
-
-
-def _not_taken(relaunch: Relaunch, why: str) -> str:
-    return _("{options} was tried in a dry run of its own, and is not taken: {why}", options=relaunch.words, why=why)
 
 
 # --- answers that are remembered --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,6 @@ from vram_guard.budget import Budget
 from vram_guard.releases.installed import Releases
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.launch_plan import LaunchPlan
-from vram_guard_accelerate.planning.relaunch import Relaunch
 from vram_guard_accelerate.script_files import FileState
 
 REQUEST: Final = Path("request.json")
@@ -32,17 +31,6 @@ class DryRunRequest:
     """Variables that accelerate adds to the environment."""
     local_ranks: int = 1
     """Processes that share a machine, and its memory."""
-    relaunch: Relaunch | None = None
-    """The changes with which this is launched; None: as it was typed."""
-
-    def relaunched(self, relaunch: Relaunch) -> DryRunRequest:
-        """The same for a relaunch of the launch as it was typed."""
-        return replace(
-            self,
-            command=(*self.command, *relaunch.arguments),
-            environment={**self.environment, **relaunch.environment},
-            relaunch=relaunch,
-        )
 
 
 @dataclass(frozen=True)
@@ -67,16 +55,9 @@ class DryRunAnswer:
     """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
     releases: Releases
     """Those that the script ran with."""
-    relaunch: Relaunch | None = None
-    """In another precision, which may be better; None: there is none."""
     own_options: tuple[str, ...] = ()
     """Words for the script's command line that make its batches smaller: nobody has tried them."""
     brief: str = ""
     """The text in about a dozen lines."""
     page: str = ""
     """All of it, as a page."""
-
-    @property
-    def slowdown(self) -> float:
-        """Step time under the plan over the step time as written."""
-        return float(self.plan["slowdown"] or 1.0)
