@@ -63,11 +63,6 @@ def warn_of(old: str, new: str) -> None:
     warnings.warn(f"vram_guard: {said}", FutureWarning, stacklevel=4)
 
 
-def without_effect(old: str) -> str:
-    """The words for what was once set by a name."""
-    return _("{old} has no effect, and the next release does not know it: leave it out", old=old)
-
-
 def takes_old_names(
     holder: str, held: Iterable[str], kind: Callable[..., Any] = dict
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli import options
-from vram_guard.cli.printing import tell
 from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
-from vram_guard.old_names import ADVANCED, without_effect
+from vram_guard.old_names import ADVANCED
 from vram_guard.plan.checks import check_seconds, check_switches
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import filled, read
@@ -76,10 +74,7 @@ class LaunchSettings(PlanSettings):
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Settings of what is given; the rest comes from the project's settings, see :mod:`vram_guard.settings`."""
-        if "loss_weight" in given:
-            warnings.warn(f"vram_guard: {without_effect('loss_weight')}", FutureWarning, stacklevel=3)
-        known = {name: value for name, value in given.items() if name != "loss_weight"}
-        own = {name: value for name, value in cls.flat(known).items() if value is not None}
+        own = {name: value for name, value in cls.flat(given).items() if value is not None}
         return cls(**filled(own, cls.names()))
 
     @classmethod
@@ -91,13 +86,6 @@ class LaunchSettings(PlanSettings):
         """
         own = {name: value for name, value in options.items() if name in cls.names() and value is not False}
         advanced = dict(_assigned(one) for one in options.get("advanced") or ())
-        for old, now in options.get("old") or ():
-            if now is None:
-                tell(without_effect(old))
-                continue
-            new = f"--advanced {now}"
-            tell(_("{old} is an old name, which the next release does not know: write {new}", old=old, new=new))
-            advanced |= [_assigned(now)]
         return cls.of({**own, "advanced": advanced})
 
 
@@ -107,22 +95,6 @@ def _assigned(word: str) -> tuple[str, Any]:
     if not equals:
         raise InvalidInputError(_("--advanced takes NAME=VALUE, not {value}", value=repr(word)))
     return name, read(name, value, "--advanced")
-
-
-class _Old(argparse.Action):
-    """An option that is one of ``--advanced`` now, or (``const`` is None) nothing."""
-
-    def __call__(self, _parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        now = self.const if self.nargs == 0 or self.const is None else f"{self.const}={values}"
-        namespace.old = [*(getattr(namespace, "old", None) or ()), (option_string, now)]
-
-
-#: Options of earlier releases -> what stands behind ``--advanced`` now, and those whose value stands there.
-_OLD_SWITCHES: dict[str, str | None] = {"--no-whole-job": "whole_job=false", "--fresh": "remember=false", "--yes": None}
-_OLD_OPTIONS = (
-    *("gpu_memory", "target_utilization", "lr_rule", "host_budget", "longest_seconds"),
-    *("start_seconds", "releases"),
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -156,9 +128,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", action="store_true", help=_("only plan: exit code 0 if it fits, 1 if not"))
     options.add_options(group, "json")
     group.add_argument("--ask", action="store_true", help=_("show the plan and ask before launching"))
-    for flag, now in _OLD_SWITCHES.items():
-        group.add_argument(flag, action=_Old, dest="old", nargs=0, const=now, help=argparse.SUPPRESS)
-    for name in _OLD_OPTIONS:
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, action=_Old, dest="old", const=name, help=argparse.SUPPRESS)
-    group.add_argument("--loss-weight", action=_Old, dest="old", help=argparse.SUPPRESS)

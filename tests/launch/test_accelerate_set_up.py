@@ -78,14 +78,11 @@ def test_a_model_that_its_holder_moves_is_the_one_that_is_trained(answers: Any) 
 def test_what_is_loaded_onto_the_gpu_counts_until_it_is_freed(answers: Any, how: str) -> None:
     usual, found = estimate(answers, "plain" if "plain" in how else ORDERS[0]), estimate(answers, how)
     assert found["peak_allocated"] - usual["peak_allocated"] >= (32 if how == "plain_parts" else 6) * MIB
-    said = [note for note in answers[how]["notes"] if "set_up.py" in note]
-    assert len(said) == (how != "plain_parts")  # the line, and the way out
 
 
 def test_what_was_freed_does_not_count(answers: Any) -> None:
     usual, found = estimate(answers, "plain"), estimate(answers, "plain_loads_deletes")
     assert found["peak_allocated"] == usual["peak_allocated"]
-    assert not any("set_up.py" in note for note in answers["plain_loads_deletes"]["notes"])
 
 
 def test_what_grows_with_every_step_has_to_fit_for_as_many_steps_as_there_are(answers: Any) -> None:

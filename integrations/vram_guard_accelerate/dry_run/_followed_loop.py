@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
-from vram_guard.state.containers import leaves
 from vram_guard.techniques.patched_forward import arguments_by_name
 from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import side_effects, subprocess_policy
@@ -43,7 +42,6 @@ class FollowedLoop:
         self, run: DryRun, accelerator: Any, moved: list[torch.Tensor], shared: frozenset[int], loads: Loads
     ) -> None:
         self._run = run
-        self._loads = loads
         self.accelerator = accelerator
         self.models: list[nn.Module] = []
         self.forwards = 0
@@ -74,13 +72,6 @@ class FollowedLoop:
         loads.arrive = self.tracer.adopt
         self._loading = loads.followed()
         self._loading.__enter__()  # for good
-
-    def loaded_beside(self) -> Iterator[str]:
-        """Words for what was loaded onto the GPU and takes its memory beside the training."""
-        states = (value for one in self.accelerator._optimizers for value in leaves(list(one.state.values())))
-        models = (tensor for model in self.models for tensor in (*model.parameters(), *model.buffers()))
-        tensors = (value for value in states if isinstance(value, torch.Tensor))
-        return self._loads.kept_beside((*models, *tensors))
 
     @property
     def root(self) -> nn.Module:

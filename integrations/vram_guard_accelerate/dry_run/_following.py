@@ -105,7 +105,6 @@ class FollowingPhase(LoopPhase):
             sample,
             fsdp_plugin=process.plugin if isinstance(process, ShardedProcess) else None,
             engine=process.layout if isinstance(process, EngineProcess) else None,
-            loaded_beside=tuple(loop.loaded_beside()),
         )
         try:
             with loop.tracer.paused():

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from vram_guard.language import _
 from vram_guard.patching import replaced
 from vram_guard.simulate.device.fake_cuda import as_device
 from vram_guard.state.containers import leaves
-from vram_guard.units import format_bytes
-from vram_guard.user_code import line_of_frame
 
-# ruff: noqa: SLF001 - a storage has one key, and it is private; sys._getframe: who loads is the question
+# ruff: noqa: SLF001 - a storage has one key, and it is private
 
 
 def is_gpu(value: Any) -> bool:
@@ -38,7 +34,6 @@ class Loads:
 
     def __init__(self, arrive: Callable[[Iterable[torch.Tensor]], None]) -> None:
         self.arrive = arrive
-        self._loaded: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -73,7 +68,7 @@ class Loads:
 
             with replaced(torch.UntypedStorage, {"cuda": moved}):
                 made = original(f, place, *args, **kwargs)
-            self._arrived((one for one in _tensors(made) if _storage(one) in onto), sys._getframe(1))
+            self.arrive(one for one in _tensors(made) if _storage(one) in onto)
             return made
 
         return load
@@ -83,36 +78,10 @@ class Loads:
 
         def load(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
-            self._arrived((one for one in _tensors(made) if one.is_cuda), sys._getframe(1))
+            self.arrive(one for one in _tensors(made) if one.is_cuda)
             return made
 
         return load
-
-    def _arrived(self, tensors: Iterable[torch.Tensor], frame: Any) -> None:
-        found, line = list(tensors), line_of_frame(frame)
-        self.arrive(found)
-        self._loaded += [(weakref.ref(one), line) for one in found]
-
-    def kept_beside(self, used: Iterable[torch.Tensor]) -> Iterator[str]:
-        """Words for each line whose tensors are still there, beside those that the training uses.
-
-        Args:
-            used: parameters, buffers, states of optimizers.
-        """
-        known = set(map(_storage, used))
-        bytes_of: dict[str, int] = {}
-        for one, line in self._loaded:
-            tensor = one()
-            if tensor is not None and (key := _storage(tensor)) not in known:
-                known.add(key)
-                bytes_of[line] = bytes_of.get(line, 0) + tensor.untyped_storage().nbytes()
-        for line, size in bytes_of.items():
-            yield _(
-                "{line} loads {size} onto the GPU, which stay there while the script trains: load them to the host "
-                '(map_location="cpu", device="cpu"), or delete every name of them once their values are copied (del)',
-                size=format_bytes(size),
-                line=line or _("an unknown line"),
-            )
 
 
 def _tensors(loaded: Any) -> Iterator[torch.Tensor]:

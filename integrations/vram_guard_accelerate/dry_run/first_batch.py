@@ -80,8 +80,6 @@ class FirstBatch:
     """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
     engine: Parallel | None = None
     """The layout of DeepSpeed's engine, where it trains the model; None: it does not."""
-    loaded_beside: tuple[str, ...] = ()
-    """Words for each line that loads onto the GPU what stays there beside the training."""
     fails_at_others: str = ""
     """The reason why the loop fails at other batch sizes than its own; "" where none was seen to."""
 

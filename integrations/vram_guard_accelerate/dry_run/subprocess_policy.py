@@ -1,6 +1,6 @@
 """Programs that a script starts by itself: those that report something, and change nothing, may run at any time.
 
-Until ``prepare`` a script runs for real, and so does what it starts; its files are thrown away. From then on
+Until ``prepare`` a script runs for real, and so does what it starts, where its files can be thrown away. From then on
 its loop runs in several copies of its process, each of which would start the program again. Which commit it is or what
 ``nvidia-smi`` says may be asked all the same: trackers and log lines do. Anything else ends the dry run, and the answer
 names the command and the line.
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from vram_guard.forks.side_effects import way
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
 
@@ -75,6 +76,28 @@ def words_of(command: Any) -> list[str]:
         return [os.fsdecode(word) for word in command]
     except (TypeError, ValueError):
         return []
+
+
+def refuse_writing_programs(stopped: Callable[[str], NoReturn]) -> None:
+    """From now on a program that may change something ends the dry run, where its files cannot be kept from the disk.
+
+    Args:
+        stopped: ends it, given the reason.
+    """
+
+    def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
+        if not only_reads(command, in_shell=in_shell):
+            stopped(
+                _(
+                    "it starts a program ({command}), whose files this system cannot keep from the disk: it has "
+                    "neither an overlay for this user nor Landlock",
+                    command=shown(command),
+                )
+            )
+        return start()
+
+    if way() == "python":
+        around_starts(check)
 
 
 def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:

@@ -184,7 +184,6 @@ _SAID_BY_PLANS = ("accumulate", "evaluation", "slices")
 
 def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
-    yield from script.first.loaded_beside
     if 2 * script.traces.kept_outputs > made.estimate.peak_allocated:
         yield _(
             "most of the peak is outputs of an evaluation, which the Trainer keeps on the GPU until its last batch; "

@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +21,7 @@ from vram_guard.report.html import html_report
 from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._settings import LaunchSettings
-from vram_guard_accelerate.dry_run import forks, own_ranks, patches
-from vram_guard_accelerate.dry_run.early_effects import EarlyPrograms
+from vram_guard_accelerate.dry_run import forks, own_ranks, patches, subprocess_policy
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
@@ -37,20 +35,13 @@ from vram_guard_accelerate.script_files import imported_files
 def follow(folder: Path) -> NoReturn:
     """Follow the script that the request in a folder names, and write the answer next to the request."""
     request = from_json(DryRunRequest, (folder / REQUEST).read_text(encoding="utf-8"))
-    early = EarlyPrograms()
     try:
-        _follow(request, lambda answer: _answer(folder, answer), early)
+        _follow(request, lambda answer: _answer(folder, answer))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher has to be told
-        failure = DryRunFailure.of(ended.instead_of(error), request.command[0])
-        said = (failure.message, early.note)
-        _answer(folder, replace(failure, message="; ".join(filter(None, said))))
+        _answer(folder, DryRunFailure.of(ended.instead_of(error), request.command[0]))
 
 
-def _follow(
-    request: DryRunRequest,
-    answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn],
-    early: EarlyPrograms,
-) -> NoReturn:
+def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailure], NoReturn]) -> NoReturn:
     """Run a script until it is planned for; never returns.
 
     Raises:
@@ -71,7 +62,7 @@ def _follow(
                 brief=render(found.plan, verbose=False),
                 page=html_report(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
-                notes=(*found.notes, *filter(None, (early.note,))),
+                notes=found.notes,
                 files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
@@ -89,7 +80,7 @@ def _follow(
     run.phase = PreparingPhase(run)
     own_ranks.announce(shape, request.command[0])
     patches.install(run)
-    early.watch()
+    subprocess_policy.refuse_writing_programs(stopped)
     run.phase.begins()
     gc.freeze()  # what is there is none of the script's
     limit(settings.start_seconds, lambda frame: answer(DryRunFailure.unsupported(at_line(_too_long(settings), frame))))
