@@ -352,7 +352,6 @@ def answers() -> dict[str, Any]:
         **PLAN,
         "notes": ["str"],
         "only_told": "str",
-        "script_arguments": ["str"],
         "own_options": ["str"],
         "log": "str",
         "remembered": "bool",

@@ -108,7 +108,6 @@ def show(
             **answer.plan,
             "notes": [*answer.notes, *remarks],
             "only_told": answer.only_told,
-            "script_arguments": answer.launch_plan.script_arguments(),
             "own_options": list(answer.own_options),
             "seconds": dict(answer.seconds),
             "host_memory": dict(answer.host_memory),
