@@ -15,7 +15,5 @@ class ForkTask:
     request: TraceRequest
     whole_job: bool = False
     """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
-    most: int | None = None
-    """Samples of a batch of evaluations; None: as many as their loaders deliver."""
     watch: Watch | None = None
     """What is looked at in each forward of the loop; None: nothing."""

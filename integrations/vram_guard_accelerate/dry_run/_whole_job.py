@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import BatchSampler
 
 from vram_guard.capture.loader import Sample
 from vram_guard.language import _
@@ -56,8 +55,6 @@ class WholeJobPhase(ForkedPhase):
         self._batches_until = 0
         """Batches of the training after which it ends without a step."""
         self._epochs = 1
-        self._largest: int | None = None
-        """Samples of the largest batch of an evaluation whose loader can make smaller ones."""
         self._most_steps: int | None = None
         """Of a Trainer's whole run."""
         self._notes: list[Note] = []
@@ -91,7 +88,6 @@ class WholeJobPhase(ForkedPhase):
         """The training's until its epoch is over; two of any other loader."""
         if not self.trains_on(batches.loader):
             self._enter_evaluation()
-            self._cut(batches.loader)
             with self.loop.rounds.next_batch(batches):
                 return batches.next_beside_training()
         self._evaluates, self._by_next = False, calls_next()
@@ -140,15 +136,6 @@ class WholeJobPhase(ForkedPhase):
     def _epoch_over(self) -> bool:
         """True from the end of an epoch to the beginning of the next."""
         return self._over is not None and self._later in (None, self._over)
-
-    def _cut(self, loader: Any) -> None:
-        """A loader of an evaluation makes batches of no more than what is asked for, and so more of them."""
-        sampler = getattr(loader, "batch_sampler", None)
-        if type(sampler) is not BatchSampler:
-            return
-        self._largest = max(self._largest or 0, sampler.batch_size)
-        if self._task.most is not None:
-            sampler.batch_size = min(sampler.batch_size, self._task.most)
 
     def moving_batch(self) -> AbstractContextManager[object]:
         """Batches of evaluations are no steps."""
@@ -245,9 +232,7 @@ class WholeJobPhase(ForkedPhase):
         )
 
     def _result(self) -> TraceResult:
-        return replace(
-            super()._result(), evaluation_batch_size=self._largest, kept_outputs=self.loop.rounds.kept_outputs
-        )
+        return replace(super()._result(), kept_outputs=self.loop.rounds.kept_outputs)
 
     def timeline(self) -> Timeline:
         """With what a step leaves behind, and what was not followed."""

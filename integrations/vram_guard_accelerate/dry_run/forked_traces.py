@@ -24,8 +24,8 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forks import Fork
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 
-#: What is asked of a copy, whether of the whole job, and samples of the largest batch of its evaluations.
-_TraceKey = tuple[TraceRequest, bool, int | None]
+#: What is asked of a copy, and whether of the whole job.
+_TraceKey = tuple[TraceRequest, bool]
 
 #: Seconds that one copy may take, which says itself where it stands when its time is over.
 PATIENCE = TRACE_SECONDS + ANSWER_SECONDS
@@ -47,7 +47,7 @@ class ForkedTraces:
 
     def first_trace(self) -> TraceResult:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
-        asked: _TraceKey = (TraceRequest(self._first.sample.batch_size, self._first.precision), False, None)
+        asked: _TraceKey = (TraceRequest(self._first.sample.batch_size, self._first.precision), False)
         if asked not in self._answers:
             what = _("the copy that would have followed the script as it is written")
             self._answers[asked] = _answer_of(partial(self._fork, *asked), what)
@@ -63,7 +63,7 @@ class ForkedTraces:
 
         def look(watch: Watch, size: int) -> Any:
             request = TraceRequest(size, self._first.precision)
-            ask = partial(self._fork, request, False, None, watch=watch)
+            ask = partial(self._fork, request, False, watch=watch)
             found = _answer_of(ask, _what(request)).watched
             if isinstance(found, UnsupportedTechniqueError):
                 raise found
@@ -75,52 +75,43 @@ class ForkedTraces:
         """:attr:`vram_guard.plan.source.Source.trace` of the script's loop."""
         return self._answer(request).timeline
 
-    def evaluation_batch_size(self) -> int | None:
-        """Samples of the largest batch of an evaluation that was followed; None where none can be made smaller."""
-        return max((one.evaluation_batch_size or 0 for one in self._answers.values()), default=0) or None
-
     @property
     def kept_outputs(self) -> int:
         """Bytes that a Trainer keeps of all batches of an evaluation, and would not with another argument."""
         return max((one.kept_outputs for one in self._answers.values()), default=0)
 
-    def whole_job(self, request: TraceRequest, most: int | None = None) -> Timeline:
-        """The same with what the script does besides its steps, as far as that can be followed.
-
-        Args:
-            request: as of :meth:`trace`.
-            most: samples of a batch of evaluations; None: as many as their loaders deliver.
-        """
+    def whole_job(self, request: TraceRequest) -> Timeline:
+        """The same with what the script does besides its steps, as far as that can be followed."""
         try:
-            return self._answer(request, whole_job=True, most=most).timeline
+            return self._answer(request, whole_job=True).timeline
         except VramGuardError as error:
             alone = self.trace(request)
             note = Note(_("what the script does besides its training steps is not included ({why})", why=error))
             return replace(alone, notes=(*alone.notes, note))
 
-    def _answer(self, request: TraceRequest, *, whole_job: bool = False, most: int | None = None) -> TraceResult:
-        if (request, whole_job, most) in self._answers:
-            return self._answers[request, whole_job, most]
+    def _answer(self, request: TraceRequest, *, whole_job: bool = False) -> TraceResult:
+        if (request, whole_job) in self._answers:
+            return self._answers[request, whole_job]
         # The planner asks for these two one after the other: they run side by side.
         both = request.batch_size == TRACED_SIZES[0] and not request.compiled
         sizes = TRACED_SIZES if both else (request.batch_size,)
-        for wanted in ((replace(request, batch_size=size), whole_job, most) for size in sizes):
+        for wanted in ((replace(request, batch_size=size), whole_job) for size in sizes):
             if wanted not in self._answers and wanted not in self._running:
                 self._running[wanted] = self._fork(*wanted)
         try:
-            ask, begun = partial(self._fork, request, whole_job, most), self._running.pop((request, whole_job, most))
+            ask, begun = partial(self._fork, request, whole_job), self._running.pop((request, whole_job))
             # One that compiles counts its processor's seconds itself; it is given up where it does not work.
             seconds = COPY_SECONDS if request.compiled else PATIENCE
             answer = _answer_of(ask, _what(request), begun, seconds, watched=request.compiled)
-            self._answers[request, whole_job, most] = answer
+            self._answers[request, whole_job] = answer
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
                 self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
             raise
         return answer
 
-    def _fork(self, request: TraceRequest, whole_job: bool, most: int | None, watch: Watch | None = None) -> Fork:
-        return forks.fork(ForkTask(request, whole_job=whole_job, most=most, watch=watch))
+    def _fork(self, request: TraceRequest, whole_job: bool, watch: Watch | None = None) -> Fork:
+        return forks.fork(ForkTask(request, whole_job=whole_job, watch=watch))
 
 
 def longest_of(first: FirstBatch, planned_batch: PlannedBatch) -> Sample:

@@ -46,8 +46,6 @@ class TraceResult:
 
     timeline: Timeline
     facts: LoopFacts
-    evaluation_batch_size: int | None = None
-    """Samples of the largest batch of an evaluation whose loader can make smaller ones; None: there was none."""
     kept_outputs: int = 0
     """Bytes that a Trainer keeps on the GPU of all batches of an evaluation, and would not with another argument."""
     watched: Any = None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from vram_guard.budget import Budget
 from vram_guard.budget.host import host_share
@@ -16,14 +16,13 @@ from vram_guard.guard.settling import planned, settled
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
 from vram_guard.plan import Plan
-from vram_guard.plan.source import Source, TraceRequest
+from vram_guard.plan.source import Source
 from vram_guard.plan.techniques import FORMS, TECHNIQUES, mixed_precision, splits_of
 from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
 from vram_guard.proof.prove import Disproof, Proof
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques import Body, Recipe, find_blocks
 from vram_guard.tensors import without_modes
-from vram_guard.timeline import Timeline
 from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import ELSEWHERE, NOT_HERE, LaunchSettings
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
@@ -33,27 +32,6 @@ from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class _OwnJob:
-    """The script itself does what its job is, see :class:`~vram_guard.job.Resizable`."""
-
-    traces: ForkedTraces
-    most: int | None = None
-    """Samples of a batch of evaluations; None: as many as their loaders deliver."""
-
-    def evaluation_batch_size(self, name: str) -> int | None:
-        return self.traces.evaluation_batch_size() if name == "validation" else None
-
-    def with_evaluation_batch_size(self, _name: str, size: int) -> _OwnJob:
-        return replace(self, most=size)
-
-    def __call__(self, _run: JobRun) -> None:
-        """Nothing is left to be played."""
-
-    def trace(self, request: TraceRequest) -> Timeline:
-        return self.traces.whole_job(request, self.most)
 
 
 @dataclass(frozen=True)
@@ -164,8 +142,8 @@ class _Script:
             compiles=first.compiles,
             copies=True,
             body=self.body,
-            job=Job(_OwnJob(self.traces)) if settings.whole_job and first.sample.loader is not None else None,
-            whole=lambda job: cast("_OwnJob", job.play).trace,
+            job=Job(_nothing) if settings.whole_job and first.sample.loader is not None else None,
+            whole=lambda _job: self.traces.whole_job,
         )
         return planned(
             source,
@@ -231,6 +209,10 @@ def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
         with without_modes():
             found.append(small_steps(partial(_itself, inner), recipe))
     return max((one for one in found if one), key=lambda one: (one.why_not, one.difference), default=None)
+
+
+def _nothing(_run: JobRun) -> None:
+    """The script itself does what its job is: nothing is left to be played."""
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
