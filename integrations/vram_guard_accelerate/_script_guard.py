@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vram_guard.errors import DoesNotFitError, LostCopyError, VramGuardError
 from vram_guard.forks import ended
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
-from vram_guard.forks.fatal_stack import FatalStack
+from vram_guard.forks.fork import Copy
 from vram_guard.forks.isolation import isolate
 from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
@@ -36,7 +36,7 @@ from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
-from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -127,7 +127,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             answer = self._agreed(accelerator)
         except ForkEntered as entered:
             self._undo = _nothing  # the copy keeps the patches of its dry run
-            _become_dry_run(entered.parent, entered.task, accelerator, self.settings)
+            _become_dry_run(entered.parent, accelerator, self.settings)
             return accelerator.prepare(*args, **kwargs)
         except LostCopyError as error:  # on every rank
             if accelerator.is_main_process:
@@ -164,34 +164,27 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         if isinstance(answers[0], GuardAnswer):
             return answers[0]
         failure: DryRunFailure = answers[0]
+        if failure.error == LostCopyError.__name__:  # where it was is all that is known
+            failure = replace(failure, message=f"{failure.message}\n{failure.traceback}")
         raise failure.as_error()
 
     def _answer_of_copy(self) -> Any:
         """The answer of a copy of this process."""
         forks.check_forks()
-        stack = FatalStack()
 
-        def ask() -> Fork:
+        def ask() -> Copy[Any]:
             with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
-                return forks.fork(stack)
+                return forks.fork(None)
 
-        try:  # the copies, which leave through here, write to the stack
-            what = _("the copy of the process that looked at the training")
-            answer = forks.answer_of(ask, what, self.settings.start_seconds, watched=True)
-        except LostCopyError as error:
-            answer = DryRunFailure.of(error)
-        with contextlib.closing(stack):
-            if isinstance(answer, DryRunFailure) and answer.error == LostCopyError.__name__:
-                # What was lost may be a copy of the copy's, which writes to the same file.
-                return replace(answer, message="\n".join([stack.located(answer.message), *stack.frames()]))
-            return answer
+        what = _("the copy of the process that looked at the training")
+        return forks.answer_of(ask, what, self.settings.start_seconds)
 
 
 def _nothing() -> None:
     """In place of an undo, where nothing was changed."""
 
 
-def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, settings: LaunchSettings) -> None:
+def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: LaunchSettings) -> None:
     """In the copy: nothing is printed or written from here on, and there is one process with a GPU."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
@@ -199,10 +192,8 @@ def _become_dry_run(parent: ParentPipe, stack: FatalStack, accelerator: Any, set
 
     from vram_guard_accelerate.cli.target import budget_for
 
-    _entered.enter_context(contextlib.closing(stack))
-    stack.write_when_killed()
     renew_in_copy()
-    isolate({parent.pipe, stack.number})
+    isolate(parent.home.numbers)
     os.environ.update({ON_CPU: str(accelerator.device.type == "cpu"), "ACCELERATE_USE_CPU": "False"})
     ranks = accelerator.num_processes
     try:

@@ -247,20 +247,6 @@ def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes
     assert said.count("of them computed again: only as") == 1  # planned and shown once
 
 
-@pytest.mark.usefixtures("doubled_rates")
-def test_the_newest_checkpoint_is_scaled_once(tmp_path: Path) -> None:
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
-
-    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
-    accelerator.prepare(optimizer)
-    accelerator.save_state()
-    accelerator.load_state()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-
-
 def edited(out: Path, cache: Path, *own: str, **more: str) -> str:
     """The edited script, run as it is; what it said."""
     done = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,8 @@ if sys.platform == "win32":
 import accelerate_cases as cases
 from accelerate.checkpointing import save_accelerator_state
 
-from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run import forks
+from vram_guard_accelerate.dry_run.forks import ForkEntered
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
 
 SCRIPT = cases.HERE / "accelerate_scripts" / "whole_job.py"
@@ -269,15 +269,12 @@ def test_a_limit_that_runs_out_while_an_answer_is_sent_takes_nothing_from_it() -
             time.sleep(0.5)
             return (int, (7,))
 
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
+    try:
+        copy = forks.fork(None)
+    except ForkEntered as entered:
         limit(0.1, lambda _frame: os._exit(3))
-        ParentPipe(writing).send(Slow())
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        assert pickle.loads(pipe.read()) == 7
-    assert os.waitpid(process, 0)[1] == 0
+        entered.parent.send(Slow())
+    assert copy.answer() == 7
 
 
 @pytest.mark.parametrize(("works", "code"), [(True, 3), (False, 0)], ids=["works", "waits"])

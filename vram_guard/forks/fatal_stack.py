@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import os
 import re
 import tempfile
@@ -45,11 +44,6 @@ class FatalStack:
         """The innermost frame as "file:line, in function"; "" where there is none."""
         frame = _FRAME.search(self.text())
         return "" if frame is None else f"{frame['file']}:{frame['line']}, in {frame['function']}"
-
-    def frames(self) -> list[str]:
-        """The lines of the stack that was written first: where copies have copies, that of the innermost."""
-        lines = itertools.dropwhile(lambda line: not _FRAME.match(line), self.text().splitlines())
-        return list(itertools.takewhile(_FRAME.match, lines))
 
     def located(self, problem: str) -> str:
         """A problem, with the place where the copy was, if that is known."""

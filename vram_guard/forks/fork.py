@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from vram_guard.errors import LostCopyError, UnsupportedStepError
 from vram_guard.forks import autograd_threads, ended, queues, tied
@@ -143,20 +143,40 @@ def begin_in_fork(work: Callable[[Progress], T]) -> Copy[T]:
     """
     if not can_fork():
         raise ForkRefusedError(_("this system cannot copy a process (fork)"))
-    here, there = Pipe(duplex=False)
-    stack, values = FatalStack(), HostCopies()
+    values = HostCopies()
     with alone_in_process():  # no copy of a torch that another thread's trace has half replaced
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        try:
-            process = fork_with_generators()
-        except OSError as error:
-            raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
+        copy = fork_here()
+    if isinstance(copy, Home):
+        _work_in_copy(work, copy, values)
+    return copy
+
+
+def fork_here() -> Copy[Any] | Home:
+    """A copy that goes on where this returns: there the way home, here the copy, which is to be asked or ended.
+
+    Raises:
+        ForkRefusedError: the system has no room for it.
+
+    Example:
+        >>> copy = fork_here()
+        >>> if isinstance(copy, Home):
+        ...     copy.answer(6 * 7)
+        >>> copy.answer()
+        42
+    """
+    here, there = Pipe(duplex=False)
+    stack = FatalStack()
+    for stream in (sys.stdout, sys.stderr):  # what is in their buffers would be written once more
+        with contextlib.suppress(Exception):
+            stream.flush()
+    try:
+        process = fork_with_generators()
+    except OSError as error:
+        raise ForkRefusedError(_("the process could not be copied: {error}", error=error)) from error
     if process == 0:
         here.close()
-        _work_in_copy(work, there, stack, values)
-    del values
+        stack.write_when_killed()
+        return Home(there, stack)
     there.close()
     return Copy(tied.Child(process), here, stack)
 
@@ -175,15 +195,24 @@ class Copy(Generic[T]):
         self._pipe = pipe
         self._stack = stack
 
-    def answer(self, progress: Progress | None = None, *, most_seconds: float = COPY_SECONDS) -> T:
+    def answer(
+        self, progress: Progress | None = None, *, most_seconds: float = COPY_SECONDS, may_be_silent: bool = False
+    ) -> T:
         """Wait for the result; the copy is gone afterwards. Arguments, result and errors are :func:`run_in_fork`'s.
+
+        Args:
+            progress: as of :func:`run_in_fork`.
+            most_seconds: the same.
+            may_be_silent: None is a result too: the copy ended by itself and sent nothing.
 
         Raises:
             EndedOnceError: the copy was ended from outside.
         """
         with self._pipe, contextlib.closing(self._stack):
             told = progress or (lambda _line: None)
-            kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
+            kind, value, buffers = _answer(
+                self._pipe, self._process, self._stack, told, most_seconds, may_be_silent=may_be_silent
+            )
         if kind == "error":
             caught, text, line, ours = value
             if any(part in str(caught) for part in _REFUSED_IN_FORKS):
@@ -196,25 +225,62 @@ class Copy(Generic[T]):
         with self._pipe, contextlib.closing(self._stack):
             self._process.end()
 
+    def kill(self) -> None:
+        """End the copy, and wait for nothing."""
+        self._process.kill()
+
 
 # --- in the copy ---------------------------------------------------------------------------------------------------
 
 
-def _work_in_copy(work: Callable[[Progress], Any], home: Connection, stack: FatalStack, values: HostCopies) -> None:
+class Home:
+    """The way from a copy back to its original.
+
+    Args:
+        pipe: where the original listens.
+        stack: where this copy writes its stack when it is killed.
+    """
+
+    def __init__(self, pipe: Connection, stack: FatalStack) -> None:
+        self.pipe = pipe
+        self.numbers = {pipe.fileno(), stack.number}
+        """Descriptors of files that have to stay open."""
+        self._stack = stack
+
+    def answer(self, value: object) -> NoReturn:
+        """Send the result and end this copy at once, without the exit handlers of the process."""
+        code, message = 1, tuple[Any, ...]()
+        try:
+            try:
+                message = "value", pickle.dumps(value), []
+            except Exception as error:  # noqa: BLE001 - what users make may raise anything
+                why = f"{type(error).__name__}: {error}"
+                lost = LostCopyError(_("what the copy of the process has found cannot be sent: {error}", error=why))
+                message = "error", (lost, "", "", True), []
+            self.pipe.send(message)
+            code = 0
+        except BrokenPipeError:
+            pass  # the original asks no more
+        except BaseException:  # noqa: BLE001 - nothing of a copy may go on
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def _work_in_copy(work: Callable[[Progress], Any], home: Home, values: HostCopies) -> NoReturn:
     """Do the work, send what came of it, and end without the exit handlers of the process."""
     code = 1
     try:
-        stack.write_when_killed()
         renew_in_copy()
         gc.freeze()  # finalizers of the original's objects are not run here
-        isolate({home.fileno(), stack.number})
+        isolate(home.numbers)
         discard_writes()
         values.take_over()
         buffers: list[pickle.PickleBuffer] = []
-        outcome = _outcome(work, home, buffers)
-        home.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))
+        outcome = _outcome(work, home.pipe, buffers)
+        home.pipe.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))
         for buffer in buffers:
-            write_all(home.fileno(), buffer.raw())
+            write_all(home.pipe.fileno(), buffer.raw())
         code = 0
     except BaseException:  # noqa: BLE001 - nothing of a copy may go on in the original's name
         with contextlib.suppress(Exception):
@@ -263,7 +329,13 @@ def as_picklable(error: Exception) -> Exception:
 
 
 def _answer(
-    pipe: Connection, process: tied.Child, stack: FatalStack, progress: Progress, most_seconds: float
+    pipe: Connection,
+    process: tied.Child,
+    stack: FatalStack,
+    progress: Progress,
+    most_seconds: float,
+    *,
+    may_be_silent: bool,
 ) -> tuple[str, Any, list[bytearray]]:
     """The copy's last message, and the arrays that follow it; the copy is gone afterwards."""
     hangs, closed = "", False
@@ -280,6 +352,8 @@ def _answer(
         # One that has answered ends by itself at once: nothing is lost by not waiting for it.
         code = process.end()
     place = _RemoteTraceback(stack.text()) if stack.place() else None
+    if may_be_silent and code in (0, None) and not hangs:
+        return "value", pickle.dumps(None), []
     if hangs:
         raise LostCopyError(stack.located(hangs)) from place
     if closed and code == -signal.SIGKILL:  # ours

@@ -10,10 +10,12 @@ copy is the one that plans, and answers in the original's place.
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from vram_guard.forks.fork import Copy
 from vram_guard.language import _
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run.forks import Fork, ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.time_limit import no_limit
 
 
@@ -50,7 +52,7 @@ class TrainingProbe:
             self._tried = True
             try:
                 self._training = forks.answer_of(
-                    _copy, _("the copy that looked for a loop that trains"), patience, may_be_silent=True
+                    _copy, _("the copy that looked for a loop that trains"), patience, silent=True
                 )
             except ForkEntered as entered:
                 self._parent = entered.parent
@@ -65,7 +67,7 @@ class TrainingProbe:
             self._parent.send(self._latest)
 
 
-def _copy() -> Fork:
+def _copy() -> Copy[Any]:
     made = forks.fork(None)
     no_limit()  # it may plan, and has a limit of its own
     return made

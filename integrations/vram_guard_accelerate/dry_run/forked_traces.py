@@ -9,6 +9,7 @@ from typing import Any
 
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError, VramGuardError
+from vram_guard.forks.fork import Copy
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS, COPY_SECONDS, TRACE_SECONDS
 from vram_guard.longest.choice import choose
@@ -21,7 +22,6 @@ from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
-from vram_guard_accelerate.dry_run.forks import Fork
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 
 #: What is asked of a copy, and whether of the whole job.
@@ -41,7 +41,7 @@ class ForkedTraces:
     def __init__(self, first: FirstBatch) -> None:
         self._first = first
         self._answers: dict[_TraceKey, TraceResult] = {}
-        self._running: dict[_TraceKey, Fork] = {}
+        self._running: dict[_TraceKey, Copy[Any]] = {}
         self.fails_at_others = ""
         """The reason why the loop as written fails at another batch size than its own; "" where none was seen to."""
 
@@ -102,7 +102,7 @@ class ForkedTraces:
             ask, begun = partial(self._fork, request, whole_job), self._running.pop((request, whole_job))
             # One that compiles counts its processor's seconds itself; it is given up where it does not work.
             seconds = COPY_SECONDS if request.compiled else PATIENCE
-            answer = _answer_of(ask, _what(request), begun, seconds, watched=request.compiled)
+            answer = _answer_of(ask, _what(request), begun, seconds)
             self._answers[request, whole_job] = answer
         except VramGuardError as error:
             if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
@@ -110,7 +110,7 @@ class ForkedTraces:
             raise
         return answer
 
-    def _fork(self, request: TraceRequest, whole_job: bool, watch: Watch | None = None) -> Fork:
+    def _fork(self, request: TraceRequest, whole_job: bool, watch: Watch | None = None) -> Copy[Any]:
         return forks.fork(ForkTask(request, whole_job=whole_job, watch=watch))
 
 
@@ -135,14 +135,9 @@ def _what(request: TraceRequest) -> str:
 
 
 def _answer_of(
-    ask: Callable[[], Fork],
-    what: str,
-    begun: Fork | None = None,
-    seconds: float = PATIENCE,
-    *,
-    watched: bool = False,
+    ask: Callable[[], Copy[Any]], what: str, begun: Copy[Any] | None = None, seconds: float = PATIENCE
 ) -> TraceResult:
-    answer = forks.answer_of(ask, what, seconds, begun=begun, watched=watched)
+    answer = forks.answer_of(ask, what, seconds, begun)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, TraceResult):
