@@ -29,7 +29,7 @@ from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 HABITS = cases.HERE / "accelerate_scripts" / "habits.py"
 LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes", "tracked", "counted", "one_by_one")
 #: Whose models do not say at the first batch that they train.
-TOLD_LATE = ("ahead", "evaluated_first", "in_evaluation_mode")
+TOLD_LATE = ("ahead", "evaluated_first")
 REFUSED = ("runs", "runs_in_a_shell", "starts")
 SLICED = LaunchPlan(recipe=LaunchPlan().recipe.with_(slices=Slices(Body("network", ("0",)), 3, 1)))
 
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(folder: Path) -> dict[str, dict[str, Any]]:
     """Everything that is asked of dry runs here, answered in one process."""
     asked = folder / "asked"
-    for name in (*LOOPS, *REFUSED, *TOLD_LATE, "asks", "saves", "caches", "loaded_there"):
+    for name in (*LOOPS, *REFUSED, *TOLD_LATE, "in_evaluation_mode", "asks", "saves", "caches", "loaded_there"):
         cases.request(asked / name, HABITS, name, "--out", folder / name)
     cases.request(asked / "begins", HABITS, "resumes", "--out", folder / "nothing")
     return cases.dry_runs(asked, HF_HOME=str(folder / "home"))
@@ -69,6 +69,12 @@ def test_training_that_begins_in_evaluation_mode_is_measured_as_any_other(answer
     found, other = (answers[one]["plan"]["before"] for one in (name, "hooked"))
     assert found["peak_allocated"] == pytest.approx(other["peak_allocated"], rel=0.01)
     assert answers[name]["plan"]["batch_size"]["before"] == 8
+
+
+def test_training_in_a_mode_that_was_set_for_evaluation_is_refused(answers: Any) -> None:
+    answer = answers["in_evaluation_mode"]
+    assert answer["error"] == "UnsupportedStepError"
+    assert "habits.py, line " in answer["message"]
 
 
 def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) -> None:

@@ -21,14 +21,13 @@ from vram_guard_accelerate.dry_run.forks import ForkEntered
 WATCHDOG = 200  # seconds; an answer that is there comes at once
 
 
-@pytest.mark.parametrize("may_be_silent", [False, True])
-def test_an_answer_that_cannot_be_sent_is_an_error_with_its_reason(may_be_silent: bool) -> None:
+def test_an_answer_that_cannot_be_sent_is_an_error_with_its_reason() -> None:
     try:
         copy = forks.fork(None)
     except ForkEntered as entered:
         entered.parent.send(threading.Lock())
     with pytest.raises(LostCopyError, match="cannot pickle"):
-        forks.answer_of(lambda: copy, "", WATCHDOG, silent=may_be_silent)
+        forks.answer_of(lambda: copy, "", WATCHDOG)
 
 
 def test_a_copy_whose_pipe_is_closed_ends_with_an_error_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +37,7 @@ def test_a_copy_whose_pipe_is_closed_ends_with_an_error_on_standard_error(capfd:
         os.close(entered.parent.home.pipe.fileno())  # as a script that becomes a daemon does
         entered.parent.send("answer")
     with pytest.raises(LostCopyError, match="exit code 1"):
-        forks.answer_of(lambda: copy, "", WATCHDOG, silent=True)
+        forks.answer_of(lambda: copy, "", WATCHDOG)
     assert "Bad file descriptor" in capfd.readouterr().err
 
 

@@ -195,24 +195,15 @@ class Copy(Generic[T]):
         self._pipe = pipe
         self._stack = stack
 
-    def answer(
-        self, progress: Progress | None = None, *, most_seconds: float = COPY_SECONDS, may_be_silent: bool = False
-    ) -> T:
+    def answer(self, progress: Progress | None = None, *, most_seconds: float = COPY_SECONDS) -> T:
         """Wait for the result; the copy is gone afterwards. Arguments, result and errors are :func:`run_in_fork`'s.
-
-        Args:
-            progress: as of :func:`run_in_fork`.
-            most_seconds: the same.
-            may_be_silent: None is a result too: the copy ended by itself and sent nothing.
 
         Raises:
             EndedOnceError: the copy was ended from outside.
         """
         with self._pipe, contextlib.closing(self._stack):
             told = progress or (lambda _line: None)
-            kind, value, buffers = _answer(
-                self._pipe, self._process, self._stack, told, most_seconds, may_be_silent=may_be_silent
-            )
+            kind, value, buffers = _answer(self._pipe, self._process, self._stack, told, most_seconds)
         if kind == "error":
             caught, text, line, ours = value
             if any(part in str(caught) for part in _REFUSED_IN_FORKS):
@@ -329,13 +320,7 @@ def as_picklable(error: Exception) -> Exception:
 
 
 def _answer(
-    pipe: Connection,
-    process: tied.Child,
-    stack: FatalStack,
-    progress: Progress,
-    most_seconds: float,
-    *,
-    may_be_silent: bool,
+    pipe: Connection, process: tied.Child, stack: FatalStack, progress: Progress, most_seconds: float
 ) -> tuple[str, Any, list[bytearray]]:
     """The copy's last message, and the arrays that follow it; the copy is gone afterwards."""
     hangs, closed = "", False
@@ -352,8 +337,6 @@ def _answer(
         # One that has answered ends by itself at once: nothing is lost by not waiting for it.
         code = process.end()
     place = _RemoteTraceback(stack.text()) if stack.place() else None
-    if may_be_silent and code in (0, None) and not hangs:
-        return "value", pickle.dumps(None), []
     if hangs:
         raise LostCopyError(stack.located(hangs)) from place
     if closed and code == -signal.SIGKILL:  # ours

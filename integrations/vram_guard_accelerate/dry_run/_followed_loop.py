@@ -13,6 +13,7 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes, replaced
 from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
 from vram_guard.techniques.patched_forward import arguments_by_name
+from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.apply.own_loop import OwnLoop
 from vram_guard_accelerate.dry_run import side_effects, subprocess_policy
 from vram_guard_accelerate.dry_run._engine import EngineProcess
@@ -50,6 +51,8 @@ class FollowedLoop:
         self.batches_at_steps: list[int] = []
         """Batches of the training before the end of each optimizer step."""
         self._steps: dict[int, int] = {}
+        self.evaluates = False
+        """A model was put into evaluation mode since ``prepare``; ``from_pretrained`` gives it in that mode, to train."""
         self.differentiated = False
         """There was a backward pass since the last call of a model."""
         self.tracer = ExternalLoopTracer(
@@ -66,6 +69,7 @@ class FollowedLoop:
             lambda loader: run.phase.stands_for_others(loader),  # noqa: PLW0108 - of the phase that it is then
         )
         self.rounds.install()
+        wrap(nn.Module, "train", self._mode_set)
         self.tracer.adopt(moved, shared)
         self.tracer.recorder.classify([one for one in moved if isinstance(one, nn.Parameter)], "parameters")
 
@@ -128,7 +132,13 @@ class FollowedLoop:
 
         model.register_forward_hook(returned)
         if self.by_itself and model is self.models[0]:
+            self.evaluates = not any(one.training for one in self.accelerator._models)  # there is no prepare
             self.watch_calls()
+
+    def _mode_set(self, original: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
+        if any(module is model for model in self.models):
+            self.evaluates = not mode
+        return original(module, mode)
 
     def watch_calls(self) -> None:
         """From now on. Not by hooks: the module has chosen its forward by then, which a plan may replace."""
@@ -194,7 +204,5 @@ class LoopPhase(DryRunPhase):
         self.loop.count_step(optimizer)
 
     def differentiates_for_real(self) -> None:
-        """The backward pass of a loop without Accelerate, which nobody else notices."""
-        if self.loop.by_itself:
-            self.loop.differentiated = True
-            self.differentiates()
+        """A loss has been computed."""
+        self.loop.differentiated = True

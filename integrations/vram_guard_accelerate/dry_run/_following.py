@@ -10,7 +10,6 @@ from torch import nn
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.language import _
-from vram_guard.limits import COPY_SECONDS
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_accelerate.dry_run import _resuming
@@ -20,13 +19,13 @@ from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
-from vram_guard_accelerate.dry_run._training_probe import TrainingProbe
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run._without_loader import without_loader
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
+from vram_guard_accelerate.dry_run.results import stopped
 
 
 class FollowingPhase(LoopPhase):
@@ -36,7 +35,6 @@ class FollowingPhase(LoopPhase):
         self, run: DryRun, accelerator: Any, moved: list[torch.Tensor], shared: frozenset[int], loads: Loads
     ) -> None:
         super().__init__(run, FollowedLoop(run, accelerator, moved, shared, loads))
-        self._probe = TrainingProbe()
         self._sample: Sample
 
     def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
@@ -55,12 +53,19 @@ class FollowingPhase(LoopPhase):
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """Real batches until the training begins."""
-        batches.began = self._probe.count_request(batches.began)
         if not self._trains():
             with self.loop.rounds.next_batch(batches):
-                return batches.next_beside_training()
+                return self._evaluated(batches)
         self.run.phase = self._forked(batches.loader)
         return self.run.phase.next_batch(batches)
+
+    def _evaluated(self, batches: BatchIterator) -> Any:
+        """The next batch of an evaluation, which is over with its loader."""
+        try:
+            return batches.next_beside_training()
+        except StopIteration:
+            self.loop.evaluates = False
+            raise
 
     def called(self, model: nn.Module, called: dict[str, Any]) -> None:
         """A script without Accelerate that trains on what no loader has made is planned for here."""
@@ -69,15 +74,15 @@ class FollowingPhase(LoopPhase):
             self.run.phase = self._planned(without_loader(called, lambda size: bool(options.batch_size(size))))
             self.run.phase.called(model, called)
 
-    def differentiates(self) -> None:
-        """Report to the probe that this loop trains."""
-        self._probe.differentiated()
+    def differentiates_for_real(self) -> None:
+        """Refuse: where the training begins was not seen."""
+        stopped(_("it computes gradients where no training was seen to begin; call model.train() before its loop"))
 
     def _trains(self) -> bool:
         """True if the caller that asks for a batch now is about to train on it."""
         if not torch.is_grad_enabled() or not self.loop.models:
             return False
-        return any(model.training for model in self.loop.models) or self._probe.trains_from_here(COPY_SECONDS)
+        return not self.loop.evaluates or any(model.training for model in self.loop.models)
 
     def _forked(self, loader: Any) -> ForkedPhase:
         """The same for the training's loader."""

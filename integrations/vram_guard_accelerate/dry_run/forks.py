@@ -59,9 +59,7 @@ def fork(task: Any) -> Copy[Any]:
     return copy
 
 
-def answer_of(
-    ask: Callable[[], Copy[Any]], what: str, seconds: float, begun: Copy[Any] | None = None, *, silent: bool = False
-) -> Any:
+def answer_of(ask: Callable[[], Copy[Any]], what: str, seconds: float, begun: Copy[Any] | None = None) -> Any:
     """The answer of a copy; where it is ended from outside, that of a second one.
 
     Args:
@@ -69,23 +67,22 @@ def answer_of(
         what: the copy and what it is to do, in words.
         seconds: when to give up.
         begun: the first copy, where it is there already.
-        silent: None is an answer too: the copy ended by itself and sent nothing.
 
     Raises:
         EndedCopyError: both were ended so.
         LostCopyError: the copy died, or did not answer in time.
     """
     with contextlib.suppress(EndedOnceError):
-        return _answer(begun or ask(), seconds, silent=silent)
+        return _answer(begun or ask(), seconds)
     try:
-        return _answer(ask(), seconds, silent=silent)
+        return _answer(ask(), seconds)
     except EndedOnceError as error:
         raise ended.twice(what, error.code) from error
 
 
-def _answer(copy: Copy[Any], seconds: float, *, silent: bool) -> Any:
+def _answer(copy: Copy[Any], seconds: float) -> Any:
     try:
-        return copy.answer(most_seconds=seconds, may_be_silent=silent)
+        return copy.answer(most_seconds=seconds)
     finally:
         running.discard(copy)
 

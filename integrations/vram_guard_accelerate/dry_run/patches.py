@@ -43,7 +43,6 @@ def install(run: DryRun) -> None:
     for name in ("prepare", "prepare_model"):
         wrap(Accelerator, name, lambda original, self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs))
     wrap(Accelerator, "load_state", partial(_state_loaded, run))
-    wrap(Accelerator, "backward", partial(_backward, run))
     for owner in (Accelerator, torch.nn.utils):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(owner, name, partial(_clip, run))
@@ -102,11 +101,6 @@ def _take_for_distributed(arguments: Any, ranks: int) -> None:
     arguments.parallel_mode = property(
         lambda self: ParallelMode.DISTRIBUTED if getattr(self, "fsdp", None) else as_written(self)
     )
-
-
-def _backward(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
-    run.phase.differentiates()
-    return original(*args, **kwargs)
 
 
 def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:

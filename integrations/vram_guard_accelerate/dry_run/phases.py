@@ -79,8 +79,6 @@ class BatchIterator:
 
     def __init__(self, run: DryRun, loader: Any, original: Callable[[Any], Iterator[Any]]) -> None:
         self.loader = loader
-        self.began: int | None = None
-        """The number of its first batch among all that were asked for since ``prepare``."""
         self._run = run
         self._original = original
         self._real: Iterator[Any] | None = None
@@ -152,9 +150,6 @@ class DryRunPhase:
     def moving_batch(self) -> AbstractContextManager[object]:
         """A batch moves to the GPU inside the block."""
         return nullcontext()
-
-    def differentiates(self) -> None:
-        """A backward pass of the script."""
 
     def differentiates_for_real(self) -> None:
         """Gradients are about to be computed, by whatever way."""
