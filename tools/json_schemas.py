@@ -355,8 +355,6 @@ def answers() -> dict[str, Any]:
         "own_options": ["str"],
         "log": "str",
         "remembered": "bool",
-        "seconds": {"*": "float"},
-        "host_memory": {"*": "int"},
     }
     made = {name: schema({"schema": "int", **one}) for name, one in found.items()}
     made["mmengine compare"] = made["compare"]

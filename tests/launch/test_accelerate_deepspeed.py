@@ -195,7 +195,6 @@ def test_values_that_are_left_to_transformers_are_filled_in(answers: Any) -> Non
     for name in ("auto", "all_ranks"):
         assert "error" not in answers[name], answers[name]
         assert answers[name]["plan"]["before"]["breakdown"]["optimizer_states"] == 0
-        assert answers[name]["host_memory"]
 
 
 @engine

@@ -289,8 +289,3 @@ def test_nothing_is_written_or_removed(answers: Any, folder: Path) -> None:
 
 def test_what_the_script_prints_goes_to_the_log(answers: Any) -> None:
     assert "step 0 1.0" in answers["plain"]["printed"]
-
-
-def test_the_dry_run_takes_no_memory_for_what_is_symbolic(answers: Any) -> None:
-    taken = answers["slices"]["host_memory"]
-    assert taken["plan"] - taken["script"] < 2 * 2**30

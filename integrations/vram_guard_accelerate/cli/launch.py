@@ -109,8 +109,6 @@ def show(
             "notes": [*answer.notes, *remarks],
             "only_told": answer.only_told,
             "own_options": list(answer.own_options),
-            "seconds": dict(answer.seconds),
-            "host_memory": dict(answer.host_memory),
             "log": prediction.log,
             "remembered": prediction.remembered,
         }

@@ -53,7 +53,6 @@ class ForkedPhase(LoopPhase):
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
         super().__init__(run, loop)
         self._sample = sample
-        self._task = task
         self._request = task.request
         self._parent = parent
         self._clips = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -47,11 +46,10 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailu
     Raises:
         StoppedError, Exception: in the original process, what ended the script before.
     """
-    settings, began = request.settings, time.monotonic()
+    settings = request.settings
 
     def decided(first: FirstBatch) -> NoReturn:
         no_limit()
-        stood, memory = time.monotonic(), _memory()
         found = decide(first, settings, request.budget)
         if missing := ended.not_known():
             answer(DryRunFailure.of(missing))
@@ -68,8 +66,6 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailu
                 changed=found.plan.changed,
                 only_told=found.only_told,
                 own_options=found.own_options,
-                seconds={"script": stood - began, "plan": time.monotonic() - stood},
-                host_memory={"script": memory, "plan": _memory()},
                 releases=Releases.here(),
             )
         )
@@ -104,15 +100,6 @@ def _too_long(settings: LaunchSettings) -> str:
         "it may take",
         seconds=f"{settings.start_seconds:g}",
     )
-
-
-def _memory() -> int:
-    """Bytes of host memory that this process, or the largest of its copies, took at most."""
-    import resource
-
-    kibibytes = 1 if sys.platform == "darwin" else 1024
-    own = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return max(own) * kibibytes
 
 
 def _answer(folder: Path, answer: DryRunAnswer | DryRunFailure) -> NoReturn:

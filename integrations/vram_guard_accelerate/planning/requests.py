@@ -49,10 +49,6 @@ class DryRunAnswer:
     changed: bool
     only_told: str
     """The reason why the launch is not changed as the plan says; "" where it is."""
-    seconds: Mapping[str, float]
-    """Of the script until its first batch, and of the planning."""
-    host_memory: Mapping[str, int]
-    """Bytes that the script's process had taken until then, and that it or a copy took at the most."""
     releases: Releases
     """Those that the script ran with."""
     own_options: tuple[str, ...] = ()
