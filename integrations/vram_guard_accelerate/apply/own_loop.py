@@ -29,7 +29,6 @@ class OwnLoop:
 
     #: Names as the Accelerator has them.
     ddp_handler = None
-    _schedulers = ()
 
     def __init__(self, made: Iterable[torch.optim.Optimizer]) -> None:
         self._made = made
