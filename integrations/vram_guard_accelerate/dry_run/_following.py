@@ -25,7 +25,7 @@ from vram_guard_accelerate.dry_run._without_loader import without_loader
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
-from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
+from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
 
 
@@ -108,6 +108,7 @@ class FollowingPhase(LoopPhase):
             fsdp_plugin=process.plugin if isinstance(process, ShardedProcess) else None,
             engine=process.layout if isinstance(process, EngineProcess) else None,
         )
+        self.run.phase = DryRunPhase(self.run)  # what the plan computes is none of the script's
         try:
             with loop.tracer.paused():
                 if not first.why_one_size:
