@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import importlib
 import importlib.abc
 import io
@@ -73,7 +72,6 @@ def take_away(system: str, *, frameworks: bool = True) -> None:
         _forget(socket, ["AF_UNIX"])
         _forget(select, ["poll", "epoll"])
         signal.valid_signals = lambda: {getattr(signal, name) for name in WINDOWS_SIGNALS if name[3] != "_"}
-        ctypes.WinDLL = lambda name, kill=os.kill: {"kernel32": _Kernel(kill)}[name]
         os.kill = _kill
     else:
         _forget(os, MACOS_OS.split())
@@ -89,23 +87,6 @@ def take_away(system: str, *, frameworks: bool = True) -> None:
     for module in list(sys.modules.values()):
         if hasattr(module, "_IS_WINDOWS"):  # Lightning's, asked when it was imported
             module._IS_WINDOWS = system == "win32"
-
-
-class _Kernel:
-    """Of ``kernel32``, what asks for a process that has been started."""
-
-    def __init__(self, kill: Any) -> None:
-        self._kill = kill
-        self.OpenProcess: Any = lambda right, inherited, pid: self._open(pid)
-        self.WaitForSingleObject = lambda handle, milliseconds: 0x102 if handle.value else 0
-        self.CloseHandle = lambda handle: None
-
-    def _open(self, pid: int) -> int | None:
-        try:
-            self._kill(pid, 0)
-        except OSError:
-            return None
-        return pid
 
 
 def _kill(pid: int, number: int) -> None:

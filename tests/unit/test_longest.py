@@ -351,21 +351,20 @@ def raising():
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    "value",
     [
-        (raising, "RuntimeError: no such file"),
-        ([5, 9, 4, -7, 3, 8], ""),
-        ([5.0, 9.0, float("nan"), 7.0, 3.0, 8.0], ""),
-        ([9, 5, 40, 7, 3, 8], "not used"),
-        ([5, 9], ""),
-        (["a"] * 6, "not used"),
+        raising,
+        [5, 9, 4, -7, 3, 8],
+        [5.0, 9.0, float("nan"), 7.0, 3.0, 8.0],
+        [9, 5, 40, 7, 3, 8],
+        [5, 9],
+        ["a"] * 6,
     ],
 )
-def test_lengths_that_cannot_be_used_are_said_and_samples_read(value, says):
+def test_where_lengths_cannot_be_used_samples_are_read(value):
     found = longest_batch(DataLoader(lengths_that(value), 2, collate_fn=padded))
     assert found(2).shape == (2, 9)
     assert "all 6 samples were read" in found.notes[0]
-    assert says in "".join(found.notes[1:])
 
 
 class Slow(Untold):
@@ -427,7 +426,7 @@ def test_side_effects_stay_in_the_copy():
     found = longest_batch(DataLoader(data, 8, shuffle=True, collate_fn=padded), seconds=60)
     assert data.read <= 3 * 8  # the first ones, and the batch's own
     assert torch.equal(before, torch.get_rng_state())
-    assert any("tells no size: OSError: truncated file" in note for note in found.notes)
+    assert "9900 of 10000 samples were read" in found.notes[0]
     readable = max(length for index, length in enumerate(LENGTHS) if index % 100 != 77)
     assert found(8).shape == (8, readable)
 

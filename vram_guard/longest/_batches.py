@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -18,62 +18,33 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from vram_guard.capture.loader import Reading
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.limits import BATCHES_COMPARED, EPOCHS_FOLLOWED
 from vram_guard.longest._sizes import Sizes
 
 
-class SamplePool(NamedTuple):
-    """Samples of which any may come together in a batch."""
-
-    samples: torch.Tensor
-    size: int
-    """Of a batch."""
-    repeats: int
-    """Times that one of them may be in the same batch."""
-
-    def largest(self, sizes: Sizes) -> list[torch.Tensor]:
-        """The largest batches: in each measure, in the product, and with the largest in each together."""
-        values, areas = sizes.values[self.samples], sizes.areas[self.samples]
-        most = min(len(values), self.size + values.shape[1])
-        rankings = [column.topk(most).indices for column in (areas, *values.unbind(1))]
-        mixed = torch.cat([torch.stack([ranking[0] for ranking in rankings[1:]]), rankings[0]])
-        rankings.insert(0, torch.tensor(list(dict.fromkeys(mixed.tolist()))))
-        return [self.samples[one.repeat_interleave(self.repeats)[: self.size]] for one in rankings]
-
-    def drawn(self) -> list[torch.Tensor]:
-        """Batches of some epochs, drawn at random."""
-        generator = torch.Generator().manual_seed(0)
-        orders = [torch.randperm(len(self.samples), generator=generator) for _epoch in range(EPOCHS_FOLLOWED)]
-        return [batch for order in orders for batch in self.samples[order].split(self.size)]
-
-
 def batches_of(
-    loader: Any,
-    size: int,
-    count: int,
-    ranks: int = 1,
-    *,
-    by_batches: bool = False,
-    endless: bool = False,
-    seconds: float,
-) -> tuple[SamplePool | list[torch.Tensor], str]:
-    """The batches of a loader whose data set has an index, and what is not known about them.
+    part: Reading, size: int, sizes: Sizes, share: float | None, ranks: int = 1, *, by_batches: bool, seconds: float
+) -> tuple[list[torch.Tensor], str]:
+    """The batches of a loader whose data set has an index, as numbers of samples, and what is not known about them.
+
+    Where any samples may come together: the largest that can, or with a share those of some epochs, drawn at random.
 
     Args:
-        loader: a DataLoader.
+        part: the loader.
         size: samples in a batch, where its sampler does not decide that.
-        count: of samples.
+        sizes: of all samples.
+        share: None: the largest batches are asked for. A number: batches as they come.
         ranks: processes among which the framework is going to share the samples out.
         by_batches: whole batches are shared out, as Accelerate does, and not sample by sample.
-        endless: the sampler starts over when it has been through the data set.
         seconds: that drawing from samplers with batches of their own may take; 0: they are not drawn from.
 
     Raises:
         UnsupportedStepError: the sampler has batches of its own, and is not drawn from.
     """
-    batches = loader.batch_sampler
+    batches, count = part.loader.batch_sampler, len(sizes.values)
     sampler: Any = getattr(batches, "sampler", None)
     if not isinstance(batches, BatchSampler) or type(batches).__iter__ is not BatchSampler.__iter__:
         return _of_own_batches(batches, count, seconds)
@@ -86,10 +57,36 @@ def batches_of(
     random = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
     samples = torch.as_tensor(sampler.indices) if kind is SubsetRandomSampler else torch.arange(count)
     repeats = size if kind in random and getattr(sampler, "replacement", False) else 1
-    if endless or (kind is RandomSampler and sampler.num_samples > count):
+    if part.endless or (kind is RandomSampler and sampler.num_samples > count):
         repeats = max(repeats, 2 + size // count)  # a batch may be of two rounds
+    size = min(size, len(samples) * repeats)
     said = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
-    return SamplePool(samples, min(size, len(samples) * repeats), repeats), "" if kind in random else said
+    made = _drawn(samples, size) if share is not None else _largest(samples, size, repeats, sizes)
+    return made, "" if kind in random else said
+
+
+def _largest(samples: torch.Tensor, size: int, repeats: int, sizes: Sizes) -> list[torch.Tensor]:
+    """The largest batches: in each measure, in the product, and with the largest in each together.
+
+    Args:
+        samples: of which any may come together.
+        size: of a batch.
+        repeats: times that one of them may be in the same batch.
+        sizes: of all samples.
+    """
+    values, areas = sizes.values[samples], sizes.areas[samples]
+    most = min(len(values), size + values.shape[1])
+    rankings = [column.topk(most).indices for column in (areas, *values.unbind(1))]
+    mixed = torch.cat([torch.stack([ranking[0] for ranking in rankings[1:]]), rankings[0]])
+    rankings.insert(0, torch.tensor(list(dict.fromkeys(mixed.tolist()))))
+    return [samples[one.repeat_interleave(repeats)[:size]] for one in rankings]
+
+
+def _drawn(samples: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Batches of some epochs, drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(len(samples), generator=generator) for _epoch in range(EPOCHS_FOLLOWED)]
+    return [batch for order in orders for batch in samples[order].split(size)]
 
 
 def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> list[torch.Tensor]:
@@ -125,10 +122,8 @@ def _of_own_batches(sampler: Any, count: int, seconds: float) -> tuple[list[torc
     return made, _("{sampler} made {count} batches, and may make others", sampler=name, count=len(made))
 
 
-def candidates(
-    batches: SamplePool | list[torch.Tensor], sizes: Sizes, share: float | None = None
-) -> tuple[list[torch.Tensor], int]:
-    """Batches one of which is planned for, the largest sample first in each, and how many were looked at for it.
+def candidates(batches: list[torch.Tensor], sizes: Sizes, share: float | None = None) -> list[torch.Tensor]:
+    """Batches one of which is planned for, the largest sample first in each.
 
     Args:
         batches: that can be.
@@ -136,18 +131,16 @@ def candidates(
         share: None: several, each the largest in one way, the likeliest first. A number: the batch than which this
             share of the batches of some epochs is no larger.
     """
-    if isinstance(batches, SamplePool):
-        batches = batches.largest(sizes) if share is None else batches.drawn()
     scores = _scores(batches, sizes)
     if share is not None:
         padded, _squares, areas, *_others = scores
         order = areas.argsort(stable=True)
         order = order[padded[order].argsort(stable=True)]
-        return [_sorted(batches[int(order[math.ceil(share * len(batches)) - 1])], sizes)], len(batches)
+        return [_sorted(batches[int(order[math.ceil(share * len(batches)) - 1])], sizes)]
     best = [(score == score.max()).nonzero().flatten() for score in scores]
     chosen = [_sorted(batches[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
-    different = {tuple(sorted(batch.tolist())): batch for batch in reversed(chosen)}
-    return list(reversed(different.values()))[:BATCHES_COMPARED], len(batches)
+    different = dict.fromkeys(tuple(batch.tolist()) for batch in chosen)  # sorted alike, where they are the same
+    return [torch.tensor(batch) for batch in different][:BATCHES_COMPARED]
 
 
 def _scores(batches: Sequence[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import TensorDataset
@@ -20,25 +21,25 @@ from vram_guard.longest._sizes import Shape, Sizes, shapes_of, table_of, told_si
 from vram_guard.longest.planned_batch import PlannedBatch
 
 
-@dataclass(frozen=True)
-class Found:
-    """Batches one of which is the longest, as numbers of samples, and what is known about them.
+class LongBatch(NamedTuple):
+    """A batch that may be the longest."""
 
-    Attributes:
-        batches: candidates, the largest sample first; the first ones of each were read in time.
-        whole: samples in each of them.
-        words: one line for people on each.
-        differ: samples differ in more than the lengths of texts.
-        remarks: further lines.
-        sizes: of samples, for proofs.
-    """
+    numbers: tuple[int, ...]
+    """Of its samples, the largest first: of the first ones, which were read in time."""
+    size: int
+    """Samples in it."""
+    words: str
+    """One line for people."""
 
-    batches: tuple[tuple[int, ...], ...]
-    whole: tuple[int, ...]
-    words: tuple[str, ...]
+
+class Found(NamedTuple):
+    """Batches one of which is the longest, and what is known about them."""
+
+    candidates: tuple[LongBatch, ...]
     differ: bool
-    remarks: tuple[str, ...]
+    """True where samples differ in more than the lengths of texts."""
     sizes: SampleSizes
+    """Of samples, for proofs."""
 
 
 class Search:
@@ -53,12 +54,10 @@ class Search:
     """
 
     def __init__(self, part: Reading, size: int, planned_batch: PlannedBatch, ranks: int, *, by_batches: bool) -> None:
-        self._loader, self._endless = part.loader, part.endless
-        self._dataset = part.loader.dataset
+        self._part, self._dataset = part, part.loader.dataset
         self._size, self._planned = size, planned_batch
         self._ranks, self._by_batches = ranks, by_batches
         self._count = len(self._dataset)
-        self._remarks: list[str] = []
         self._read: dict[int, tuple[Shape, ...]] = {}
         self._begun = time.monotonic()
 
@@ -83,25 +82,23 @@ class Search:
         if self._alike() or not sizes.names:
             return None
         batches, remark = batches_of(
-            self._loader,
+            self._part,
             self._size,
-            self._count,
+            sizes,
+            self._planned.share,
             self._ranks,
             by_batches=self._by_batches,
-            endless=self._endless,
             seconds=SHARE_FOR_BATCHES * self._planned.seconds if alone else 0.0,
         )
-        chosen, looked_at = candidates(batches, sizes, self._planned.share)
+        chosen = candidates(batches, sizes, self._planned.share)
         read = [self._readable(batch.tolist()) for batch in chosen]
         if self._alike():
             return None
         after = [*([remark] if remark else []), self._source(sizes, told=told is not None)]
+        words = ["; ".join([self._words(batch, sizes, len(batches)), *after]) for batch in chosen]
         return Found(
-            tuple(read),
-            tuple(map(len, chosen)),
-            tuple("; ".join([self._words(one, sizes, looked_at), *after]) for one in chosen),
+            tuple(map(LongBatch, read, map(len, chosen), words)),
             differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
-            remarks=tuple(self._remarks),
             sizes=kept_sizes(sizes.known, sizes.values[sizes.known]),
         )
 
@@ -131,15 +128,10 @@ class Search:
     def _told(self) -> Sizes | None:
         """Sizes that the sampler or the data set tells, where samples that are read bear them out."""
         try:
-            sizes = told_sizes(self._loader, self._count)
-        except Exception as error:  # noqa: BLE001 - attributes of the user's own class
-            why = f"{type(error).__name__}: {error}"
-        else:
-            if sizes is None or self._borne_out(sizes):
-                return sizes
-            why = _("samples that were read have other ones")
-        self._remarks.append(_("sizes that the data set tells are not used: {why}", why=why))
-        return None
+            sizes = told_sizes(self._part.loader, self._count)
+        except Exception:  # noqa: BLE001 - attributes of the user's own class
+            return None
+        return sizes if sizes is not None and self._borne_out(sizes) else None
 
     def _borne_out(self, sizes: Sizes) -> bool:
         """True unless one sample is smaller than another that is said to be larger in nothing."""
@@ -154,19 +146,14 @@ class Search:
 
     def _of_read(self) -> Sizes:
         """Of samples from all over the data set that are read in time."""
-        failed, drawn = 0, torch.Generator().manual_seed(0)
+        drawn = torch.Generator().manual_seed(0)
         if self._count > SAMPLES_ASKED:
             numbers = torch.randint(self._count, (SAMPLES_ASKED,), generator=drawn)
         else:
             numbers = torch.randperm(self._count, generator=drawn)
         for number in numbers.tolist():
-            try:
+            with contextlib.suppress(Exception):  # the user's own data set
                 self._shapes(number)
-            except Exception as error:  # noqa: BLE001 - the user's own data set
-                failed += 1
-                if failed == 1:
-                    said = f"{type(error).__name__}: {error}"
-                    self._remarks.append(_("sample {number} tells no size: {error}", number=number, error=said))
             if self._settled():
                 break
         return table_of(self._read, self._count)

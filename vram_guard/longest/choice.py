@@ -14,7 +14,7 @@ from vram_guard.capture.loader import Reading, Sample
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS
-from vram_guard.longest._search import Found, Search
+from vram_guard.longest._search import Found, LongBatch, Search
 from vram_guard.longest._sizes import shapes_of
 from vram_guard.simulate import DEFAULT_CAPABILITY, trace_at
 from vram_guard.state.random_generators import random_state_kept
@@ -66,11 +66,10 @@ def choose(
             continue
         part.sizes = found.sizes
         alone = len(sample.parts) == 1
-        which = _take(part, found, size, peak, alone=alone)
-        if which is not None:
-            size = found.whole[which] if alone else size
-            notes = [note for note in notes if note not in part.note]
-            notes += [found.words[which], *found.remarks]
+        taken = _take(part, found, size, peak, alone=alone)
+        if taken is not None:
+            size = taken.size if alone else size
+            notes = [*(note for note in notes if note not in part.note), taken.words]
     return replace(sample, batch_size=size, notes=tuple(notes))
 
 
@@ -112,39 +111,38 @@ def _looked(search: Search, progress: Progress, seconds: float, *, in_copy: bool
         return search.found(alone=not in_copy)
 
 
-def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: bool) -> int | None:
-    """Let a part make the batch that takes the most; its number, or None where it is like the one that was read."""
+def _take(part: Reading, found: Found, size: int, peak: Peak | None, *, alone: bool) -> LongBatch | None:
+    """Let a part make the batch that takes the most, and say which; None where it is like the one that was read."""
     first, before = part.samples, _sizes(part.make(size)) if not found.differ else None
     read: dict[int, Any] = {}
 
-    def take(k: int) -> None:
+    def take(one: LongBatch) -> None:
         with random_state_kept():
-            read.update({number: part.loader.dataset[number] for number in found.batches[k] if number not in read})
-        part.take([read[number] for number in found.batches[k]], found.whole[k], found.batches[k])
+            read.update({number: part.loader.dataset[number] for number in one.numbers if number not in read})
+        part.take([read[number] for number in one.numbers], one.size, one.numbers)
 
-    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-    for k, whole in enumerate(found.whole):
-        if alone or whole == size:
-            take(k)
-            shapes[k] = _sizes(part.make(whole))
+    shapes: dict[LongBatch, dict[str, tuple[int, ...]]] = {}
+    for one in found.candidates:
+        if alone or one.size == size:
+            take(one)
+            made = _sizes(part.make(one.size))
+            if made not in shapes.values():
+                shapes[one] = made
     # Texts of different lengths, cut or padded to the same one, or not in the batch.
-    if not shapes or (before is not None and all(_covers(before, one) for one in shapes.values())):
+    if not shapes or (before is not None and all(_covers(before, made) for made in shapes.values())):
         part.take(first)
         return None
-    left = [
-        k
-        for k in shapes
-        if not any(
-            _covers(shapes[one], shapes[k]) and (one < k or shapes[one] != shapes[k]) for one in shapes if one != k
-        )
-    ]
-    best = left[0]
-    if len(left) > 1 and peak is not None:
-        taken = {}
-        for k in left:
-            take(k)
-            taken[k] = peak(found.whole[k])
-        best = max(left, key=lambda k: taken[k])
+    best, *others = (
+        one
+        for one, made in shapes.items()
+        if not any(_covers(other, made) for other in shapes.values() if other != made)
+    )
+    if others and peak is not None:
+        peaks = {}
+        for one in (best, *others):
+            take(one)
+            peaks[one] = peak(one.size)
+        best = max(peaks, key=lambda one: peaks[one])
     take(best)
     return best
 

@@ -6,21 +6,16 @@ itself: where a container counts others than the driver does, the monitor finds 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vram_guard.cache import cache_folder
 from vram_guard.codec import from_json, to_json
 from vram_guard.errors import InvalidInputError
 from vram_guard.files import write_atomically
-
-#: winnt.h and winbase.h: the right to wait for a process; it has not ended yet.
-_SYNCHRONIZE, _WAIT_TIMEOUT = 0x0010_0000, 0x102
 
 
 @dataclass
@@ -82,32 +77,19 @@ def _folder() -> Path | None:
 
 
 def started(pid: int) -> str:
-    """The start of a process: field 22 of /proc/PID/stat (man 5 proc). Elsewhere "alive", where it is.
+    """The start of a process: field 22 of /proc/PID/stat (man 5 proc).
 
-    "" where it has ended, whether or not its parent has taken notice of that (states Z and X).
+    "" where it has ended, whether or not its parent has taken notice of that (states Z and X). Elsewhere "alive", where
+    it is, and on Windows always: ``os.kill(pid, 0)`` would send Ctrl-C there.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]
     except OSError:
         pass
-    if sys.platform == "win32":
-        return "alive" if _runs_on_windows(pid) else ""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return ""
+    if sys.platform != "win32":
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return ""
     return "alive"
-
-
-def _runs_on_windows(pid: int) -> bool:
-    """On Windows ``os.kill(pid, 0)`` would send Ctrl-C: 0 is ``signal.CTRL_C_EVENT`` there."""
-    kernel: Any = getattr(ctypes, "WinDLL")("kernel32")  # noqa: B009 - declared for Windows only
-    kernel.OpenProcess.restype = ctypes.c_void_p
-    handle = ctypes.c_void_p(kernel.OpenProcess(_SYNCHRONIZE, False, pid))
-    if handle.value is None:
-        return False
-    try:
-        return bool(kernel.WaitForSingleObject(handle, 0) == _WAIT_TIMEOUT)
-    finally:
-        kernel.CloseHandle(handle)
