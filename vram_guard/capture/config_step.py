@@ -83,9 +83,12 @@ def kind_of(request: EstimateRequest) -> ConfigKind:
     """
     model = request.model or ""
     if ":" in model:
+        kind = STEP if request.inputs is None else PLAIN
+        if not NUMBERS & request.numbers.keys():
+            return kind
         from vram_guard.capture.object_reference import parameters_of
 
-        kind, taken = STEP if request.inputs is None else PLAIN, parameters_of(model)
+        taken = parameters_of(model)  # imports the user's code
         return kind._replace(reads=kind.reads | (NUMBERS if taken is None else NUMBERS & taken))
     config = named_config(model)
     if config is None:

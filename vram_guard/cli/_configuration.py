@@ -161,6 +161,8 @@ def _check_used(change: dict[str, Any], config: dict[str, Any], model: str | Non
     from vram_guard.closed_form.from_config import READ
     from vram_guard.config_file import leaves
 
+    if not change:
+        return
     taken = parameters_of(model) if model is not None and ":" in model else frozenset()
     if taken is None:
         return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,13 +12,18 @@ from vram_guard.capture.lora import weights_of
 from vram_guard.capture.named_optimizer import WORDS, checked_optimizer
 from vram_guard.cli.printing import tell
 from vram_guard.closed_form.inputs import sample_shape, sizes_read
+from vram_guard.codec import to_plain
 from vram_guard.known.architectures import Variant, architecture, timelines_of
+from vram_guard.known.store import Answer, Question
 from vram_guard.language import _, marked
+from vram_guard.plain_model import ASSUMED
 from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
+from vram_guard.settings import filled
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.from_config import EstimateRequest
+    from vram_guard.plan import Plan
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
@@ -51,51 +57,107 @@ class Described:
         """
         return step_from_config(self.request, self.config)
 
-    def known(self, capability: tuple[int, int] | None, *, cudnn: str | None = None) -> Timeline | None:
+    @cached_property
+    def question(self) -> Question:
+        """What is asked of the step as written, whatever the batch and the card."""
+        request = replace(self.request, memory=None, gpu=None, numbers={**self.request.numbers, "batch": 0})
+        return Question({"request": to_plain(request), "config": self.config})
+
+    def known(
+        self, capability: tuple[int, int] | None, *, cudnn: str | None = None, confirmed: int = 1
+    ) -> Timeline | None:
         """The timeline as written on cards of this compute capability; None where it has to be traced.
 
         Args:
             capability: of the card; None: no card is known, and one is assumed.
             cudnn: the choice of cuDNN, whose answers are no part of a known timeline.
+            confirmed: samples up to which a trace of the user's own code has to have confirmed it.
         """
         capability = capability or ASSUMED_COMPUTE_CAPABILITY
-        for timeline in self._timelines:
+        own = () if self._remembered is None else self._remembered.timelines
+        for timeline in (*self._published, *(one for one in own if max(one.traced) >= confirmed)):
             found = timeline.of_capability(capability)
             if found is not None and not (any(block.unknown for block in found.blocks) and _asks_cudnn(cudnn)):
                 return found
         return None
+
+    def traced(self, trace: Callable[[TrainingStep], Timeline]) -> Timeline:
+        """A timeline of the step as written, which is remembered."""
+        with self.question.answered() as answer:
+            timeline = trace(self.step)
+            self._remember(answer, timeline)
+        return timeline
 
     def on_card(self, budget: Budget, *, cudnn: str | None = None) -> tuple[Timeline, Budget]:
         """The timeline as written on a budget's card, and what the budget is for a rank of the step's layout."""
         known = self.known(budget.compute_capability, cudnn=cudnn)
         if known is not None:
             return known.on(budget.multiprocessors, budget.placement), budget
-        from vram_guard.plan.layout_facts import budget_of_rank
-        from vram_guard.plan.on_card import traced_on_card
 
-        budget = budget_of_rank(budget, self.step.layout)
-        return traced_on_card(self.step, budget, cudnn=cudnn), budget
+        def trace(step: TrainingStep) -> Timeline:
+            from vram_guard.plan.on_card import traced_on_card
+
+            return traced_on_card(step, budget, cudnn=cudnn)
+
+        timeline = self.traced(trace)
+        from vram_guard.plan.layout_facts import budget_of_rank
+
+        return timeline, budget_of_rank(budget, self.step.layout)
+
+    def plan_as_written(self, budget: Budget, *, cudnn: str | None) -> Plan | None:
+        """The plan where the training is known and fits; None where it has to be traced."""
+        from vram_guard.plan.as_written import plan_as_written
+
+        batch_size = self.request.numbers["batch"]
+        known = self.known(budget.compute_capability, cudnn=cudnn, confirmed=batch_size)
+        if known is None:
+            return None
+        return plan_as_written(known.on(budget.multiprocessors, budget.placement), batch_size, budget)
+
+    def planned(self, plan: Callable[[TrainingStep], Plan]) -> Plan:
+        """A plan for the step, whose timeline as written is remembered."""
+        with self.question.answered() as answer:
+            made = plan(self.step)
+            timeline = made.timeline_before
+            if timeline is not None and made.fits_as_written:  # a trace at this very size has confirmed it
+                self._remember(answer, replace(timeline, traced=(*timeline.traced, made.batch_size_before)))
+        return made
+
+    def _remember(self, answer: Answer, timeline: Timeline) -> None:
+        """Keep a timeline that says all there is to say of the step: of a plain one, on one GPU."""
+        from vram_guard.simulate.compiled import EAGER
+
+        step = self.step
+        is_compiled = any(note.said == EAGER for note in timeline.notes)
+        if step.accumulate == 1 and step.job is None and step.layout is None and not is_compiled:
+            answer.timelines.append(timeline)
+            answer.about = self._assumed
 
     def tell_assumed(self) -> None:
         """Say, beside the answer, what was assumed of the training of a plain model, or of one of a library."""
-        if "step" not in vars(self):
-            self._tell_known()
+        if self._assumed is None:
             return
-        from vram_guard.capture.hugging_face import assumed_of
-        from vram_guard.plain_model import ASSUMED, is_assumed, shapes_of
-
-        model, step = self.request.model or "", self.step
-        if assumed := assumed_of(step):
-            self._tell(assumed.sample, step.precision, has_own_loss=assumed.has_own_loss)
-        if is_assumed(step):
-            if self.request.inputs is None:
-                model = _("{model} with inputs of {shapes}", model=model, shapes=shapes_of(step.batch(1)))
-            tell(_(ASSUMED, model=model, optimizer=self._optimizer))
+        kind, sample, precision, has_own_loss = self._assumed
+        model, optimizer = self.request.model, _(WORDS[checked_optimizer(self.request.optimizer)])
+        if kind == "text":
+            model = _("{model} with texts of {count} tokens (--seq-length)", model=model, count=sample)
+        elif sample:
+            model = _("{model} with inputs of {shapes}", model=model, shapes=sample)
+        if kind == "plain":
+            tell(_(ASSUMED, model=model, optimizer=optimizer))
+            return
+        loss = _("the model's own") if has_own_loss else _("the mean square of its first output")
+        tell(_(_ASSUMED_OF_LIBRARIES, model=model, precision=precision, optimizer=optimizer, loss=loss))
 
     # --- what is known without a trace --------------------------------------------------------------------------------
 
     @cached_property
-    def _timelines(self) -> tuple[Timeline, ...]:
+    def _remembered(self) -> Answer | None:
+        remember = filled({}, ("remember",)).get("remember", True)
+        return self.question.answer() if remember else None
+
+    @cached_property
+    def _published(self) -> tuple[Timeline, ...]:
         request = self.request
         published = architecture(request.model or "")
         if published is None or named_config(request.model or "") is not published.config:
@@ -106,11 +168,10 @@ class Described:
         weights = weights_of(request, published.config)
         if weights.lora:
             return ()
-        adapters = "" if weights.lora is None else "qlora" if weights.four_bits else "lora"
         variant = Variant(
             weights.dtype,
             request.precision or weights.precision,
-            adapters,
+            "" if weights.lora is None else "qlora" if weights.four_bits else "lora",
             request.checkpointing,
             checked_optimizer(request.optimizer),
         )
@@ -118,24 +179,29 @@ class Described:
         length = sample_shape(published.config, sizes_of(request))[0] if takes_text else None
         return tuple(timelines_of(published.name, variant, length))
 
-    def _tell_known(self) -> None:
-        config = named_config(self.request.model or "") or {}
-        precision = self.request.precision or weights_of(self.request, config).precision
-        self._tell(sample_shape(config, sizes_of(self.request)), precision, has_own_loss="_class_name" not in config)
+    @cached_property
+    def _assumed(self) -> tuple[str, str, str, bool] | None:
+        """(Kind of model, sample, precision, whether the loss is the model's own); None where nothing is assumed."""
+        if "step" in vars(self):
+            return self._assumed_of_step()
+        if self._published:
+            config = named_config(self.request.model or "") or {}
+            precision = self.request.precision or weights_of(self.request, config).precision
+            sample = "x".join(map(str, sample_shape(config, sizes_of(self.request))))
+            return "text" if "x" not in sample else "picture", sample, precision, "_class_name" not in config
+        return None if self._remembered is None else self._remembered.about
 
-    # --- words --------------------------------------------------------------------------------------------------------
+    def _assumed_of_step(self) -> tuple[str, str, str, bool] | None:
+        from vram_guard.capture.hugging_face import assumed_of
+        from vram_guard.plain_model import is_assumed, shapes_of
 
-    def _tell(self, sample: tuple[int, ...], precision: str, *, has_own_loss: bool) -> None:
-        if len(sample) == 1:
-            name = _("{model} with texts of {count} tokens (--seq-length)", model=self.request.model, count=sample[0])
-        else:
-            name = _("{model} with inputs of {shapes}", model=self.request.model, shapes="x".join(map(str, sample)))
-        loss = _("the model's own") if has_own_loss else _("the mean square of its first output")
-        tell(_(_ASSUMED_OF_LIBRARIES, model=name, precision=precision, optimizer=self._optimizer, loss=loss))
-
-    @property
-    def _optimizer(self) -> str:
-        return _(WORDS[checked_optimizer(self.request.optimizer)])
+        step = self.step
+        if assumed := assumed_of(step):
+            sample = "x".join(map(str, assumed.sample))
+            return "text" if "x" not in sample else "picture", sample, step.precision, assumed.has_own_loss
+        if is_assumed(step):
+            return "plain", shapes_of(step.batch(1)) if self.request.inputs is None else "", step.precision, True
+        return None
 
 
 def _asks_cudnn(choice: str | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import checked_margin, number, whole_number
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
+    from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
 #: (height, width) -> what every card holds.
@@ -112,13 +114,17 @@ def _symbolic(one: Described, cards: Sequence[GPU], margin: float | None) -> tup
             known = one.known(capability)
             if known is not None:
                 return known
-            from vram_guard.simulate import trace
-
             major, minor = capability
             progress(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
-            return trace(one.step, compute_capability=capability)
+            return one.traced(partial(_trace, capability))
 
         return on_every_gpu(traced, cards, margin=margin)
+
+
+def _trace(capability: tuple[int, int], step: TrainingStep) -> Timeline:
+    from vram_guard.simulate import trace
+
+    return trace(step, compute_capability=capability)
 
 
 def _resolutions(words: list[str] | None) -> list[tuple[int, int]]:

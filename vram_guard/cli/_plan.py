@@ -131,7 +131,6 @@ def _one_of(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
-    from vram_guard.plan.as_written import plan_as_written
     from vram_guard.report.annotations import annotation, check_annotations
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import html_report, where_to_read_on
@@ -154,17 +153,18 @@ def _plan(options: argparse.Namespace) -> int:
     one = described(name, config, change, said(options), options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     batch_size = one.request.numbers["batch"]
-    known = None if options.gpus is not None else one.known(budget.compute_capability, cudnn=options.cudnn)
-    made = known and plan_as_written(known.on(budget.multiprocessors, budget.placement), batch_size, budget)
+    made = None if options.gpus is not None else one.plan_as_written(budget, cudnn=options.cudnn)
     with progress_shown() as progress:
-        made = made or plan(
-            one.step,
-            batch_size,
-            budget,
-            allow=allow,
-            gpus=options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus),
-            options=_several(options),
-            progress=progress,
+        made = made or one.planned(
+            lambda step: plan(
+                step,
+                batch_size,
+                budget,
+                allow=allow,
+                gpus=options.gpus if options.gpus in (None, "auto") else whole_number("gpus", options.gpus),
+                options=_several(options),
+                progress=progress,
+            )
         )
     one.tell_assumed()
     if options.json:

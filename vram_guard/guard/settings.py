@@ -182,7 +182,8 @@ class GuardSettings(PlanSettings):
         blocks: names of the modules that may be checkpointed or offloaded; None: repeated modules are found.
         recover: in mode "fit", go on after a real out-of-memory error: the batch that failed is rolled back and runs
             again in smaller micro-batches. In one process; with several, the error stops them with the plan to use.
-        remember: keep how measured memory compares with the prediction, for this model on this GPU, and raise later
+        remember: read timelines that were traced before, as long as nothing that the trace has read has changed; keep
+            how measured memory compares with the prediction, for this model on this GPU, and raise later
             predictions by it.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.simulate.trace`.
 

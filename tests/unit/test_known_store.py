@@ -1,0 +1,174 @@
+"""Traces that are remembered: only where all that they had read is as it was."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vram_guard.codec import to_plain
+from vram_guard.known.inputs import Inputs, reading
+
+#: Run by itself: what this process has read, other tests have read too.
+KINDS = """
+import importlib, json, os, pathlib, sys
+from vram_guard.known.inputs import reading
+
+here = pathlib.Path.cwd()
+(here / "data").mkdir()
+(here / "data" / "a.txt").write_text("1")
+(here / "sizes.json").write_text("[64]")
+(here / "helper.py").write_text("x = 64")
+sys.path.insert(0, str(here))
+os.environ["WIDTH"] = "64"
+
+
+def same_size_and_time(path, text):
+    state = path.stat()
+    path.write_text(text)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def a_variable(value):
+    if value is None:
+        os.environ.pop("ABSENT", None)
+    else:
+        os.environ["ABSENT"] = value
+
+
+def opened(path):
+    try:
+        return open(path).read()
+    except FileNotFoundError:
+        return None
+
+
+def there(path, new):
+    path.write_text("x") if new else path.unlink(missing_ok=True)
+    importlib.invalidate_caches()
+
+
+#: What is read, and what changes it (True) and puts it back (False).
+trained, data, sizes, helper = here / "trained.pt", here / "data", here / "sizes.json", here / "helper.py"
+kinds = {
+    "a file that is opened": (lambda: open(sizes).read(), lambda new: same_size_and_time(sizes, f"[{64 + new}]")),
+    "a module": (lambda: importlib.import_module("helper"), lambda new: same_size_and_time(helper, f"x = {64 + new}")),
+    "a variable": (lambda: os.environ["WIDTH"], lambda new: os.environ.update(WIDTH=f"{64 + new}")),
+    "a variable that is not there": (lambda: os.getenv("ABSENT", "0"), lambda new: a_variable("1" if new else None)),
+    "a folder that is listed": (lambda: sorted(os.listdir(data)), lambda new: there(data / "b.txt", new)),
+    "a folder that is walked": (lambda: list(data.rglob("*")), lambda new: there(data / "b.txt", new)),
+    "a file that is asked for": (lambda: os.path.exists(trained), lambda new: there(trained, new)),
+    "a file that is asked for by its path": (lambda: trained.is_file(), lambda new: there(trained, new)),
+    "a file that cannot be opened": (lambda: opened(trained), lambda new: there(trained, new)),
+    "a library's name": (lambda: importlib.import_module("colorsys"), lambda new: there(here / "colorsys.py", new)),
+}
+wrong = []
+for name, (read, change) in kinds.items():
+    with reading() as seen:
+        read()
+    inputs = seen.inputs()
+    before = inputs.hold()
+    change(True)
+    changed = inputs.hold()
+    change(False)
+    if (before, changed, inputs.hold()) != (True, False, True):
+        wrong.append((name, before, changed, inputs.hold()))
+print(json.dumps(wrong))
+"""
+
+#: What cannot be looked at again.
+BEYOND = {
+    "another program": "import subprocess; subprocess.run(['true'])",
+    "a shell": "import os; os.system('true')",
+    "a connection": "import socket; socket.socket().connect_ex(('127.0.0.1', 9))",
+    "the memory of this moment": "open('/proc/meminfo').read()",
+}
+
+
+READS = """
+from vram_guard.known.inputs import reading
+with reading() as seen:
+    import own
+print(seen.inputs(), seen.beyond)
+"""
+
+
+def run(folder, *arguments):
+    """A process in a folder, with an empty cache beside that."""
+    environment = {**os.environ, "VRAM_GUARD_CACHE": f"{folder}-cache"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_every_kind_of_input_is_compared(tmp_path):
+    ran = run(tmp_path, "-c", KINDS)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == []
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_cannot_be_looked_at_again_is_not_remembered(name, tmp_path):
+    (tmp_path / "own.py").write_text(BEYOND[name])
+    ran = run(tmp_path, "-c", READS)
+    assert ran.stdout.startswith("None "), (ran.stdout, ran.stderr)
+
+
+def test_inputs_travel_as_plain_values():
+    with reading() as seen:
+        Path(__file__).read_text(encoding="utf-8")
+    found = seen.inputs()
+    assert found is not None
+    assert Inputs(**json.loads(json.dumps(to_plain(found)))).hold()
+
+
+MODEL = """
+import json, pathlib
+from torch import nn
+from helper import layers
+
+
+def build():
+    width = json.loads(pathlib.Path(__file__).with_name("sizes.json").read_text())[0]
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)], nn.Linear(64, width))
+"""
+ASKED = """
+import sys
+from vram_guard.cli import main
+code = main(["estimate", "--model", "net.py:build", "--input", "64", "--gpu", "RTX 4090", "--json", *sys.argv[1:]])
+print("with torch" if "torch" in sys.modules else "without torch", file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_a_training_that_was_asked_before_is_answered_without_torch(tmp_path):
+    """Other batches too; and anew where a file of it has changed, or what was kept is damaged or somebody else's."""
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "helper.py").write_text("layers = 3")
+    (tmp_path / "sizes.json").write_text("[64]")
+
+    def ask(batch):
+        ran = run(tmp_path, "-c", ASKED, "--batch", str(batch))
+        assert ran.returncode == 0, ran.stderr
+        peak = json.loads(ran.stdout)["symbolic"]["estimate"]["breakdown"]["parameters"]
+        return ran.stderr.splitlines()[-1], peak, "AdamW" in ran.stderr
+
+    first = ask(8)
+    assert first == ("with torch", first[1], True)
+    again = ("without torch", *first[1:])
+    assert ask(8) == again
+    assert ask(4096) == again
+    (tmp_path / "helper.py").write_text("layers = 5")
+    changed = ask(8)
+    assert changed[0] == "with torch"
+    assert changed[1] > first[1]
+    assert ask(8) == ("without torch", *changed[1:])
+    (kept,) = Path(f"{tmp_path}-cache", "timelines").glob("*.xz")
+    content = kept.read_bytes()
+    kept.write_bytes(content[: len(content) // 2])
+    assert ask(8) == changed
+    if hasattr(os, "getuid"):
+        kept.chmod(0o666)
+        assert ask(8) == changed
