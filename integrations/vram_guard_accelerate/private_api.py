@@ -14,6 +14,8 @@ TABLE: tuple[PrivateName, ...] = (
     PrivateName("accelerate.accelerator:get_mixed_precision_context_manager", "mixed precision as Accelerate has it"),
     PrivateName("accelerate.accelerator:Accelerator._models", "the prepared models"),
     PrivateName("accelerate.accelerator:Accelerator._optimizers", "the prepared optimizers"),
+    PrivateName("accelerate.accelerator:Accelerator._load_model_state_pre_hook", "what a script does when it resumes"),
+    PrivateName("accelerate.checkpointing:load_accelerator_state", "resuming"),
     PrivateName("accelerate.checkpointing:load_model", "resuming from safetensors"),
     PrivateName("accelerate.accelerator:Accelerator.native_amp", "mixed precision for prepared models"),
     PrivateName("accelerate.accelerator:Accelerator.autocast_handler", "mixed precision for prepared models"),

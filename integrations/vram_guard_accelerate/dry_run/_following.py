@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +37,15 @@ class FollowingPhase(LoopPhase):
         super().__init__(run, FollowedLoop(run, accelerator, moved, shared, loads))
         self._sample: Sample
 
-    def load_state(self, original: Callable[..., Any], given: dict[str, Any]) -> None:
+    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
         """The checkpoint takes memory as Accelerate loads it, but into a model that is divided."""
+        found = _resuming.loaded_folder(accelerator, folder)
+        if found is None or not self.loop.models:
+            return
         if self.run.process is not None:
             self.run.script.not_resumed = _("a checkpoint of a model that is divided")
-        elif self.loop.models:
-            self.loop.tracer.recorder.phase("resuming", 0)
-            self.run.script.not_resumed = _resuming.load(original, self.run.shape.ranks, **given)
+        else:
+            self.run.script.not_resumed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
     def stands_for_others(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
         """True: what runs over a loader before the training is an evaluation."""

@@ -109,9 +109,10 @@ def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _state_loaded(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    more = given.pop("load_model_func_kwargs", {})
-    run.phase.load_state(partial(original, given.pop("self")), {**given, **more})
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    accelerator, folder, options, more = given.arguments.values()
+    run.phase.load_state(accelerator, folder, {"load_kwargs": options, **more})
 
 
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
