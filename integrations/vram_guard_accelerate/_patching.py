@@ -30,3 +30,8 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any], *, optional: bo
         return replacement(original, *args, **kwargs)
 
     replace_attributes(owner, {name: wrapped})
+
+
+def made_by_script(frame: Any) -> bool:
+    """True for a caller that is neither Accelerate nor torch."""
+    return not str(frame.f_globals.get("__name__", "")).startswith(("accelerate", "torch."))

@@ -29,6 +29,7 @@ class OwnLoop:
 
     #: Names as the Accelerator has them.
     ddp_handler = None
+    _schedulers = ()
 
     def __init__(self, made: Iterable[torch.optim.Optimizer]) -> None:
         self._made = made

@@ -10,6 +10,7 @@ from typing import Any
 from vram_guard.codec import from_json, to_json
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError, VramGuardError
 from vram_guard.language import _
+from vram_guard.releases.required import RequiredReleases
 from vram_guard_accelerate.cli.arguments import LaunchArguments
 from vram_guard_accelerate.cli.launch import show
 from vram_guard_accelerate.cli.target import budget_for
@@ -65,11 +66,13 @@ def _planned(given: LaunchArguments, ranks: int) -> LaunchPlan | DryRunFailure |
         check_forks()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         budget = budget_for(settings, local, "all")
+        required = RequiredReleases.read(settings.releases)
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         request = DryRunRequest(given.command, given.module, settings, budget, ranks, added, local)
-        prediction = predict(request)
+        prediction = predict(request, fresh=not settings.remember)
         answer = prediction.answer
-        show(prediction, given)
+        remarks = required.remarks(answer.releases)
+        show(prediction, as_json=given.options.json, verbose=settings.verbose, remarks=remarks)
         if not answer.fits or (answer.only_told and not only_look):
             raise DoesNotFitError(_("it does not fit, and is not started"))
     except VramGuardError as error:

@@ -55,6 +55,7 @@ def launch(arguments: Sequence[str]) -> int:
     local = max(1, target.ranks // target.machines)
     with misplaced_said(given.arguments):
         budget = budget_for(given.settings, local, target.gpu_ids)
+    required = RequiredReleases.read(given.settings.releases)
     environment = {**target.environment, BEFORE_START: "1"}
     request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)
     launchers.say_what_is_ignored()
@@ -62,11 +63,17 @@ def launch(arguments: Sequence[str]) -> int:
         # A sign of life on a terminal, nothing elsewhere.
         running = _("vram-guard: running the script symbolically, up to two optimizer steps")
         with Console(stderr=True).status(running):
-            prediction = predict(request)
+            prediction = predict(request, fresh=not given.settings.remember)
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
         return _signals.EXIT_BASE + signal.SIGINT
-    show(prediction, given, typed=("vram-guard", "launch", *arguments))
+    show(
+        prediction,
+        as_json=given.options.json,
+        verbose=given.settings.verbose,
+        remarks=required.remarks(prediction.answer.releases),
+        typed=("vram-guard", "launch", *arguments),
+    )
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
@@ -81,19 +88,22 @@ def launch(arguments: Sequence[str]) -> int:
     return _launch(given, target, prediction.answer.launch_plan if prediction.answer.changed else None)
 
 
-def show(prediction: Prediction, given: LaunchArguments, typed: Sequence[str] = ("...",)) -> None:
+def show(
+    prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Sequence[str] = (), typed: Sequence[str] = ()
+) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
 
     Args:
         prediction: of the launch.
-        given: the launch.
-        typed: its command, as far as it is known.
+        as_json: for programs.
+        verbose: the whole report.
+        remarks: on this launch, after the plan's own notes.
+        typed: the command, as far as it is known.
     """
-    answer, verbose = prediction.answer, given.settings.verbose
-    remarks = list(RequiredReleases.read(given.settings.releases).remarks(answer.releases))
+    answer = prediction.answer
     if answer.own_options:
-        remarks.append(_untried(shlex.join([*typed, *answer.own_options])))
-    if given.options.json:
+        remarks = [*remarks, _untried(shlex.join([*(typed or ["..."]), *answer.own_options]))]
+    if as_json:
         found = {
             **answer.plan,
             "notes": [*answer.notes, *remarks],

@@ -91,14 +91,9 @@ class ForkedPhase(LoopPhase):
             return batches.next_real()
         if batches.loader is self._sample.loader:
             return self.made_batch()
-        if not self.is_another_of_training(batches.loader):
+        if not self.loop.trains or _batch_size(batches.loader) != self._sample.batch_size:
             return batches.next_beside_training()
         return self.made_batch()
-
-    def is_another_of_training(self, loader: Any) -> bool:
-        """True while the model trains, for a loader of batches as the training's: scripts make one for each epoch."""
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        return self.loop.trains and size == self._sample.batch_size
 
     def made_batch(self) -> Any:
         """The training's next batch; the script moves it to the GPU, where Accelerate does not."""
@@ -221,3 +216,8 @@ def batches_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None

@@ -43,6 +43,8 @@ class WholeJobPhase(ForkedPhase):
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
         super().__init__(run, loop, sample, task, parent)
         self._recorder: Recorder = loop.tracer.recorder
+        self._place = run.script.loaders.place_of_training(sample)
+        """Where its loader was made; None where the script did not make it."""
         self._evaluates = self._saves = False
         self._over: BatchIterator | None = None
         """Over the training's batches of the latest epoch that has come to its end."""
@@ -68,11 +70,15 @@ class WholeJobPhase(ForkedPhase):
         return self._epochs > 1
 
     def trains_on(self, loader: Any) -> bool:
-        """True for the training's loader, and while the model trains for others that deliver batches of its size.
+        """True for the training's loader, and while the model trains for those made at its place or over its data.
 
         An evaluation may run over the training's loader too: nothing is differentiated then.
         """
-        return torch.is_grad_enabled() if loader is self._sample.loader else self.is_another_of_training(loader)
+        if loader is self._sample.loader:
+            return torch.is_grad_enabled()
+        of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
+        again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
+        return self.loop.trains and (of_training or again)
 
     def stands_for_others(self, loader: Any) -> bool:
         """True for every loader but the training's."""

@@ -15,6 +15,7 @@ from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
 from vram_guard_accelerate._precision import precision_of
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
+from vram_guard_accelerate.dry_run.loaders import LoadersMade
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class ScriptObservations:
 
     options: ScriptOptions = field(default_factory=ScriptOptions)
     optimizers: OptimizersMade = field(default_factory=OptimizersMade)
+    loaders: LoadersMade = field(default_factory=LoadersMade)
     not_resumed: str = ""
     """The reason why the memory that loading a checkpoint takes is not known; "" where it is, or nothing is loaded."""
     precision_given: str = ""

@@ -15,7 +15,7 @@ from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.proof.functions import told
 from vram_guard.user_code import is_users_file
-from vram_guard_accelerate._patching import wrap
+from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess, plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
@@ -144,6 +144,9 @@ def _loader_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
     loader, extra = given.pop("self"), given.pop("kwargs", {})
     given.pop("multiprocessing_context", None)
     original(loader, **{**given, **extra, **{name: here[name] for name in here if name in given}})
+    maker = sys._getframe(2)
+    if made_by_script(maker):
+        run.script.loaders.add(loader, maker)
     _watch_own_iterations(run, type(loader))
 
 

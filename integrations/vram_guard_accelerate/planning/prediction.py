@@ -24,7 +24,6 @@ from vram_guard.files import write_atomically
 from vram_guard.forks import ended
 from vram_guard.language import _, language
 from vram_guard.limits import FILES_KEPT
-from vram_guard.releases.required import RequiredReleases
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
@@ -61,22 +60,21 @@ class Prediction:
     """True if it comes from an earlier dry run of an equal launch."""
 
 
-def predict(request: DryRunRequest) -> Prediction:
+def predict(request: DryRunRequest, *, fresh: bool = False) -> Prediction:
     """Run the script dry, or remember what came of it.
 
     Args:
         request: the launch.
+        fresh: do not look for a remembered answer.
 
     Raises:
-        InvalidInputError: the file with the releases that are asked for cannot be read.
         UnsupportedStepError: the script cannot be followed; the message says where and why.
         EndedCopyError: something was ended from outside, twice: there is no plan, and nothing is remembered.
         KeyboardInterrupt: Ctrl-C; the dry run is ended.
     """
-    RequiredReleases.read(request.settings.releases)  # what is wrong with it is said before any work
     base = cache_folder()
     remembered = None if base is None else base / "launches" / f"{key_of(request)}.json"
-    if remembered is not None and request.settings.remember:
+    if remembered is not None and not fresh:
         known = read_remembered(remembered)
         if known is not None:
             return known
