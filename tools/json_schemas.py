@@ -352,6 +352,7 @@ def answers() -> dict[str, Any]:
         **PLAN,
         "notes": ["str"],
         "only_told": "str",
+        "script_arguments": ["str"],
         "own_options": ["str"],
         "log": "str",
         "remembered": "bool",

@@ -37,7 +37,7 @@ def main() -> None:
     from vram_guard_accelerate.apply.applying import OtherModelError
 
     try:
-        _run_script.run(given.command, module=given.module)
+        _run_script.run([*given.command, *plan.script_arguments()], module=given.module)
     except OtherModelError as error:
         say(f"vram-guard: {error}")
         sys.exit(exit_code(error))

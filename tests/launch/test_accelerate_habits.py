@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 
-from vram_guard.codec import to_json  # noqa: E402
-from vram_guard.errors import UnsupportedStepError  # noqa: E402
+from vram_guard.codec import from_plain, to_json  # noqa: E402
+from vram_guard.errors import InvalidInputError, UnsupportedStepError  # noqa: E402
 from vram_guard.techniques import Body, Slices  # noqa: E402
 from vram_guard_accelerate import guard  # noqa: E402
+from vram_guard_accelerate.apply.checkpoints import loaded_folder, read_factor, write_factor  # noqa: E402
 from vram_guard_accelerate.dry_run.subprocess_policy import only_reads  # noqa: E402
 from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 
@@ -31,7 +34,9 @@ LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes
 #: Whose models do not say at the first batch that they train.
 TOLD_LATE = ("ahead", "evaluated_first")
 REFUSED = ("runs", "runs_in_a_shell", "starts")
-SLICED = LaunchPlan(recipe=LaunchPlan().recipe.with_(slices=Slices(Body("network", ("0",)), 3, 1)))
+SLICED = LaunchPlan(
+    batch_size=8, grown_batch_size=8, recipe=LaunchPlan().recipe.with_(slices=Slices(Body("network", ("0",)), 3, 1))
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,12 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     asked = folder / "asked"
     for name in (*LOOPS, *REFUSED, *TOLD_LATE, "in_evaluation_mode", "asks", "saves", "caches", "loaded_there"):
         cases.request(asked / name, HABITS, name, "--out", folder / name)
+    for name in ("folds", "shuffled_by_hand"):
+        cases.request(asked / f"{name}_grow", HABITS, name, budget="160MiB", grow=True, lr_rule="linear")
+    grown = folder / "grown" / "checkpoints" / "checkpoint_0"
+    grown.mkdir(parents=True)
+    write_factor(grown, 4.0)
+    cases.request(asked / "resumes", HABITS, "resumes", "--out", folder / "grown")
     cases.request(asked / "begins", HABITS, "resumes", "--out", folder / "nothing")
     return cases.dry_runs(asked, HF_HOME=str(folder / "home"))
 
@@ -80,6 +91,30 @@ def test_training_in_a_mode_that_was_set_for_evaluation_is_refused(answers: Any)
 def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) -> None:
     assert "error" not in answers["saves"]
     assert not [*folder.glob("saves*"), *folder.glob("caches*")]
+
+
+# --- a larger batch -------------------------------------------------------------------------------------------
+
+
+def test_the_loaders_of_every_training_in_a_script_grow(answers: Any, tmp_path: Path, cache: Path) -> None:
+    """Rates are multiplied in all of them."""
+    orders = answers["folds_grow"]["launch_plan"]
+    assert orders["grown_batch_size"] == 16  # of the 20 samples of a fold
+    assert orders["learning_rate_factor"] == 2
+    out = tmp_path / "folds.pt"
+    own = (*ONE, "-m", "vram_guard_accelerate", HABITS, "folds", "--out", out)
+    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: to_json(from_plain(LaunchPlan, orders))})
+    assert done.returncode == 0, done.stderr
+    found = torch.load(out)
+    assert found["steps"] == [2, 2]  # as written: 3
+    assert found["losses"] == [0.2]
+
+
+def test_a_batch_that_no_loader_was_given_does_not_grow(answers: Any) -> None:
+    answer = answers["shuffled_by_hand_grow"]
+    assert "error" not in answer, answer
+    assert not answer["changed"]
+    assert any("batch sampler" in note for note in answer["notes"])
 
 
 # --- programs that a script starts ----------------------------------------------------------------------------
@@ -156,6 +191,59 @@ def _run_with(word: str) -> bool:
     return any(word in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
 
 
+# --- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_a_larger_batch_is_seen_before_it_is_loaded(answers: Any, folder: Path) -> None:
+    answer = answers["resumes"]
+    assert answer["changed"]
+    assert answer["launch_plan"]["resumes_grown"]
+    assert answer["launch_plan"]["learning_rate_factor"] == 1
+    assert any("multiplied by 4" in note for note in answer["notes"])
+    assert str((folder / "grown" / "checkpoints" / "checkpoint_0" / "vram_guard.json").resolve()) in answer["files"]
+
+
+def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, cache: Path) -> None:
+    """Two steps with four times the rate and a checkpoint; two more under a plan that changes nothing."""
+    grown = LaunchPlan(batch_size=8, grown_batch_size=8, learning_rate_factor=4.0)
+    out = tmp_path / "project"
+    out.mkdir()
+    own = (*ONE, "--budget", "1GiB", HABITS, "resumes", "--out", out)
+    guarded = (*ONE, "-m", "vram_guard_accelerate", HABITS, "resumes", "--out", out)
+    first = launch(*guarded, cache=cache, guarded=False, **{VARIABLE: to_json(grown)})
+    assert first.returncode == 0, first.stderr
+    assert _rates(out) == pytest.approx([0.4 / 2, 0.4 / 3])
+    again = launch(*own, cache=cache)
+    assert again.returncode == 0, again.stderr
+    assert "multiplied by 4" in again.stderr
+    assert _rates(out) == pytest.approx([0.1 / 4, 0.1 / 5])
+    last = launch("--dry-run", *own, cache=cache)  # its checkpoint says so: nothing is divided twice
+    assert last.returncode == 0, last.stderr
+    assert "equal launch before" not in last.stderr
+    assert "multiplied" not in last.stderr
+
+
+def _rates(folder: Path) -> list[float]:
+    return [float(word) for word in (folder / "rates.txt").read_text().split()]
+
+
+def test_which_checkpoint_is_loaded(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    assert loaded_folder(accelerator, None) is None
+    for number in (2, 10, 9):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}").mkdir(parents=True)
+    found = loaded_folder(accelerator, None)
+    assert found is not None
+    assert found.name == "checkpoint_10"
+    assert read_factor(found) == 1
+    assert loaded_folder(accelerator, tmp_path) == tmp_path
+    assert loaded_folder(accelerator, tmp_path / "nowhere") is None
+
+
 # --- the same training in slices ------------------------------------------------------------------------------
 
 
@@ -186,6 +274,18 @@ def test_slices_do_not_change_them(both: Any, name: str) -> None:
 
 
 # --- settings -------------------------------------------------------------------------------------------------
+
+
+def test_growth_from_the_projects_settings_is_left_out_of_the_library_call(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("VRAM_GUARD_GROW", "1")
+    with caplog.at_level(logging.WARNING, logger="vram_guard"):
+        made = guard(budget="1GiB")
+    assert not made.settings.grow
+    assert "which is ignored here" in caplog.text
+    monkeypatch.delenv("VRAM_GUARD_GROW")
+    assert made.settings == replace(guard(budget="1GiB").settings)
+    with pytest.raises(InvalidInputError, match="grow"):
+        guard(budget="1GiB", grow=True)
 
 
 def test_the_library_call_says_where_processes_cannot_be_copied(monkeypatch: Any) -> None:

@@ -40,6 +40,7 @@ from json_answers import held_against  # noqa: E402
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard.techniques import Body, Recipe, Slices  # noqa: E402
+from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
 from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning import prediction  # noqa: E402
 from vram_guard_accelerate.script_files import state_of  # noqa: E402
@@ -245,6 +246,72 @@ def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> No
 def test_two_processes_agree_on_a_plan_where_nobody_planned_before(two_processes: Any) -> None:
     said = two_processes[1]["said"]
     assert said.count("of them computed again: only as") == 1  # planned and shown once
+
+
+def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
+    """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
+    plan = LaunchPlan(batch_size=8, grown_batch_size=16, learning_rate_factor=2.0)
+    more = {VARIABLE: to_json(plan)}
+    first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
+    own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
+    done = launch(*own, "--out", first, "--checkpoints", folder, cache=cache, guarded=False, **more)
+    assert done.returncode == 0, done.stderr
+    rates = torch.load(first)["rates"]
+    assert rates == pytest.approx([2 * 0.1 / (1 + step) for step in (1, 2, 3)])
+    resumed = launch(
+        *own, "--out", second, "--resume", folder / "step_2", "--steps", 1, cache=cache, guarded=False, **more
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert torch.load(second)["rates"] == pytest.approx(rates[2:])
+
+
+@pytest.fixture
+def doubled_rates(monkeypatch: Any) -> Any:
+    """LaunchPlan to double learning rates, in this process, for one test."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+    for name in ("prepare", "prepare_model", "save_state", "load_state"):
+        monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
+    for kind in (LRScheduler, ReduceLROnPlateau):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    PlanInstaller(LaunchPlan(learning_rate_factor=2.0)).install()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("doubled_rates")
+def test_a_schedule_that_is_not_prepared_is_scaled_too() -> None:
+    """Transformers' Trainer hands its optimizer to ``prepare``, and keeps its schedule."""
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, prepared = Accelerator(cpu=True).prepare(model, optimizer)
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        model(torch.ones(1, 2)).sum().backward()
+        prepared.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.2, 0.1, 0.2 / 3])
+
+
+@pytest.mark.usefixtures("doubled_rates")
+def test_the_newest_checkpoint_is_scaled_once(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    accelerator.prepare(optimizer)
+    accelerator.save_state()
+    accelerator.load_state()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
 def edited(out: Path, cache: Path, *own: str, **more: str) -> str:
@@ -500,13 +567,14 @@ def test_arguments_are_sorted_by_accelerates_own_parser() -> None:
 
     given = parsed(
         [
-            *("--num_processes", "2", "--budget=24GiB", "--mixed_precision", "bf16", str(TRAINING)),
+            *("--num_processes", "2", "--budget=24GiB", "--mixed_precision", "bf16", "--grow", str(TRAINING)),
             *("plain", "--budget", "the script's own", "--num_processes", "9"),
         ]
     )
     assert given.accelerate == ("--num_processes", "2", "--mixed_precision", "bf16")
     assert given.arguments == ("plain", "--budget", "the script's own", "--num_processes", "9")
     assert given.settings.budget == "24GiB"
+    assert given.settings.grow
 
 
 def test_without_a_script_it_asks_for_one_and_not_for_its_arguments(capsys: Any) -> None:

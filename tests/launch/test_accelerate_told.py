@@ -18,6 +18,9 @@ if sys.platform == "win32":
 import accelerate_cases as cases
 from accelerate_cases import ONE, OPTIONS, TRAINER, TRAINING, launch
 
+from vram_guard.codec import from_plain
+from vram_guard_accelerate.launch_plan import LaunchPlan
+
 TRAINER_ARGUMENTS = {
     "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 1, "samples": 64,
     "per_device_train_batch_size": 16, "torch_compile": True, "torch_compile_backend": "eager",
@@ -29,7 +32,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("variants")
     asked = folder / "asked"
     cases.request(asked / "by_hand", OPTIONS, "by_hand", "--out", "never.pt", budget="45MiB", allow=("accumulate",))
-    cases.request(asked / "grow", TRAINING, "plain", budget="1GiB", grow=True)
     cases.request(asked / "asks", OPTIONS, "asks", budget="45MiB", allow=("precision",))
     cases.request(asked / "offered", TRAINING, "offered", "--mixed_precision", "no", "--batch_size", 64,
                   "--samples", 128, budget="115MiB", allow=("precision",))  # fmt: skip
@@ -48,6 +50,7 @@ def test_the_scripts_own_options_are_told_where_nothing_fits(answers: Any) -> No
     answer = answers["by_hand"]
     assert "error" not in answer, answer
     assert not answer["fits"]
+    assert from_plain(LaunchPlan, answer["launch_plan"]).script_arguments() == []
     assert answer["own_options"] == ["--batch_size", "8", "--gradient_accumulation_steps", "2"]
 
 
@@ -57,12 +60,6 @@ def test_another_precision_of_a_script_that_acts_on_it_is_told(answers: Any, nam
     assert "error" not in answer, answer
     assert (answer["fits"], answer["launch_plan"]["precision"]) == (False, "")
     assert any("--mixed_precision bf16" in note for note in answer["notes"])
-
-
-def test_a_larger_batch_is_left_to_the_scripts_own_option(answers: Any) -> None:
-    answer = answers["grow"]
-    assert (answer["fits"], answer["changed"]) == (True, False)
-    assert any("its own option for the batch size" in note for note in answer["notes"])
 
 
 def test_the_trainers_own_options_are_told_where_it_cannot_be_sliced(answers: Any) -> None:

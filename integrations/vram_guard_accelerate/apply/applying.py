@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import pickle
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
-from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate.apply import techniques
+from vram_guard_accelerate._patching import made_by_script, wrap
+from vram_guard_accelerate.apply import checkpoints, techniques
+from vram_guard_accelerate.apply.loaders import LoaderMatcher
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +45,10 @@ class PlanInstaller:
         """Of the first model, see :func:`_made_of`."""
         self._planned: list[nn.Module] = []
         """The models that a plan for one model is for."""
+        self._training = LoaderMatcher(plan.loader)
+        self._scaled: set[int] = set()
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every scheduler of torch: a script need not hand its own to ``prepare``."""
         self._undo: list[Callable[[], None]] = []
         """What holds for the process, not for a model: it ends with the training."""
 
@@ -52,6 +62,18 @@ class PlanInstaller:
         wrap(Accelerator, "prepare_model", self.prepare)
         if self.plan.recipe.activation_memory_budget is not None:
             wrap(Accelerator, "end_training", self._end_training)
+        if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
+            from torch.utils.data import DataLoader
+
+            wrap(DataLoader, "__init__", self._larger_batches)
+        if self.plan.learning_rate_factor != 1:
+            from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+            for kind in (LRScheduler, ReduceLROnPlateau):  # the second does not call the first's
+                wrap(kind, "__init__", self._remember_scheduler)
+        if self.plan.learning_rate_factor != 1 or self.plan.resumes_grown:
+            wrap(Accelerator, "save_state", self._say_in_checkpoint)
+            wrap(Accelerator, "load_state", self._after_checkpoint)
 
     def _watch_own_loop(self) -> None:
         """What a script without Accelerate trains follows the plan from where it calls it first in training."""
@@ -91,6 +113,7 @@ class PlanInstaller:
         for model in new:
             self._treat(model)
         techniques.set_optimizers(accelerator, self.plan.recipe)
+        self._scale(accelerator)
         return prepared
 
     def _treat(self, model: nn.Module) -> None:
@@ -150,6 +173,64 @@ class PlanInstaller:
             slices = replace(slices, body=body) if name.startswith(prefix) else None
         return recipe.with_(**own, chunked_head=head.removeprefix(prefix), slices=slices)
 
+    # --- a larger batch ---------------------------------------------------------------------------------------
+
+    def _larger_batches(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """The training's loaders, identified by where the script makes them, deliver more at once."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        maker = sys._getframe(2)  # noqa: SLF001 - who makes it is the question
+        its_size = given.arguments.get("batch_size") == self.plan.batch_size
+        if made_by_script(maker) and self._training.matches(maker) and its_size:
+            given.arguments["batch_size"] = self.plan.grown_batch_size
+        original(*given.args, **given.kwargs)
+
+    # --- learning rates ---------------------------------------------------------------------------------------
+
+    def _scale(self, accelerator: Any, factor: float | None = None) -> None:
+        """Multiply the rates of what is prepared, once each; with a factor: of all of it, by that."""
+        from vram_guard.apply.learning_rate import scale_learning_rates
+
+        wanted = self.plan.learning_rate_factor if factor is None else factor
+        if wanted == 1:
+            return
+        optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
+        schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]  # noqa: SLF001
+        if factor is None:  # a checkpoint holds those of the Accelerator only
+            schedulers += [one for one in self._schedulers if not any(one is known for known in schedulers)]
+        for optimizer in optimizers:
+            own = [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
+            fresh = factor is not None or id(optimizer) not in self._scaled
+            late = [one for one in own if factor is not None or id(one) not in self._scaled]
+            self._scaled |= {id(optimizer), *(id(one) for one in own)}
+            if fresh:
+                scale_learning_rates(optimizer, late, wanted)
+            elif late and not _made_after(optimizer, late, wanted):
+                # In place of their optimizer, which is scaled already: one without parameter groups.
+                no_groups: Any = SimpleNamespace(param_groups=[], defaults={})
+                scale_learning_rates(no_groups, late, wanted)
+
+    def _remember_scheduler(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        self._schedulers.add(scheduler)
+
+    def _say_in_checkpoint(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = original(accelerator, *args, **kwargs)
+        if accelerator.is_main_process and folder is not None:
+            checkpoints.write_factor(Path(folder), self.plan.learning_rate_factor)
+        return folder
+
+    def _after_checkpoint(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        """A checkpoint brings its own rates back: from what they contain to what this run's are to be."""
+        folders: list[Path] = []  # without a name, Accelerate itself knows which is the newest
+        handle = accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(Path(folder)))
+        try:
+            loaded = original(accelerator, *args, **kwargs)
+        finally:
+            handle.remove()
+        contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
+        self._scale(accelerator, self.plan.learning_rate_factor / contained)
+        return loaded
+
 
 class _WithoutValues(pickle.Pickler):
     """Writes of tensors what they are, and not what they hold."""
@@ -173,3 +254,10 @@ def _made_of(model: nn.Module) -> bytes | None:
     except Exception:  # noqa: BLE001 - the user's own classes say how they are written
         return None
     return hashlib.sha256(written.getvalue()).digest()
+
+
+def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
+    """True if schedulers were made over rates that were scaled already: their base is the optimizer's own."""
+    bases = [getattr(one, "base_lrs", None) for one in schedulers]
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return factor == 1 or all(base is None or list(base) == rates for base in bases)

@@ -108,6 +108,7 @@ def show(
             **answer.plan,
             "notes": [*answer.notes, *remarks],
             "only_told": answer.only_told,
+            "script_arguments": answer.launch_plan.script_arguments(),
             "own_options": list(answer.own_options),
             "log": prediction.log,
             "remembered": prediction.remembered,

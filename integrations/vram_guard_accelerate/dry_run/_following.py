@@ -12,6 +12,7 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.language import _
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
+from vram_guard_accelerate.apply.checkpoints import loaded_folder
 from vram_guard_accelerate.dry_run import _resuming
 from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
@@ -39,13 +40,14 @@ class FollowingPhase(LoopPhase):
 
     def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
         """The checkpoint takes memory as Accelerate loads it, but into a model that is divided."""
-        found = _resuming.loaded_folder(accelerator, folder)
+        super().load_state(accelerator, folder, given)
+        resumed, found = self.run.script.resumed, loaded_folder(accelerator, folder)
         if found is None or not self.loop.models:
             return
         if self.run.process is not None:
-            self.run.script.not_resumed = _("a checkpoint of a model that is divided")
+            resumed.not_followed = _("a checkpoint of a model that is divided")
         else:
-            self.run.script.not_resumed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
+            resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
     def stands_for_others(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
         """True: what runs over a loader before the training is an evaluation."""

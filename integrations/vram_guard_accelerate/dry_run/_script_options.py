@@ -17,6 +17,9 @@ ACCUMULATION_OPTIONS = (
     *("gradient_accumulation", "grad_accum_steps", "grad_accum", "accum_steps", "accum_iter"),
 )
 
+#: Switches by which scripts multiply their learning rate with their batch size (diffusers' training scripts).
+SCALING_OPTIONS = ("scale_lr", "auto_scale_lr")
+
 
 @dataclass(frozen=True)
 class ParsedOption:
@@ -61,6 +64,11 @@ class ScriptOptions:
     def accumulation(self, batches_per_step: int) -> str:
         """The option for accumulation, where its value is what the loop was seen to do; "" where none is."""
         return self._with_value(ACCUMULATION_OPTIONS, batches_per_step)
+
+    @property
+    def scales_rates(self) -> bool:
+        """True if the script itself multiplies its learning rate with the batch size that its options name."""
+        return any(name in self._parsed and bool(self._parsed[name].value) for name in SCALING_OPTIONS)
 
     def _with_value(self, names: tuple[str, ...], value: int) -> str:
         for name in names:

@@ -13,9 +13,11 @@ from vram_guard.parallel.spec import Parallel
 from vram_guard.simulate.compiled import compiles
 from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
 from vram_guard_accelerate._precision import precision_of
+from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
+from vram_guard_accelerate.apply.loaders import LoadersMade
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
-from vram_guard_accelerate.dry_run.loaders import LoadersMade
+from vram_guard_accelerate.launch_plan import LoaderPlace
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,7 @@ class ScriptObservations:
     options: ScriptOptions = field(default_factory=ScriptOptions)
     optimizers: OptimizersMade = field(default_factory=OptimizersMade)
     loaders: LoadersMade = field(default_factory=LoadersMade)
-    not_resumed: str = ""
-    """The reason why the memory that loading a checkpoint takes is not known; "" where it is, or nothing is loaded."""
+    resumed: ResumedCheckpoint = field(default_factory=ResumedCheckpoint)
     precision_given: str = ""
     """The precision that the script itself passes to the Accelerator; "" where it passes none."""
     uses_accelerate: bool = False
@@ -111,6 +112,11 @@ class FirstBatch:
     def batch_size_option(self) -> str:
         """The script's own option for the batch size; "" where there is none."""
         return self.script.options.batch_size(self.sample.batch_size)
+
+    @property
+    def loader_place(self) -> LoaderPlace | None:
+        """The place where the script makes the training's loader; None where it makes none of its batch size."""
+        return self.script.loaders.place_of_training(self.sample)
 
     @property
     def compiled(self) -> bool:

@@ -28,7 +28,7 @@ from vram_guard_accelerate._settings import ELSEWHERE, NOT_HERE, LaunchSettings
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan
+from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def _decided(first: FirstBatch, traces: ForkedTraces, settings: LaunchSettings, 
     script = _Script(first, settings, budget, traces, facts)
     made, proof = settled(script, refused)
     launch_plan = _launch_plan(made, first)
-    notes = [*first.sample.notes, *_notes(script, refused, made), *proof.notes]
+    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(script, refused, made), *proof.notes]
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
     return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), told, _own_options(script, made))
@@ -92,7 +92,7 @@ def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
     size, written = first.sample.batch_size, made.timeline_before
     for count in splits_of(size):
         if written is not None and written.at(size // count).peak_reserved <= script.budget.usable:
-            return batch, str(size // count), accumulation, str(facts.batches_per_step * count)
+            return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
     return ()
 
 
@@ -152,6 +152,7 @@ class _Script:
             settings,
             refused=refused,
             host_budget=host_share(settings.host_budget, first.shape.local_ranks),
+            dataset_size=first.sample.dataset_size,
         )
 
 
@@ -161,9 +162,6 @@ _SAID_BY_PLANS = ("accumulate", "evaluation", "slices")
 
 def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
-    why = script.first.script.not_resumed
-    if why:
-        yield _("what resuming takes is not included: load_state was not followed ({why})", why=why)
     if 2 * script.traces.kept_outputs > made.estimate.peak_allocated:
         yield _(
             "most of the peak is outputs of an evaluation, which the Trainer keeps on the GPU until its last batch; "
@@ -182,8 +180,17 @@ def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[
 
 def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
     """The changes that a plan means for the script that it was made for."""
+    mixed = made.precision != made.precision_before
+    script = first.script
     return LaunchPlan(
-        precision=ACCELERATES[made.precision] if made.precision != made.precision_before else "",
+        precision=ACCELERATES[made.precision] if mixed else "",
+        batch_size=made.batch_size_before,
+        grown_batch_size=made.batch_size,
+        # Where the script scales by that option too, rates would be scaled twice: the loader is made larger.
+        batch_option=first.batch_size_option if _grows(made) and not script.options.scales_rates else "",
+        loader=first.loader_place or LoaderPlace(),
+        learning_rate_factor=made.learning_rate_factor,
+        resumes_grown=script.resumed.factor not in (1.0, made.learning_rate_factor),
         models=len(first.models),
         by_itself=first.by_itself,
         recipe=made.recipe,
@@ -199,6 +206,10 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
     return first.fails_at_others
+
+
+def _grows(made: Plan) -> bool:
+    return made.batch_size != made.batch_size_before
 
 
 def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
@@ -229,11 +240,13 @@ def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
         **{name: _(why) for name, why in NOT_HERE.items()},
         "expandable_segments": "" if os.environ.get(BEFORE_START) == "1" else before_the_process(),
         "precision": _why_not_mixed(first),
-        "grow": _("the script makes its loaders and schedules itself; set its own option for the batch size"),
+        "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
         "offload_activations": next(iter(facts.own_backward), ""),
         "slices": _why_not_sliced(first),
     }
+    if first.by_itself:
+        reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.sharded:
         reasons |= _beside_shards(first)
     return ((name, reason) for name, reason in reasons.items() if reason)
@@ -247,6 +260,15 @@ def _beside_shards(first: FirstBatch) -> dict[str, str]:
     # A name that leads through a wrapper of FSDP1 is not there in a model that is not divided yet.
     nested = any("_fsdp_wrapped_module" in block.name for block in find_blocks(first.root))
     return dict(beside_layout(f"FSDP{first.fsdp_plugin.fsdp_version}", *(() if nested else ("checkpoint",))))
+
+
+def _why_not_grown(first: FirstBatch) -> str:
+    why = first.fails_at_others or first.sample.growable
+    if why or first.batch_size_option or first.loader_place is not None:
+        return why
+    return _(
+        "the script makes no loader with the training's batch size (it gives it a batch sampler, or a library does)"
+    )
 
 
 def _why_not_sliced(first: FirstBatch) -> str:

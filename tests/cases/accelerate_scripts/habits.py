@@ -179,6 +179,16 @@ def folds(options):
     return accelerator, {"weights": kept, "steps": batches, "losses": [optimizer.param_groups[0]["lr"]]}
 
 
+def shuffled_by_hand(options):
+    """A loader with a batch sampler of the script's own."""
+    accelerator = Accelerator()
+    model, optimizer, loader, _ = parts(options)
+    sampler = torch.utils.data.BatchSampler(range(options.samples), options.batch_size, drop_last=False)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(loader.dataset, batch_sampler=sampler))
+    train(accelerator, model, optimizer, loader)
+    return accelerator, {"weights": weights(accelerator, model)}
+
+
 def profiled(options):
     accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
     model, optimizer, loader, _ = accelerator.prepare(*parts(options))

@@ -1,4 +1,4 @@
-"""The training's loader among a script's: recognised by where it is made.
+"""The training's loader among a script's: recognised in the dry run, and again in the launch, by where it is made.
 
 A script that trains several times over (the folds of a cross validation) makes its loaders anew each time, at the same
 lines. So a place and, where loaders of several kinds are made at one place (in a comprehension), the number among them
@@ -7,23 +7,13 @@ are known again; a number among all loaders would be the first training's only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+from vram_guard_accelerate.launch_plan import LoaderPlace
 
 if TYPE_CHECKING:
     from vram_guard.capture.loader import Sample
-
-
-@dataclass(frozen=True)
-class LoaderPlace:
-    """The training's loaders, by where the script makes them."""
-
-    place: str
-    """The file and line."""
-    number: int
-    """Of a loader among those made there for one training, from 0."""
-    of: int
-    """Loaders that are made there for one training."""
 
 
 class LoadersMade:
@@ -57,6 +47,21 @@ class LoadersMade:
             for number, other in enumerate(there)
             if other is loader or (batches is not None and other.batch_sampler is batches)
         )
+
+
+class LoaderMatcher:
+    """The loaders of the training again, as a script makes them."""
+
+    def __init__(self, place: LoaderPlace) -> None:
+        self._place = place
+        self._made: Counter[str] = Counter()
+
+    def matches(self, frame: Any) -> bool:
+        """True for a training's loader; to be called once for every loader, with the frame that makes it now."""
+        place = place_of(frame)
+        number = self._made[place]
+        self._made[place] += 1
+        return place == self._place.place and number % self._place.of == self._place.number
 
 
 def place_of(frame: Any) -> str:
