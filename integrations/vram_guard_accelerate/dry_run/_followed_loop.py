@@ -52,7 +52,7 @@ class FollowedLoop:
         """Batches of the training before the end of each optimizer step."""
         self._steps: dict[int, int] = {}
         self.evaluates = False
-        """A model was put into evaluation mode since ``prepare``: one of ``from_pretrained`` comes in it, and trains."""
+        """A model was put into evaluation mode since ``prepare``: one of ``from_pretrained`` is in it, and trains."""
         self.differentiated = False
         """There was a backward pass since the last call of a model."""
         self.tracer = ExternalLoopTracer(
