@@ -26,6 +26,10 @@ _TIERS = {
 }
 
 
+#: A plan whose step takes so many times as long as written is said to be slow right behind the verdict.
+MUCH_SLOWER = 3.0
+
+
 class Section(NamedTuple):
     """A part of a report: a title above rows of equally many cells."""
 
@@ -213,8 +217,13 @@ class Content:
         return Section(_("Peak of each phase"), rows, heads, 2)
 
     def cautions(self) -> list[str]:
-        """What the figures count, said right behind the verdict."""
-        return [] if self.plan is None else [str(one) for one in self.plan.reason_values if one.kind in COUNTED]
+        """What the figures count, and a plan that is slow out of the ordinary: said right behind the verdict."""
+        plan = self.plan
+        said = [] if plan is None else [str(one) for one in plan.reason_values if one.kind in COUNTED]
+        if plan is not None and plan.changed and plan.slowdown is not None and plan.slowdown >= MUCH_SLOWER:
+            times = f"{plan.slowdown:.0f}"
+            said.append(_("Each step takes about {factor} times as long as written (modelled).", factor=times))
+        return said
 
     def leaks(self) -> list[str]:
         """The lines whose memory grows with every step, and when the budget is full."""
