@@ -1,10 +1,10 @@
 """What the user's functions write to while they run: attributes, items, globals and containers.
 
 A walk over what a training's objects lead to finds what can be walked. What a function writes to need not be there: a
-variable of an imported module, an attribute of a class or a function, what only a weak reference leads to. So the other
-way is gone as well: the source of each function that runs tells where it writes, and the frame whose that is. Where the
-owner was made in the same step, nothing remains; where a walk has found it, its content is compared. All others are
-named, and so is what cannot be told.
+variable of an imported module, an attribute of a class or a function, what only a weak reference leads to. So the code
+is read as well: the source of each function that runs tells where it writes, and its frame tells to which object. Where
+that object was made in the same step, nothing remains; where a walk has found it, its content is compared. All others
+are named, and so is what cannot be told.
 """
 
 from __future__ import annotations
