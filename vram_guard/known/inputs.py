@@ -3,7 +3,8 @@
 A trace runs the user's own code, which may read anything. So everything that Python lets be seen is written down while
 it runs: modules that were imported, files that were opened or asked about, folders that were listed, variables of the
 environment. What cannot be looked at again (a connection, another program) is not remembered at all. Files of the
-user's are compared by their content; of installed libraries, which are many, by size and time.
+user's are compared by their content; of installed libraries, which are many, by size and time. Not seen are files that
+a library opens in C without Python asking about them, the clock, and random numbers.
 """
 
 from __future__ import annotations
