@@ -18,7 +18,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages known reference schemas clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages known known-page reference schemas clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -105,6 +105,9 @@ messages: $(STAMP) ## bring the translations up to date with the code and compil
 
 known: $(STAMP) ## trace the published architectures again, whose timelines the package brings along (hours)
 	$(BIN)/python tools/known_timelines.py
+
+known-page: $(STAMP) ## write build/calculator.html, the page that answers for these architectures in a browser; `make docs` does too
+	$(BIN)/python tools/known_page.py
 
 reference: $(STAMP) ## write the pages of commands, settings, Python names and operators from the code
 	PYTHONPATH=.:integrations $(BIN)/python tools/reference.py

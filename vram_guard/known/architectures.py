@@ -80,9 +80,19 @@ def architecture(name: str) -> Architecture | None:
     return _by_name().get(name.lower())
 
 
+@cache
+def texts_of(name: str) -> Mapping[str, list[str]]:
+    """Key of a variant of an architecture -> the texts of its timelines, see :mod:`vram_guard.known.form`."""
+    kept = files(__package__).joinpath("timelines").joinpath(f"{name}.xz")
+    if not kept.is_file():
+        return {}
+    found: dict[str, list[str]] = json.loads(lzma.decompress(kept.read_bytes()))
+    return found
+
+
 def variants_of(name: str) -> list[str]:
     """The keys of the variants of an architecture whose timelines the package has."""
-    return list(_documents(name))
+    return list(texts_of(name))
 
 
 def timelines_of(name: str, variant: Variant, length: int | None) -> Iterator[Timeline]:
@@ -95,7 +105,7 @@ def timelines_of(name: str, variant: Variant, length: int | None) -> Iterator[Ti
     """
     if length is not None and length % LENGTH_STEP:
         return
-    for text in _documents(name).get(variant.key, ()):
+    for text in texts_of(name).get(variant.key, ()):
         found = unpacked(text, length or 0)
         if found is not None:
             yield found
@@ -104,13 +114,3 @@ def timelines_of(name: str, variant: Variant, length: int | None) -> Iterator[Ti
 @cache
 def _by_name() -> dict[str, Architecture]:
     return {name.lower(): one for one in architectures() for name in (one.name, *one.aliases)}
-
-
-@cache
-def _documents(name: str) -> Mapping[str, list[str]]:
-    """Key of a variant -> the texts of its timelines."""
-    kept = files(__package__).joinpath("timelines").joinpath(f"{name}.xz")
-    if not kept.is_file():
-        return {}
-    found: dict[str, list[str]] = json.loads(lzma.decompress(kept.read_bytes()))
-    return found
