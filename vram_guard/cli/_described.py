@@ -12,6 +12,7 @@ from vram_guard.capture.lora import weights_of
 from vram_guard.capture.named_optimizer import WORDS, checked_optimizer
 from vram_guard.cli.printing import tell
 from vram_guard.closed_form.inputs import sample_shape, sizes_read
+from vram_guard.closed_form.tuning import PRECISION_OF
 from vram_guard.codec import to_plain
 from vram_guard.known.architectures import Variant, architecture, timelines_of
 from vram_guard.known.store import Answer, Question
@@ -168,9 +169,12 @@ class Described:
         weights = weights_of(request, published.config)
         if weights.lora:
             return ()
+        precision = request.precision or weights.precision
+        # Where every weight is trained, the precision says what they are.
+        own = next((dtype for dtype, one in PRECISION_OF.items() if one == precision), "float32")
         variant = Variant(
-            weights.dtype,
-            request.precision or weights.precision,
+            own if weights.lora is None else weights.dtype,
+            precision,
             "" if weights.lora is None else "qlora" if weights.four_bits else "lora",
             request.checkpointing,
             checked_optimizer(request.optimizer),
