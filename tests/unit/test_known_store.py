@@ -67,6 +67,8 @@ kinds = {
 wrong = []
 for name, (read, change) in kinds.items():
     with reading() as seen:
+        with reading():
+            pass
         read()
     inputs = seen.inputs()
     before = inputs.hold()

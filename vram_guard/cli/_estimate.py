@@ -82,6 +82,8 @@ def _estimate(options: argparse.Namespace) -> int:
     if remark:
         notes.add(remark)
     one = Described(request.model or "", request, config) if is_built else None
+    if one is not None:
+        one.check(budget.compute_capability, cudnn=options.cudnn)
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:

@@ -118,7 +118,8 @@ def reading() -> Iterator[InputsRead]:
     Modules are imported once: what one trace has read by importing them, a later one in this process rests on too.
     """
     global _current  # noqa: PLW0603 - a hook of Python's cannot be taken off again
-    seen = _current = _process
+    before, seen = _current, _process
+    _current = seen
     _listen()
     environment, stat = type(os.environ), os.stat
     looked_up: Any = environment.__getitem__
@@ -136,7 +137,7 @@ def reading() -> Iterator[InputsRead]:
         with replaced(environment, {"__getitem__": variable}), replaced(os, {"stat": asked}):
             yield seen
     finally:
-        _current = None
+        _current = before
 
 
 _process: Final = InputsRead()
