@@ -25,7 +25,6 @@ from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.plan import Plan
 from vram_guard.techniques import Recipe
 from vram_guard.techniques.loss_graphs import LossGraphs
-from vram_guard.techniques.optimizers import with_form
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.terminal import fitting_log, in_log
 from vram_guard_mmengine import _layouts, _optim, _recovery
@@ -244,8 +243,6 @@ def _change_optimizer(runner: Any, recipe: Recipe, applied: Applied) -> None:
 
 def install_techniques(runner: Any, recipe: Recipe, applied: Applied) -> None:
     """Checkpointed and offloaded blocks: on the model as it will run, once everything is built and loaded."""
-    if recipe.optimizer in ("fused", "for-loop"):
-        with_form(runner.optim_wrapper.optimizer, recipe.optimizer)  # a checkpoint brings its own flags
     if _layouts.layout_of(runner) is None:
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         applied.callback(techniques.install(model, recipe))

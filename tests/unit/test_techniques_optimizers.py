@@ -52,6 +52,21 @@ def test_for_loop_and_fused_train_as_the_written_one(name):
         torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("form", ["for-loop", "fused"])
+def test_a_form_stays_when_a_state_is_loaded(form):
+    """A checkpoint of the training as written brings the flags that it was saved with."""
+    model, other = net(), net()
+    written = MAKERS["AdamW"](model.parameters())
+    train(model, written)
+    resumed = with_form(MAKERS["AdamW"](other.parameters()), form)
+    resumed.load_state_dict(written.state_dict())
+    assert {bool(group["fused"]) for group in resumed.param_groups} == {form == "fused"}
+    assert {group["foreach"] for group in resumed.param_groups} == {False}
+    for loaded, saved in zip(resumed.state.values(), written.state.values(), strict=True):
+        assert torch.equal(loaded["exp_avg"], saved["exp_avg"])
+        assert float(loaded["step"]) == float(saved["step"])
+
+
 def test_what_has_no_such_form_is_refused_and_left_alone():
     class Mine(torch.optim.AdamW):
         pass

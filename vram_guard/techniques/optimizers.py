@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,9 @@ def with_form(optimizer: torch.optim.Optimizer, form: OptimizerForm, *, library:
         raise UnsupportedTechniqueError(reason)
     if form == "8bit":
         return _eight_bit(optimizer, library)
-    _set_implementation(optimizer, fused=form == "fused")
+    set_form = partial(_set_implementation, fused=form == "fused")
+    set_form(optimizer)
+    optimizer.register_load_state_dict_post_hook(set_form)  # a checkpoint brings its own flags
     return optimizer
 
 
