@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vram_guard.state.collector import objects_before
+from vram_guard.state.collector import ObjectsKept, objects_before
 from vram_guard.state.writes import Writes
 
 HELPERS = types.SimpleNamespace(calls=0, seen=[1], table={"calls": 0}, numbers=itertools.count(), words={"a"})
@@ -213,3 +213,12 @@ def test_what_is_frozen_is_known_and_nothing_more_stays_frozen_with_every_look()
         gc.unfreeze()
         if frozen:
             gc.freeze()
+
+
+def test_no_number_goes_to_another_object_while_they_are_kept():
+    """Dictionaries that die leave their numbers to new ones at once."""
+    dying = [{"sums": [number]} for number in range(200)]
+    kept = ObjectsKept()
+    assert all(id(one) in kept for one in dying)
+    dying.clear()
+    assert not any(id(one) in kept for one in [{"sums": [number]} for number in range(200)])

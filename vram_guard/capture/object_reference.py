@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, VramGuardError
+from vram_guard.known.inputs import reading
 from vram_guard.language import _, marked
 from vram_guard.limits import LONGEST_NAME
 from vram_guard.step import TrainingStep
@@ -218,9 +219,10 @@ def _is_file(module_name: str) -> bool:
 
 def _module(module_name: str) -> Any:
     try:
-        if _is_file(module_name):
-            return _module_from(Path(module_name))
-        return importlib.import_module(module_name)
+        with reading():  # an answer that is remembered rests on what the module reads
+            if _is_file(module_name):
+                return _module_from(Path(module_name))
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):

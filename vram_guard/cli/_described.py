@@ -21,12 +21,12 @@ from vram_guard.known.store import Answer, Question
 from vram_guard.language import _, marked
 from vram_guard.plain_model import ASSUMED
 from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
-from vram_guard.settings import filled
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan import Plan
+    from vram_guard.releases.installed import Releases
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
@@ -68,18 +68,18 @@ class Described:
         return Question({"request": to_plain(request), "config": self.config})
 
     def known(
-        self, capability: tuple[int, int] | None, *, cudnn: str | None = None, confirmed: int = 1
+        self, capability: tuple[int, int] | None, *, cudnn: str | None = None, confirmed: int | None = None
     ) -> Timeline | None:
         """The timeline as written on cards of this compute capability; None where it has to be traced.
 
         Args:
             capability: of the card; None: no card is known, and one is assumed.
             cudnn: the choice of cuDNN, whose answers are no part of a known timeline.
-            confirmed: samples up to which a trace of the user's own code has to have confirmed it.
+            confirmed: samples at which a trace of the user's own code has to have confirmed it; None: the law will do.
         """
         capability = capability or ASSUMED_COMPUTE_CAPABILITY
         own = () if self._remembered is None else self._remembered.timelines
-        for timeline in (*self._published, *(one for one in own if max(one.traced) >= confirmed)):
+        for timeline in (*self._published, *(one for one in own if confirmed is None or confirmed in one.traced)):
             found = timeline.of_capability(capability)
             if found is not None and not (any(block.unknown for block in found.blocks) and _asks_cudnn(cudnn)):
                 return found
@@ -98,6 +98,11 @@ class Described:
                 raise
             except VramGuardError:  # said where the answer would be
                 return
+
+    @property
+    def releases(self) -> Releases | None:
+        """Those that it was traced with where the package knows it; None where it was traced here."""
+        return self._published[0].releases if self._published else None
 
     def traced(self, trace: Callable[[TrainingStep], Timeline]) -> Timeline:
         """A timeline of the step as written, which is remembered."""
@@ -124,10 +129,10 @@ class Described:
 
     def plan_as_written(self, budget: Budget, *, cudnn: str | None) -> Plan | None:
         """The plan where the training is known and fits; None where it has to be traced."""
-        from vram_guard.plan.as_written import plan_as_written
+        from vram_guard.plan.as_written import compute_capability, plan_as_written
 
         batch_size = self.request.numbers["batch"]
-        known = self.known(budget.compute_capability, cudnn=cudnn, confirmed=batch_size)
+        known = self.known(compute_capability(budget), cudnn=cudnn, confirmed=batch_size)
         if known is None:
             return None
         return plan_as_written(known.on(budget.multiprocessors, budget.placement), batch_size, budget)
@@ -147,9 +152,19 @@ class Described:
 
         step = self.step
         is_compiled = any(note.said == EAGER for note in timeline.notes)
-        if step.accumulate == 1 and step.job is None and step.layout is None and not is_compiled:
+        is_plain = step.accumulate == 1 and step.job is None and step.layout is None and not is_compiled
+        if is_plain and not self._builds_by_batch:
             answer.timelines.append(timeline)
             answer.about = self._assumed
+
+    @cached_property
+    def _builds_by_batch(self) -> bool:
+        """True if what builds the step may be given the size of a batch, which is no part of the question."""
+        from vram_guard.capture.object_reference import parameters_of
+
+        model = self.request.model or ""
+        taken = parameters_of(model) if ":" in model else frozenset[str]()
+        return taken is None or "batch" in taken
 
     def tell_assumed(self) -> None:
         """Say, beside the answer, what was assumed of the training of a plain model, or of one of a library."""
@@ -164,6 +179,8 @@ class Described:
         if kind == "plain":
             tell(_(ASSUMED, model=model, optimizer=optimizer))
             return
+        if self._published and "step" not in vars(self):
+            tell(_("known without a trace, as with {releases}", releases=self.releases))
         loss = _("the model's own") if has_own_loss else _("the mean square of its first output")
         tell(_(_ASSUMED_OF_LIBRARIES, model=model, precision=precision, optimizer=optimizer, loss=loss))
 
@@ -171,8 +188,7 @@ class Described:
 
     @cached_property
     def _remembered(self) -> Answer | None:
-        remember = filled({}, ("remember",)).get("remember", True)
-        return self.question.answer() if remember else None
+        return self.question.answer()
 
     @cached_property
     def _published(self) -> tuple[Timeline, ...]:

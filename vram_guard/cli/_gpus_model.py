@@ -17,11 +17,13 @@ from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.cli.ways import RULE, check_read, of_model
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.settings import filled
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
+    from vram_guard.releases.installed import Releases
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
@@ -39,8 +41,8 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     from vram_guard.releases.installed import Releases
 
     required = required_releases(options)
-    title, tables = _network_tables(options, cards)
-    releases = Releases.here() if title == _SYMBOLIC else None
+    title, tables, known = _network_tables(options, cards)
+    releases = (known or Releases.here()) if title == _SYMBOLIC else None
     if options.json:
         held_for = {} if releases is None else {"releases": releases.as_dict()}
         found = [_dict(size, rows) for size, rows in tables.items()]
@@ -56,7 +58,8 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     return EXIT_DONE
 
 
-def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables]:
+def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables, Releases | None]:
+    """How it was found, what every card holds, and the releases that it was known with; None: those that are here."""
     from vram_guard.capture.config_step import kind_of
     from vram_guard.closed_form.from_config import parse_request
     from vram_guard.config_file import load_config
@@ -77,14 +80,15 @@ def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[
         own = found.network()
         wanted = sizes or [(own.height, own.width)]
         rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in wanted}
-        return _RULE, rows
+        return _RULE, rows, None
     check_read(options, of_model(kind_of(found)))
     margin = checked_margin(options.margin)
     every: list[tuple[int, int] | None] = [*sizes] or [None]
     trainings = {size: Described(found.model or "", _sized(found, size), config) for size in every}
     rows = {size: _symbolic(one, cards, margin) for size, one in trainings.items()}
-    next(iter(trainings.values())).tell_assumed()
-    return _SYMBOLIC, rows
+    first = next(iter(trainings.values()))
+    first.tell_assumed()
+    return _SYMBOLIC, rows, first.releases
 
 
 _RULE, _SYMBOLIC = "rule of thumb", "symbolic"
@@ -111,7 +115,7 @@ def _symbolic(one: Described, cards: Sequence[GPU], margin: float | None) -> tup
     with progress_shown() as progress:
 
         def traced(capability: tuple[int, int]) -> Timeline:
-            known = one.known(capability)
+            known = one.known(capability, cudnn=filled({}, ("cudnn",)).get("cudnn"))
             if known is not None:
                 return known
             major, minor = capability

@@ -131,6 +131,8 @@ def _one_of(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.plan import DEFAULT_ALLOW, plan
+    from vram_guard.plan.checks import check_cudnn
+    from vram_guard.plan.techniques import checked_techniques
     from vram_guard.report.annotations import annotation, check_annotations
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import html_report, where_to_read_on
@@ -152,6 +154,8 @@ def _plan(options: argparse.Namespace) -> int:
     check_said_once(change, options)
     one = described(name, config, change, said(options), options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
+    checked_techniques(allow)
+    check_cudnn(options.cudnn)
     batch_size = one.request.numbers["batch"]
     made = None if options.gpus is not None else one.plan_as_written(budget, cudnn=options.cudnn)
     with progress_shown() as progress:

@@ -1,8 +1,8 @@
 """Published architectures by name, and the timelines of their training that the package brings along.
 
-``architectures.json`` has what the authors' own config.json says of the network, and the number of its parameters where
-they publish it. The timelines lie in ``timelines/``, a file for each architecture; ``tools/known_timelines.py`` makes
-them from traces, and a test traces again what it finds there.
+``architectures.json`` has what the authors' own config.json says of the network, the type in which it is usually
+trained, and the number of its parameters where they publish it. The timelines lie in ``timelines/``, a file for each
+architecture; ``tools/known_timelines.py`` makes them from traces, and a test traces again what it finds there.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ import contextlib
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 from types import FrameType
 from typing import Any, Final
 
@@ -23,15 +25,25 @@ from vram_guard.limits import LARGEST_LISTING
 from vram_guard.patching import replaced
 
 #: What Python tells of actions whose results cannot be looked at again.
-_BEYOND: Final = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
+_BEYOND: Final = (
+    *("socket.connect", "socket.getaddrinfo", "sqlite3.connect"),
+    *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
+)
 
 #: Folders of what the operating system says of this moment: the user's code that reads there is not remembered.
-_OF_THE_MOMENT: Final = ("/proc", "/sys")
+_OF_THE_MOMENT: Final = ("/proc/", "/sys/")
+
+#: Of what lies among the devices, the folder of files in memory.
+_SHARED: Final = "/dev/shm/"  # noqa: S108 - nothing is written there
 
 #: Variables in which shells keep what they did last.
 _OF_SHELLS: Final = frozenset({"_", "OLDPWD", "PWD", "SHLVL", "COLUMNS", "LINES"})
 
 _ABSENT: Final = "absent"
+_FOLDER: Final = "folder"
+
+#: In place of a variable: code went through the names of all.
+_EVERY: Final = "*"
 
 _PACKAGE: Final = str(Path(__file__).parents[1]) + os.sep
 _STANDARD: Final = str(Path(contextlib.__file__).parent) + os.sep
@@ -42,10 +54,10 @@ class Inputs:
     """What was read, each with what it was.
 
     Attributes:
-        files: folder -> name -> what the file is: its digest, or its size and time; "absent".
+        files: folder -> name -> what is there: the file's digest, or its size and time; "folder"; "absent".
         folders: path -> digest of the names in it; "absent".
         searched: folders in which modules were looked for -> digest of the names that modules may have; "absent".
-        variables: name -> digest of its value; "absent".
+        variables: name -> digest of its value when it was read first; "absent"; of "*" the digest of all names.
     """
 
     files: Mapping[str, Mapping[str, str]]
@@ -60,10 +72,20 @@ class Inputs:
             and all(_names_in(path) == known for path, known in self.folders.items())
             and all(_names_in(path, of_modules=True) == known for path, known in self.searched.items())
             and all(
-                _state_of(os.path.join(folder, name), by_content=len(known) == _LONG) == known  # noqa: PTH118 - thousands
+                _state_of(os.path.join(folder, name), by_content=" " not in known) == known  # noqa: PTH118 - thousands
                 for folder, names in self.files.items()
                 for name, known in names.items()
             )
+        )
+
+    def with_those_of(self, other: Inputs) -> Inputs:
+        """Both, which hold at the same time."""
+        folders = self.files.keys() | other.files.keys()
+        return Inputs(
+            {folder: {**self.files.get(folder, {}), **other.files.get(folder, {})} for folder in sorted(folders)},
+            {**self.folders, **other.folders},
+            {**self.searched, **other.searched},
+            {**self.variables, **other.variables},
         )
 
 
@@ -72,13 +94,15 @@ class InputsRead:
     """What has been read so far.
 
     Attributes:
+        began: when, in seconds since the epoch.
         beyond: what was done whose result cannot be looked at again; "" for nothing.
     """
 
     files: set[str] = field(default_factory=set)
     folders: set[str] = field(default_factory=set)
     searched: set[str] = field(default_factory=set)
-    variables: set[str] = field(default_factory=set)
+    variables: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
     beyond: str = ""
 
     def note(self, paths: set[str], path: Any) -> None:
@@ -89,8 +113,14 @@ class InputsRead:
             return
         if found.startswith(_OF_THE_MOMENT):
             self.beyond = self.beyond or (found if _by_user() else "")
-        elif not found.endswith(".pyc") and not found.startswith("/dev/"):
+        elif not found.endswith(".pyc") and (not found.startswith("/dev/") or found.startswith(_SHARED)):
             paths.add(found)
+
+    def note_variable(self, name: str) -> None:
+        """Write down what a variable is when it is read first: code may set it later."""
+        if name not in self.variables:
+            self.variables[name] = _ABSENT  # it is read now, and not by whom it is written down for
+            self.variables[name] = _digest_of(name)
 
     def inputs(self) -> Inputs | None:
         """All of it as it is now, with the modules of this process; None where some cannot be looked at again."""
@@ -101,14 +131,25 @@ class InputsRead:
         files: dict[str, dict[str, str]] = {}
         for path in sorted(self.files | modules):
             folder, name = os.path.split(path)
-            if name and not os.path.isdir(path):  # noqa: PTH112 - thousands of them
-                files.setdefault(folder, {})[name] = _state_of(path, by_content=not _is_installed(path))
+            is_installed = _is_installed(path)
+            if not is_installed and self._is_changed(path):
+                return None
+            if name and not (is_installed and os.path.isdir(path)):  # noqa: PTH112 - thousands of them
+                files.setdefault(folder, {})[name] = _state_of(path, by_content=not is_installed)
         return Inputs(
             files,
             {path: _names_in(path) for path in sorted(self.folders)},
             {path: _names_in(path, of_modules=True) for path in sorted(searched)},
-            {name: _digest_of(name) for name in sorted(self.variables)},
+            dict(sorted(self.variables.items())),
         )
+
+    def _is_changed(self, path: str) -> bool:
+        """True for a file that was written since the beginning: what was read of it may not be what is there."""
+        try:
+            state = os.stat(path)  # noqa: PTH116 - as Python's own
+        except OSError:
+            return False
+        return not S_ISDIR(state.st_mode) and state.st_ctime >= self.began
 
 
 @contextlib.contextmanager
@@ -123,18 +164,24 @@ def reading() -> Iterator[InputsRead]:
     _listen()
     environment, stat = type(os.environ), os.stat
     looked_up: Any = environment.__getitem__
+    iterated: Any = environment.__iter__
 
     def variable(self: Any, name: Any) -> Any:
         if _current is seen and isinstance(name, str) and name not in _OF_SHELLS:
-            seen.variables.add(name)
+            seen.note_variable(name)
         return looked_up(self, name)
+
+    def names(self: Any) -> Any:
+        if _current is seen and _by_user():
+            seen.note_variable(_EVERY)
+        return iterated(self)
 
     def asked(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
         seen.note(seen.files, path)
         return stat(path, *args, **kwargs)
 
     try:
-        with replaced(environment, {"__getitem__": variable}), replaced(os, {"stat": asked}):
+        with replaced(environment, {"__getitem__": variable, "__iter__": names}), replaced(os, {"stat": asked}):
             yield seen
     finally:
         _current = before
@@ -158,12 +205,12 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event == "open":
         path, mode, flags = arguments
-        if not (flags or 0) & (os.O_WRONLY | os.O_RDWR) and not set(mode or "") & set("wax+"):
+        if not (flags or 0) & (os.O_WRONLY | os.O_TRUNC) and not set(mode or "") & set("wax"):
             seen.note(seen.files, path)
     elif event in ("os.listdir", "os.scandir"):
         importing = sys._getframe(1).f_code.co_filename.startswith("<frozen importlib")  # noqa: SLF001 - who lists it
         seen.note(seen.searched if importing else seen.folders, arguments[0] or ".")
-    elif event in _BEYOND and not seen.beyond:
+    elif event in _BEYOND and not seen.beyond and not (event == "os.fork" and _by_this_package()):
         seen.beyond = event
 
 
@@ -173,20 +220,34 @@ def _is_installed(path: str) -> bool:
 
 
 def _by_user() -> bool:
-    """True if the user's own code is what is running, and not a library in a call of its own."""
-    frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of whoever reads
-    while frame is not None and frame.f_code.co_filename.startswith((_STANDARD, "<frozen")):
+    """True if the user's own code is what is running, perhaps in a call of a library's; not a library's own import."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - of whoever reads
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith("<frozen importlib"):
+            return False
+        if not _is_installed(file):
+            return True
         frame = frame.f_back
-    return frame is not None and not _is_installed(frame.f_code.co_filename)
+    return False
+
+
+def _by_this_package() -> bool:
+    """True for a copy of this process that is made here."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - of whoever forks
+    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 _OF_MODULES: Final = (".py", ".pyc", ".so", ".pyd")
-_LONG: Final = len(hashlib.sha256().hexdigest())
 
 
 def _state_of(path: str, *, by_content: bool) -> str:
     try:
         state = os.stat(path)  # noqa: PTH116 - thousands of them
+        if S_ISDIR(state.st_mode):
+            return _FOLDER
         if by_content and state.st_size <= LARGEST_LISTING:
             return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -205,5 +266,7 @@ def _names_in(path: str, *, of_modules: bool = False) -> str:
 
 
 def _digest_of(variable: str) -> str:
+    if variable == _EVERY:
+        return hashlib.sha256("\0".join(sorted(os.environ.keys() - _OF_SHELLS)).encode()).hexdigest()
     value = os.environ.get(variable)
     return _ABSENT if value is None else hashlib.sha256(value.encode()).hexdigest()

@@ -25,6 +25,7 @@ from vram_guard.files import write_atomically
 from vram_guard.known.form import packed, unpacked
 from vram_guard.known.inputs import Inputs, InputsRead, reading
 from vram_guard.limits import FILES_KEPT
+from vram_guard.settings import filled
 from vram_guard.timeline import Timeline
 
 #: Compression that takes milliseconds.
@@ -53,9 +54,7 @@ class Question:
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         place = {"cwd": os.getcwd(), "path": sys.path, "python": sys.version, "executable": sys.executable}  # noqa: PTH109
-        text = json.dumps(
-            {**asked, **place, "flags": list(sys.flags), "version": __version__}, sort_keys=True, default=str
-        )
+        text = repr((asked, place, list(sys.flags), __version__))
         self._name = hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -65,7 +64,7 @@ class Question:
 
     def answer(self) -> Answer | None:
         """What answered it before; None where nothing did, or something has changed since."""
-        kept = self._kept()
+        kept = self._kept() if _remembers() else None
         if kept is None or not kept[0].hold():
             return None
         with contextlib.suppress(ValueError):
@@ -78,7 +77,7 @@ class Question:
         made = Answer([], None)
         with reading() as seen:
             yield made
-        if made.timelines:
+        if made.timelines and _remembers():
             self._keep(made, seen)
 
     def _keep(self, made: Answer, seen: InputsRead) -> None:
@@ -88,10 +87,12 @@ class Question:
             return
         before = self._kept()
         if before is not None and before[0].hold():
-            texts = list(dict.fromkeys([*before[1], *texts]))
+            texts = list(dict.fromkeys([*before[1], *texts]))[-FILES_KEPT:]
+            inputs = inputs.with_those_of(before[0])
         content = json.dumps({"inputs": to_plain(inputs), "texts": texts, "about": made.about}).encode()
         with contextlib.suppress(InvalidInputError):  # an answer that cannot be kept is still an answer
             write_atomically(path, lzma.compress(content, preset=_FAST))
+            path.chmod(0o600)  # others could write it otherwise, where a group shares its files
             forget_oldest(path.parent, FILES_KEPT, ("*.xz",))
 
     def _kept(self) -> tuple[Inputs, list[str], Any] | None:
@@ -103,6 +104,11 @@ class Question:
             return Inputs(**content["inputs"]), list(content["texts"]), content["about"]
         except (OSError, EOFError, ValueError, KeyError, TypeError, lzma.LZMAError):
             return None
+
+
+def _remembers() -> bool:
+    """What the setting ``remember`` says."""
+    return bool(filled({}, ("remember",)).get("remember", True))
 
 
 def _is_own(path: Path) -> bool:

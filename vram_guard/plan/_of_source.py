@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget.host import host_share
-from vram_guard.errors import InvalidInputError, UnsupportedStepError
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import Message, _
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan._compiled import with_compiled
 from vram_guard.plan._cost_model import CostModel
 from vram_guard.plan._option import Option
 from vram_guard.plan._purity import check_pinned_blocks, why_not_checkpointed
-from vram_guard.plan._request import PlanRequest
+from vram_guard.plan._request import PlanRequest, environment_settings
 from vram_guard.plan._search import search
 from vram_guard.plan._space import parts_of, space_of
 from vram_guard.plan._whole_job import smaller_evaluation, whole_job, with_whole_job
@@ -208,7 +207,7 @@ def _request(asked: PlanRequest, source: Source, explored: _Explored, shardings:
         target_utilization=asked.target_utilization,
         lr_rule=asked.lr_rule,
         dataset_size=asked.dataset_size,
-        settings=_environment_settings() if asked.settings is None else asked.settings,
+        settings=environment_settings() if asked.settings is None else asked.settings,
         dearest=None if source.most_seconds is None else source.most_seconds / explored.costs.written.seconds,
         host_usable=_host_usable(asked, source),
         correction=asked.correction,
@@ -252,14 +251,6 @@ def _host_usable(asked: PlanRequest, source: Source) -> int | None:
 def _may_compile(source: Source) -> bool:
     """True if a step may run compiled code: its model's, or a loss's or optimizer's where the compiler is imported."""
     return source.compiles or source.copies or "torch._dynamo" in sys.modules
-
-
-def _environment_settings() -> AllocatorSettings | None:
-    """The allocator settings that the planned training will run under, as far as they can be replayed."""
-    try:
-        return AllocatorSettings.from_environment()
-    except InvalidInputError:
-        return None
 
 
 def _incompatible(source: Source) -> Callable[[Option], str]:

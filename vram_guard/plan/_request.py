@@ -111,6 +111,16 @@ def checked_correction(correction: object) -> float:
     return float(correction)
 
 
+def environment_settings() -> AllocatorSettings | None:
+    """The allocator settings that the planned training will run under, as far as they can be replayed."""
+    from vram_guard.allocator import AllocatorSettings
+
+    try:
+        return AllocatorSettings.from_environment()
+    except InvalidInputError:
+        return None
+
+
 def compute_capability(budget: Budget) -> tuple[int, int] | None:
     """The budget's GPU's; for a bare amount, that of this machine's device; None: no GPU is known."""
     from vram_guard.budget import Budget

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vram_guard.plan._answer import fits_reasons
+from vram_guard.plan._request import compute_capability, environment_settings
 from vram_guard.plan.model import Plan
 from vram_guard.plan.search_space import Candidate
+
+__all__ = ["compute_capability", "plan_as_written"]
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -29,7 +32,7 @@ def plan_as_written(timeline: Timeline, batch_size: int, budget: Budget) -> Plan
         >>> plan_as_written(trace(step), 1000, Budget.of("80MiB"))
         <Plan that fits: 32-true, 1 x 1000 samples; 24.00 MiB of 79.04 MiB>
     """
-    found = Candidate(timeline, timeline.at(batch_size))
+    found = Candidate(timeline, timeline.at(batch_size, settings=environment_settings()))
     if not found.estimate.fits(budget):
         return None
     return Plan(

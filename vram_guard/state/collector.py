@@ -41,6 +41,20 @@ def objects_before() -> frozenset[int]:
     return _frozen[1] | set(map(id, gc.get_objects()))
 
 
+class ObjectsKept:
+    """As :func:`objects_before`, and as long as this lives none of them dies: no number goes to another object.
+
+    Not for traces, whose memory is free when the step lets go of it.
+    """
+
+    def __init__(self) -> None:
+        self._identities = objects_before()
+        self._objects = gc.get_objects()
+
+    def __contains__(self, identity: object) -> bool:
+        return identity in self._identities
+
+
 def is_held_by(value: Any, objects: Container[int], but: object = None) -> bool:
     """True if an object with one of these identities refers to a value, and another one of them to that object.
 
