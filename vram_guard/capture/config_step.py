@@ -91,11 +91,11 @@ def kind_of(request: EstimateRequest) -> ConfigKind:
         taken = parameters_of(model)  # imports the user's code
         return kind._replace(reads=kind.reads | (NUMBERS if taken is None else NUMBERS & taken))
     config = named_config(model)
+    if request.inputs is not None and (config is None or (not _is_file(model) and _by_name(model))):
+        return PLAIN
     if config is None:
         from vram_guard.capture.model_names import library_of, transformers_config
 
-        if request.inputs is not None:
-            return PLAIN
         if library_of(model) != "transformers":
             return PICTURE
         config = transformers_config(model)
@@ -120,7 +120,9 @@ def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> Tra
     model = request.model or ""
     if ":" in model:
         step = _named(model, request, config)
-    elif (described := named_config(model)) is not None:
+    elif (described := named_config(model)) is not None and not (
+        request.inputs and not _is_file(model) and _by_name(model)
+    ):
         from vram_guard.capture.hugging_face import step_of
         from vram_guard.capture.lora import weights_of
 
