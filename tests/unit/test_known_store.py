@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from vram_guard.codec import to_plain
-from vram_guard.known.inputs import Inputs, reading
-
 #: Run by itself: what this process has read, other tests have read too.
 KINDS = """
 import importlib, json, os, pathlib, sys
@@ -137,12 +134,23 @@ def test_what_cannot_be_looked_at_again_is_not_remembered(name, tmp_path):
     assert "None " in ran.stdout, (ran.stdout, ran.stderr)
 
 
-def test_inputs_travel_as_plain_values():
-    with reading() as seen:
-        Path(__file__).read_text(encoding="utf-8")
-    found = seen.inputs()
-    assert found is not None
-    assert Inputs(**json.loads(json.dumps(to_plain(found)))).hold()
+TRAVELS = """
+import json, pathlib
+from vram_guard.codec import to_plain
+from vram_guard.known.inputs import Inputs, reading
+with reading() as seen:
+    pathlib.Path("own.py").read_text()
+found = seen.inputs()
+assert found is not None
+assert Inputs(**json.loads(json.dumps(to_plain(found)))).hold()
+"""
+
+
+def test_inputs_travel_as_plain_values(tmp_path):
+    """In a process of its own: others have read what cannot be looked at again."""
+    (tmp_path / "own.py").write_text("x = 1")
+    ran = run(tmp_path, "-c", TRAVELS)
+    assert ran.returncode == 0, ran.stderr
 
 
 MODEL = """
