@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vram_guard.capture.named_optimizer import checked_optimizer, named_optimizer
+from vram_guard.capture.named_optimizer import named_optimizer
 from vram_guard.closed_form.inputs import InputSizes, sizes_read
 from vram_guard.config_file import leaves, load_json
 from vram_guard.errors import InvalidInputError
@@ -90,10 +90,10 @@ def kind_of(request: EstimateRequest) -> ConfigKind:
 
         taken = parameters_of(model)  # imports the user's code
         return kind._replace(reads=kind.reads | (NUMBERS if taken is None else NUMBERS & taken))
-    config = named_config(model)
-    if request.inputs is not None and (config is None or (not _is_file(model) and _by_name(model))):
-        return PLAIN
+    config = _config_of(request)
     if config is None:
+        if request.inputs is not None:
+            return PLAIN
         from vram_guard.capture.model_names import library_of, transformers_config
 
         if library_of(model) != "transformers":
@@ -120,15 +120,13 @@ def step_from_config(request: EstimateRequest, config: Mapping[str, Any]) -> Tra
     model = request.model or ""
     if ":" in model:
         step = _named(model, request, config)
-    elif (described := named_config(model)) is not None and not (
-        request.inputs and not _is_file(model) and _by_name(model)
-    ):
+    elif (described := _config_of(request)) is not None:
         from vram_guard.capture.hugging_face import step_of
         from vram_guard.capture.lora import weights_of
 
         weights = weights_of(request, described)
         step = step_of(described, sizes_of(request), weights, checkpointing=request.checkpointing)
-        step = step.with_(optimizer=named_optimizer(checked_optimizer(request.optimizer)))
+        step = step.with_(optimizer=named_optimizer(request.optimizer))
     else:
         from vram_guard.capture.model_names import step_by_name
 
@@ -152,7 +150,7 @@ def _named(name: str, request: EstimateRequest, config: Mapping[str, Any]) -> Tr
         raise InvalidInputError(_("--qlora is for models of transformers"))
     weights = AdapterWeights.of(request)
     model = weights.applied(load_model(name, arguments))
-    shapes, learning = InputShape.parse(request.inputs), named_optimizer(checked_optimizer(request.optimizer))
+    shapes, learning = InputShape.parse(request.inputs), named_optimizer(request.optimizer)
     return step_of_model(model, shapes, optimizer=learning, precision=weights.precision)
 
 
@@ -172,6 +170,13 @@ def named_config(model: str) -> Mapping[str, Any] | None:
         return load_json(Path(model) if model.endswith(".json") else Path(model) / "config.json")
     published = architecture(model)
     return None if published is None else published.config
+
+
+def _config_of(request: EstimateRequest) -> Mapping[str, Any] | None:
+    """The config.json that a request means; None for a library's model, also one that is given its inputs."""
+    model = request.model or ""
+    takes_inputs = request.inputs is not None and not _is_file(model) and _by_name(model)
+    return None if takes_inputs else named_config(model)
 
 
 def sizes_of(request: EstimateRequest) -> InputSizes:

@@ -10,7 +10,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vram_guard.capture.named_optimizer import checked_optimizer, named_optimizer
+from vram_guard.capture.named_optimizer import named_optimizer
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plain_model import InputShape, step_of_model
@@ -81,7 +81,7 @@ def step_by_name(name: str, request: EstimateRequest) -> TrainingStep:
     from vram_guard.capture.lora import AdapterWeights
 
     library, numbers = library_of(name), request.numbers
-    learning = named_optimizer(checked_optimizer(request.optimizer))
+    learning = named_optimizer(request.optimizer)
     build: Callable[[], torch.nn.Module]
     shape: tuple[int, ...]
     if request.four_bits and library != "transformers":

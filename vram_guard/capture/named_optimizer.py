@@ -39,13 +39,16 @@ def checked_optimizer(name: str | None) -> str:
     return name.lower()
 
 
-def named_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
-    """What makes the optimizer of parameters. Learning rates take no memory: any will do.
+def named_optimizer(name: str | None) -> Callable[[Any], torch.optim.Optimizer]:
+    """What makes the optimizer of parameters; None: the usual one. Learning rates take no memory: any will do.
 
     Raises:
+        InvalidInputError: the name is not known.
         MissingLibraryError: bitsandbytes is not installed.
     """
     import torch
+
+    name = checked_optimizer(name)
 
     if name == "sgd":
         return partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -20,7 +20,7 @@ from vram_guard.known.inputs import reading
 from vram_guard.known.store import Answer, Question
 from vram_guard.language import _, marked
 from vram_guard.plain_model import ASSUMED
-from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
+from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY, compute_capability
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
@@ -129,7 +129,7 @@ class Described:
 
     def plan_as_written(self, budget: Budget, *, cudnn: str | None) -> Plan | None:
         """The plan where the training is known and fits; None where it has to be traced."""
-        from vram_guard.plan.as_written import compute_capability, plan_as_written
+        from vram_guard.plan.as_written import plan_as_written
 
         batch_size = self.request.numbers["batch"]
         known = self.known(compute_capability(budget), cudnn=cudnn, confirmed=batch_size)

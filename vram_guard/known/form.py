@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, Final, Generic, TypeVar
 
 from vram_guard import scratch
@@ -111,7 +112,7 @@ def packed(timelines: Mapping[int, Timeline], covers: tuple[int, int] | None = N
             "words": words.values,
             "kinds": [json.loads(kind) for kind in kinds.values],
             "blocks": blocks,
-            "modules": _steps(modules),
+            "modules": [after - before for before, after in pairwise((0, *modules))],
             "events": ages,
             "host_blocks": host,
             "capabilities": _served(first),
@@ -155,7 +156,7 @@ def _timeline(document: Mapping[str, Any], length: int) -> Timeline:
         size, category, *others = kinds[kind]
         return Block(size, category, words[module], *others)
 
-    modules = _summed(document["modules"])
+    modules = accumulate(document["modules"])
     plain = {name: from_plain(kind, document[name]) for name, kind in _PLAIN.items()}
     return Timeline(
         blocks=tuple(map(block, document["blocks"], modules)),
@@ -276,18 +277,6 @@ def _events(ages: Iterable[int]) -> tuple[int, ...]:
         events.append(~(allocated - age) if age else allocated)
         allocated += not age
     return tuple(events)
-
-
-def _steps(numbers: Sequence[int]) -> list[int]:
-    return [number - before for before, number in zip((0, *numbers), numbers, strict=False)]
-
-
-def _summed(steps: Iterable[int]) -> list[int]:
-    number, numbers = 0, []
-    for step in steps:
-        number += step
-        numbers.append(number)
-    return numbers
 
 
 class _Numbered(Generic[T]):

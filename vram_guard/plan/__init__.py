@@ -12,14 +12,13 @@ from vram_guard.plan._request import (
     PlanRequest,
     check_not_planned,
     checked_correction,
-    compute_capability,
 )
 from vram_guard.plan.checks import check_unit
 from vram_guard.plan.model import Plan, Rejected
 from vram_guard.plan.options import PlanOptions
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.source import Source, source_of
-from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
+from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques, compute_capability
 from vram_guard.state.collector import collector_paused
 from vram_guard.step import TrainingStep, checked_count
 

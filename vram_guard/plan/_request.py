@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vram_guard.errors import DeviceQueryError, InvalidInputError, NoDeviceError
+from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.plan._purity import watched_modules
 from vram_guard.plan.descriptions import Reason
@@ -118,16 +118,4 @@ def environment_settings() -> AllocatorSettings | None:
     try:
         return AllocatorSettings.from_environment()
     except InvalidInputError:
-        return None
-
-
-def compute_capability(budget: Budget) -> tuple[int, int] | None:
-    """The budget's GPU's; for a bare amount, that of this machine's device; None: no GPU is known."""
-    from vram_guard.budget import Budget
-
-    if budget.compute_capability is not None:
-        return budget.compute_capability
-    try:
-        return Budget.resolve().compute_capability
-    except (NoDeviceError, DeviceQueryError):
         return None

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vram_guard.plan._answer import fits_reasons
-from vram_guard.plan._request import compute_capability, environment_settings
+from vram_guard.plan._request import environment_settings
 from vram_guard.plan.model import Plan
 from vram_guard.plan.search_space import Candidate
-
-__all__ = ["compute_capability", "plan_as_written"]
 
 if TYPE_CHECKING:
     from vram_guard.budget import Budget

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from vram_guard.checks import known_names
+from vram_guard.errors import DeviceQueryError, NoDeviceError
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.timeline import Affine, Timeline
+
+if TYPE_CHECKING:
+    from vram_guard.budget import Budget
 
 #: What ``allow`` may name, and what it means. "offload" is all four kinds of it.
 TECHNIQUES: dict[str, str] = {
@@ -141,3 +146,15 @@ def growth_multiples(most: int) -> Iterator[int]:
         if multiple >= 16 * step:
             step *= 2
         multiple += step
+
+
+def compute_capability(budget: Budget) -> tuple[int, int] | None:
+    """The budget's GPU's; for a bare amount, that of this machine's device; None: no GPU is known."""
+    from vram_guard.budget import Budget
+
+    if budget.compute_capability is not None:
+        return budget.compute_capability
+    try:
+        return Budget.resolve().compute_capability
+    except (NoDeviceError, DeviceQueryError):
+        return None

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from vram_guard.forks.side_effects import way
-from vram_guard.language import _
+from vram_guard.language import _, marked
 from vram_guard_accelerate._patching import wrap
 
 #: Programs that only report something, whatever their arguments are.
@@ -78,26 +78,35 @@ def words_of(command: Any) -> list[str]:
         return []
 
 
+_MAY_WRITE: Final = marked(
+    "it starts a program ({command}), whose files this system cannot keep from the disk: it has neither an overlay for "
+    "this user nor Landlock"
+)
+_SEVERAL_TIMES: Final = marked(
+    "it starts a process of its own after Accelerator.prepare ({command}), which a dry run would start several times "
+    "over; start it before prepare, or after the training"
+)
+
+
 def refuse_writing_programs(stopped: Callable[[str], NoReturn]) -> None:
     """From now on a program that may change something ends the dry run, where its files cannot be kept from the disk.
 
     Args:
         stopped: ends it, given the reason.
     """
+    if way() == "python":
+        around_starts(_unless_it_reads(stopped, _MAY_WRITE))
+
+
+def _unless_it_reads(stopped: Callable[[str], NoReturn], reason: str) -> Callable[..., Any]:
+    """What starts a program that only reads, and ends the dry run before any other, for a reason that names it."""
 
     def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
         if not only_reads(command, in_shell=in_shell):
-            stopped(
-                _(
-                    "it starts a program ({command}), whose files this system cannot keep from the disk: it has "
-                    "neither an overlay for this user nor Landlock",
-                    command=shown(command),
-                )
-            )
+            stopped(_(reason, command=shown(command)))
         return start()
 
-    if way() == "python":
-        around_starts(check)
+    return check
 
 
 def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
@@ -106,18 +115,7 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
     Args:
         stopped: ends it, given the reason.
     """
-
-    def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
-        if not only_reads(command, in_shell=in_shell):
-            stopped(
-                _(
-                    "it starts a process of its own after Accelerator.prepare ({command}), which a dry run would start "
-                    "several times over; start it before prepare, or after the training",
-                    command=shown(command),
-                )
-            )
-        return start()
-
+    check = _unless_it_reads(stopped, _SEVERAL_TIMES)
     around_starts(check)
     for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
         process = getattr(sys.modules.get(name), "BaseProcess", None)
