@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from vram_guard.state.collector import ObjectsKept, objects_before
@@ -215,10 +216,23 @@ def test_what_is_frozen_is_known_and_nothing_more_stays_frozen_with_every_look()
             gc.freeze()
 
 
-def test_no_number_goes_to_another_object_while_they_are_kept():
+@pytest.mark.parametrize("are_frozen", [False, True])
+def test_no_number_goes_to_another_object_while_they_are_kept(are_frozen: bool) -> None:
     """Dictionaries that die leave their numbers to new ones at once."""
-    dying = [{"sums": [number]} for number in range(200)]
-    kept = ObjectsKept()
-    assert all(id(one) in kept for one in dying)
-    dying.clear()
-    assert not any(id(one) in kept for one in [{"sums": [number]} for number in range(200)])
+    frozen = gc.get_freeze_count()
+    listed = [{"sums": [number]} for number in range(20_000)]
+    gc.freeze()
+    objects_before()
+    if not are_frozen:
+        gc.unfreeze()
+    try:
+        listed.clear()
+        dying = [{"sums": [number]} for number in range(20_000)]
+        kept = ObjectsKept()
+        assert all(id(one) in kept for one in dying)
+        dying.clear()
+        assert not any(id(one) in kept for one in [{"sums": [number]} for number in range(20_000)])
+    finally:
+        gc.unfreeze()
+        if frozen:
+            gc.freeze()

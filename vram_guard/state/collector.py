@@ -44,12 +44,18 @@ def objects_before() -> frozenset[int]:
 class ObjectsKept:
     """As :func:`objects_before`, and as long as this lives none of them dies: no number goes to another object.
 
-    Not for traces, whose memory is free when the step lets go of it.
+    Not for traces, whose memory is free when the step lets go of it. Where objects are frozen, all that are there are
+    afterwards.
     """
 
     def __init__(self) -> None:
-        self._identities = objects_before()
-        self._objects = gc.get_objects()
+        is_frozen = gc.get_freeze_count() > 0
+        with collector_paused():
+            gc.unfreeze()
+            self._objects = gc.get_objects()
+            if is_frozen:
+                gc.freeze()
+        self._identities = frozenset(map(id, self._objects))
 
     def __contains__(self, identity: object) -> bool:
         return identity in self._identities
