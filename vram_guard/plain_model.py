@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from vram_guard.capture.optimizer_twin import maker_of
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, marked
 from vram_guard.limits import LARGEST_BATCH, MOST_DIMENSIONS
@@ -106,7 +107,7 @@ def step_of_model(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     inputs: Sequence[InputShape],
     *,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     **settings: Any,
 ) -> TrainingStep:
     """A training step of a model of which only the input is known.
@@ -119,11 +120,12 @@ def step_of_model(
     Args:
         model: a module, or a callable that builds one, symbolically.
         inputs: what the model is called with, in order.
-        optimizer: ``parameters -> optimizer``; None: AdamW.
+        optimizer: of the model's parameters, which stays as it is; or ``parameters -> optimizer``, called with those
+            that are trained; None: AdamW.
         settings: further arguments of :class:`~vram_guard.step.TrainingStep`.
 
     Raises:
-        InvalidInputError: there is no input.
+        InvalidInputError: there is no input, or the optimizer is over other weights than the model's.
 
     Example:
         >>> step = step_of_model(torch.nn.Linear(32, 10), InputShape.parse("32"))
@@ -134,19 +136,63 @@ def step_of_model(
 
     if not inputs:
         raise InvalidInputError(_("a plain model needs the shape of its input, such as 3x224x224"))
-    learning = optimizer or torch.optim.AdamW
     return TrainingStep(
         model=model,
         batch=lambda size: (*(one.zeros(size) for one in inputs), torch.zeros(size, dtype=torch.long)),
-        loss=_loss,
-        optimizer=lambda parameters: learning([one for one in parameters if one.requires_grad]),
-        **settings,
+        optimizer=_maker(optimizer, model),
+        **{"loss": _loss, **settings},
     )
 
 
+def step_of_example(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    example: Any,
+    *,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    **settings: Any,
+) -> TrainingStep:
+    """A training step of a model and an example of what it is called with.
+
+    Args:
+        model: a module, or a callable that builds one, symbolically.
+        example: a batch: a mapping holds the model's arguments by name, a tuple or list those in order, all else is the
+            only one.
+        optimizer: as for :func:`step_of_model`.
+        loss: ``(model, batch) -> loss``; None: as for :func:`step_of_model`.
+        settings: further arguments of :class:`~vram_guard.step.TrainingStep`.
+
+    Raises:
+        InvalidInputError: the optimizer is over other weights than the model's.
+
+    Example:
+        >>> net = torch.nn.Linear(32, 10)
+        >>> step = step_of_example(net, torch.ones(4, 32), optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+        >>> type(step.optimizer(net.parameters())).__name__
+        'SGD'
+    """
+    return TrainingStep(
+        model=model, batch=example, loss=loss or _loss_of_example, optimizer=_maker(optimizer, model), **settings
+    )
+
+
+def _maker(optimizer: Any, model: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """``parameters -> optimizer`` of what the user gave."""
+    import torch
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(model, torch.nn.Module):
+            raise InvalidInputError(
+                _("an optimizer belongs to a model that is there: give the model, not what makes it")
+            )
+        return maker_of(optimizer, model)
+    learning = optimizer or torch.optim.AdamW
+    return lambda parameters: learning([one for one in parameters if one.requires_grad])
+
+
 def is_assumed(step: TrainingStep) -> bool:
-    """True for a step that :func:`step_of_model` made: see :data:`ASSUMED`."""
-    return step.loss is _loss
+    """True for a step whose loss is not the user's: see :data:`ASSUMED`."""
+    return step.loss in (_loss, _loss_of_example)
 
 
 def shapes_of(batch: Sequence[torch.Tensor]) -> str:
@@ -161,22 +207,43 @@ def _no_shape(value: object) -> InvalidInputError:
     return InvalidInputError(said)
 
 
-def as_step(step: Any, input_shape: str | int | Sequence[Any] | None) -> Any:
-    """A training step of what a public function was given: a plain model with its input's shape becomes one.
+def as_step(
+    step: Any, input_shape: str | int | Sequence[Any] | None = None, example: Any = None, **made_with: Any
+) -> Any:
+    """A training step of what a public function was given: a plain model becomes one.
+
+    Args:
+        step: a TrainingStep, or a model.
+        input_shape: of a model: the shape of one sample, see :func:`step_of_model`.
+        example: of a model: what it is called with, see :func:`step_of_example`.
+        made_with: further arguments of either; None where they were not given.
 
     Raises:
-        InvalidInputError: a model without a shape, a shape beside a step, or a step whose callables take others than
-            what they are called with.
+        InvalidInputError: a model without a shape or example, one of them beside a step, or a step whose callables take
+            others than what they are called with.
     """
     import torch
 
+    made_with = {name: value for name, value in made_with.items() if value is not None}
+    beside = [
+        *(["input_shape"] if input_shape is not None else []),
+        *(["batch"] if example is not None else []),
+        *made_with,
+    ]
+    if isinstance(step, TrainingStep) and beside:
+        raise InvalidInputError(_("{name} is for a plain model; a TrainingStep has its own", name=beside[0]))
+    if input_shape is not None and example is not None:
+        raise InvalidInputError(_("give input_shape or an example batch, not both"))
+    if example is not None:
+        return step_of_example(step, example, **made_with)
     if input_shape is not None:
-        if isinstance(step, TrainingStep):
-            raise InvalidInputError(_("input_shape is for a plain model; a TrainingStep has its own batch"))
-        return step_of_model(step, InputShape.of(input_shape))
+        return step_of_model(step, InputShape.of(input_shape), **made_with)
     if isinstance(step, torch.nn.Module):
         raise InvalidInputError(
-            _("a plain model needs input_shape=, the shape of one sample such as (3, 224, 224); or give a TrainingStep")
+            _(
+                "a plain model needs an example batch, or input_shape=, the shape of one sample such as (3, 224, 224); "
+                "or give a TrainingStep"
+            )
         )
     if isinstance(step, TrainingStep):
         step.check_calls()
@@ -206,12 +273,38 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
         raise InvalidInputError(
             _("the model fails on an input of {shapes}: {problem}", shapes=shapes, problem=problem)
         ) from error
+    return _loss_of_output(model, output, inputs[0], labels)
+
+
+def _loss_of_example(model: Any, batch: Any) -> torch.Tensor:
+    import torch
+
+    by_name = isinstance(batch, Mapping)
+    arguments = list(batch.values() if by_name else batch if isinstance(batch, (tuple, list)) else [batch])
+    output = model(**batch) if by_name else model(*arguments)
+    given = next(one for one in arguments if isinstance(one, torch.Tensor))
+    return _loss_of_output(model, output, given, None)
+
+
+def _loss_of_output(model: Any, output: Any, given: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    """The model's own loss, else one of its scores.
+
+    Args:
+        model: that was called.
+        output: what it returned.
+        given: the first tensor that it was called with.
+        labels: a class for each sample; None: made here.
+    """
+    import torch
+
     own = own_loss(output)
     if own is not None:
         return own
     learned = _learned(output)
-    if _scores_tokens(model, inputs[0], learned[0]):
-        learned, labels = [one.flatten(0, 1) for one in learned], inputs[0].flatten()
+    if _scores_tokens(model, given, learned[0]):
+        learned, labels = [one.flatten(0, 1) for one in learned], given.flatten()
+    if labels is None:
+        labels = torch.zeros(len(given), dtype=torch.long, device=given.device)
     losses = [_assumed_loss(one, labels) for one in learned]
     return sum(losses[1:], losses[0])
 

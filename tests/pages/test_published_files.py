@@ -16,11 +16,13 @@ from vram_guard.errors import InvalidInputError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.gpu import margin
 from benchmarks.harness import pages, records, statistics
 from benchmarks.published import pages as accuracy
 from benchmarks.published import source, xmem
 
 MIB = 2**20
+TRAININGS = Path(__file__).parents[2] / "benchmarks" / "published" / "results" / "trainings.json"
 ROW = records.Row("runs", "a 1", 100 * MIB, 98 * MIB, "symbolic", 0.5, ran=True, fits=True, tools={"other": 150 * MIB})
 
 # Ten rows over five models, three optimizers and three GPUs. Not all rows are this near: the benchmark prints every
@@ -116,6 +118,15 @@ def test_tables_are_filled_in_where_their_rows_are_and_left_where_not(tmp_path, 
     assert text.endswith(f"{table.format('timm')}after\n")
     with pytest.raises(InvalidInputError, match="0 places for the table nowhere"):
         pages.fill("accuracy.md", {"nowhere": "text"}, tmp_path)
+
+
+def test_the_bound_of_networks_with_convolutions_holds_for_runs_that_no_rule_was_read_off():
+    """These are of other sources and other networks than those that the bound is made of."""
+    rows = [row for row in margin.read_rows(TRAININGS) if row.tier in margin.PROMISING]
+    shortfalls = [statistics.shortfall(row) for row in margin.distinct(rows)]
+    bound = measured_margin("symbolic", "convolutions in float32")
+    assert bound.rows == 28
+    assert (sum(one <= bound.rarely for one in shortfalls), len(shortfalls)) == (46, 47)
 
 
 def test_the_default_margin_says_where_it_comes_from():

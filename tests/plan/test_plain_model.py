@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from vram_guard import TrainingStep, estimate, plan, trace
+from vram_guard import Budget, TrainingStep, estimate, plan, trace
 from vram_guard.cli import main
 from vram_guard.errors import InvalidInputError
 from vram_guard.plain_model import DTYPES, InputShape, step_of_model
@@ -389,3 +390,85 @@ def test_a_model_that_takes_more_than_a_picture_says_what_to_give(tmp_path: Path
     video = estimated_with_libraries(tmp_path, "r3d", "--input", "3x8x16x16")
     assert "assumed for r3d: " in video.stderr
     assert json.loads(video.stdout)["symbolic"]["estimate"]["breakdown"]["batch"] == 2 * 3 * 8 * 16 * 16 * 4 + 512
+
+
+class Attends(nn.Module):
+    """With attention, whose kernels differ between cards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, 64)
+        self.layer = nn.TransformerEncoderLayer(64, 1, 64, batch_first=True)
+        self.scores = nn.Linear(64, 100)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        scores = self.scores(self.layer(self.words(ids)))
+        if labels is None:
+            return scores
+        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
+
+
+def test_a_model_is_asked_with_a_batch_and_an_optimizer_that_are_there() -> None:
+    net, ids = Attends(), torch.zeros(4, 512, dtype=torch.long)
+    groups = [{"params": net.words.parameters(), "momentum": 0.9}, {"params": net.scores.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    by_name = {"ids": ids, "labels": ids}
+    written = TrainingStep(
+        net,
+        by_name,
+        lambda model, batch: model(**batch)["loss"],
+        lambda _parameters: torch.optim.SGD(
+            [
+                {"params": net.words.parameters(), "momentum": 0.9},
+                {"params": net.scores.parameters()},
+            ],
+            lr=0.1,
+        ),
+    )
+    assert estimate(net, by_name, optimizer) == estimate(written, 4)
+    assert estimate(net, by_name, optimizer, batch_size=16) == estimate(written, 16)
+    assert estimate(net, (ids, ids), optimizer).peak_allocated == estimate(written, 4).peak_allocated
+    assert estimate(net, by_name, optimizer, precision="bf16-mixed") == estimate(
+        written.with_(precision="bf16-mixed"), 4
+    )
+    assert estimate(net, ids, optimizer).breakdown["optimizer_states"] == 100 * 64 * 4  # of the group with momentum
+    own = estimate(net, ids, optimizer, loss=lambda model, batch: model(batch).square().mean())
+    assert own.breakdown["optimizer_states"] == 100 * 64 * 4
+    assert not optimizer.state
+    assert all(one.grad is None for one in net.parameters())
+
+
+def test_an_estimate_answers_for_the_kernels_of_the_card_that_is_asked_about() -> None:
+    net, ids = Attends().half(), torch.zeros(8, 1024, dtype=torch.long)
+    taken = estimate(net, ids)
+    for name, budget in (("V100 32GB", Budget.of("V100 32GB")), ("RTX 4090", Budget.of("RTX 4090"))):
+        there = estimate(net, ids, compute_capability=budget.compute_capability)
+        assert taken.elsewhere is not None
+        assert abs(taken.elsewhere(budget).peak_allocated - there.peak_allocated) < 2**20, name  # buffers by processors
+        assert taken.fits(name) is there.fits(budget)
+    amounts = {amount: taken.fits(amount) for amount in ("1GiB", 2**30, "1MiB")}
+    assert list(amounts.values()) == [True, True, False]
+    assert taken.elsewhere(Budget.of("V100 32GB")).peak_allocated != taken.peak_allocated
+    assert taken.bound > taken.peak_reserved
+    assert taken.measured.rows > 22
+    with pytest.raises(InvalidInputError, match="4090"):
+        pickle.loads(pickle.dumps(taken)).fits("RTX 4090")
+
+
+@each(
+    "ask",
+    [
+        lambda net, ids: estimate(net),
+        lambda net, ids: estimate(net, 4, batch_size=4, input_shape="512:int64"),
+        lambda net, ids: estimate(net, ids, input_shape="512:int64"),
+        lambda net, ids: estimate(net, ids, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)),
+        lambda net, ids: estimate(Attends, ids, torch.optim.SGD(net.parameters(), lr=0.1)),
+        lambda net, ids: estimate(TrainingStep(net, ids, lambda net, x: net(x).sum()), ids),
+        lambda net, ids: estimate(TrainingStep(net, ids, lambda net, x: net(x).sum()), 4, torch.optim.Adam),
+        lambda net, ids: estimate(TrainingStep(net, ids, lambda net, x: net(x).sum())),
+        lambda net, ids: estimate(net, ids).fits("RTX 409"),
+    ],
+)
+def test_an_example_that_makes_no_sense_is_refused(ask: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        ask(Attends(), torch.zeros(4, 512, dtype=torch.long))

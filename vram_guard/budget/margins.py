@@ -51,6 +51,8 @@ class MeasuredMargin(NamedTuple):
     quantile: float
     """The share of the measured runs for which this was enough."""
     rows: int
+    rarely: float
+    """The share of what they took by which the predictions of 99% of these runs were too low at most."""
     made: str
     """Date of the predictions, ISO."""
 
@@ -72,7 +74,9 @@ def margins() -> dict[tuple[str, str | None], MeasuredMargin]:
     data = json.loads(files("vram_guard.budget").joinpath("margins.json").read_text(encoding="utf-8"))
     return {
         (entry["tier"], entry["network"]): MeasuredMargin(
-            entry["group"], entry["margin"], entry["quantile"], entry["rows"], data["made"]
+            *(entry["group"], entry["margin"], entry["quantile"], entry["rows"]),
+            entry["shortfalls"]["0.99"],
+            data["made"],
         )
         for entry in data["margins"]
     }

@@ -7,7 +7,6 @@ the model is.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vram_guard.capture.optimizer_twin import optimizer_over
 from vram_guard.language import _
 from vram_guard.limits import SMALL_STEPS, STAND_IN_ELEMENTS, STAND_INS
 from vram_guard.techniques.cpu_as_gpu import cpu_as_gpu, without_gpu
@@ -98,7 +98,7 @@ def _compared(optimizer: torch.optim.Optimizer, recipe: Recipe, *, exact: bool) 
     for form in (AS_WRITTEN, recipe):
         weights = [[torch.nn.Parameter(one.clone()) for one in group] for group in began]
         with cpu_as_gpu(form), without_gpu():
-            steps.append(_stepped(optimizer_for(_over(optimizer, weights), form), weights))
+            steps.append(_stepped(optimizer_for(optimizer_over(optimizer, weights), form), weights))
     moved = zip(*steps, [one for group in began for one in group], strict=True)
     return max((_relative(*weights) for weights in moved), default=0.0)
 
@@ -126,25 +126,6 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
         longest = shape.index(max(shape))
         shape = (*shape[:longest], -(-shape[longest] // 2), *shape[longest + 1 :])
     return shape
-
-
-#: What torch keeps of hooks on an optimizer.
-_HOOKS = frozenset(
-    f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
-)
-
-
-def _over(optimizer: torch.optim.Optimizer, weights: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """The same optimizer over other weights, before its first step and without what is hooked to it."""
-    own = {name: value for name, value in vars(optimizer).items() if name != "step" and name not in _HOOKS}
-    groups = [
-        {**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"}, "params": held}
-        for group, held in zip(optimizer.param_groups, weights, strict=True)
-    ]
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__setstate__({**own, "state": defaultdict(dict), "param_groups": groups})
-    twin.defaults = dict(optimizer.defaults)
-    return twin
 
 
 def _stepped(optimizer: torch.optim.Optimizer, groups: Sequence[list[torch.nn.Parameter]]) -> list[torch.Tensor]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from vram_guard.allocator import Placement
-from vram_guard.language import Message
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import Message, _
 from vram_guard.limits import TRACES_KEPT
 from vram_guard.plain_model import as_step
 from vram_guard.step import TrainingStep, checked_count
 from vram_guard.timeline import Affine, Collective, Estimate, Note, Timeline, merge_affine
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+    from vram_guard.budget import Budget
 
 P = ParamSpec("P")
 
@@ -227,15 +231,35 @@ def _at(timeline: Timeline, batch_size: int) -> list[Collective]:
 
 def estimate(
     step: TrainingStep | nn.Module | Callable[[], nn.Module],
-    batch_size: int,
+    batch: Any = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     *,
+    batch_size: int | None = None,
     input_shape: str | int | Sequence[Any] | None = None,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     cudnn: str | None = None,
+    **settings: Any,
 ) -> Estimate:
     """The memory of the step at one batch size, traced at that very size: ``trace(step).at(batch_size)``, checked.
 
-    The arguments are those of :func:`trace`.
+    The estimate answers for any card, ``estimate(model, batch, optimizer).fits("RTX 4090")``: where that card's kernels
+    take other memory, the step is traced again for it. For this the estimate holds the step, and so the model.
+
+    Args:
+        step: what is trained: a TrainingStep or a model.
+        batch: samples of a batch; of a model also a batch to call it with, see
+            :func:`vram_guard.plain_model.step_of_example`.
+        optimizer: of a model: the optimizer, which stays as it is, or ``parameters -> optimizer``; None: AdamW.
+        batch_size: samples of a batch; None: as ``batch`` says.
+        input_shape: as for :func:`trace`.
+        compute_capability: as for :func:`trace`.
+        cudnn: as for :func:`trace`.
+        settings: of a model: ``loss`` and further arguments of :class:`~vram_guard.TrainingStep`.
+
+    Raises:
+        InvalidInputError: arguments that mean nothing or contradict each other.
+        UnsupportedStepError: the step cannot be run symbolically at all.
+        Exception: whatever the user's own code raises, with its own traceback.
 
     Example:
         >>> net = torch.nn.Linear(256, 256)
@@ -244,6 +268,55 @@ def estimate(
         263168
         >>> estimate(net, 1000, input_shape=(256,)).breakdown["optimizer_states"]  # of AdamW, two for each
         526336
+        >>> taken = estimate(net, torch.ones(1000, 256), torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+        >>> taken.breakdown["optimizer_states"], taken.fits("RTX 4090"), taken.fits("8MiB")
+        (263168, True, False)
     """
-    step = cast("TrainingStep", as_step(step, input_shape))
-    return trace_at(step, batch_size, compute_capability=compute_capability, cudnn=cudnn).at(batch_size)
+    from vram_guard.simulate.tracing.batches import leading_size
+
+    if isinstance(batch, int):
+        if batch_size is not None:
+            raise InvalidInputError(_("give the samples of a batch once: as batch or as batch_size"))
+        batch, batch_size = None, batch
+    made = cast("TrainingStep", as_step(step, input_shape, batch, optimizer=optimizer, **settings))
+    if batch_size is None:
+        if batch is None:
+            raise InvalidInputError(_("give the batch: how many samples it has, or an example of it"))
+        batch_size = leading_size(batch)
+    return _OnCards(made, batch_size, compute_capability, cudnn).estimate()
+
+
+@dataclass(frozen=True)
+class _OnCards:
+    """The estimates of one step at one batch size, for the cards that are asked about."""
+
+    step: TrainingStep
+    batch_size: int
+    capability: tuple[int, int]
+    cudnn: str | None
+    timelines: list[Timeline] = field(default_factory=list)
+
+    def estimate(self, budget: Budget | None = None) -> Estimate:
+        """On the card of a budget; without one, or of an amount alone, on a card of the capability that was asked."""
+        capability = self.capability if budget is None else budget.compute_capability or self.capability
+        known = (one.of_capability(capability) for one in self.timelines)
+        timeline = next((one for one in known if one is not None), None)
+        if timeline is None:
+            timeline = self._traced(capability)
+            self.timelines.append(timeline)
+        if budget is not None:
+            timeline = timeline.on(budget.multiprocessors, budget.placement)
+        return replace(timeline.at(self.batch_size), elsewhere=self.estimate)
+
+    def _traced(self, compute_capability: tuple[int, int]) -> Timeline:
+        from vram_guard.simulate.device.capability import Capability
+        from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
+        from vram_guard.simulate.tracing.run import run_step
+
+        capability = Capability(compute_capability)
+
+        def run(size: int) -> Timeline:
+            return run_step(self.step, size, capability)
+
+        timeline = under(checked_choice(self.cudnn), run)(checked_count("batch_size", self.batch_size))
+        return replace(timeline, asked=capability.answers)

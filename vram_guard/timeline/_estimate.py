@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from vram_guard.budget import Budget
-from vram_guard.budget.margins import Network
+from vram_guard.budget import GPU, Budget
+from vram_guard.budget.margins import MeasuredMargin, Network, measured_margin
+from vram_guard.errors import InvalidInputError
+from vram_guard.language import _
 from vram_guard.limits import FIRST_STEPS
 from vram_guard.releases.installed import Releases
 from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
@@ -88,19 +91,51 @@ class Estimate:
     """Memory that grows from one training step to the next, the most first."""
     steps: int | None = None
     """Optimizer steps of the whole run, or as many as it has at least; None: not known."""
+    elsewhere: Callable[[Budget], Estimate] | None = field(default=None, compare=False, repr=False)
+    """The same on a budget's card; None: the step is not at hand. It stays in this process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "elsewhere": None}
 
     def __repr__(self) -> str:
         held = f"{format_bytes(self.peak_allocated)} allocated, {format_bytes(self.peak_reserved)} reserved"
         return f"<Estimate of batch size {self.batch_size}: {held}, {self.tier}>"
 
-    def fits(self, budget: Budget, correction: float = 1.0) -> bool:
-        """True if the step is known to stay within the budget.
+    def fits(self, budget: Budget | GPU | str | int, correction: float = 1.0) -> bool:
+        """True if the step is known to stay within the budget, its margin kept.
 
         Args:
-            budget: what the allocator may reserve.
+            budget: what the allocator may reserve: a Budget, an amount ("24GiB"), bytes, or a card's name, for which
+                the step is traced again where that card's kernels take other memory.
             correction: what predicted peaks are multiplied by, where earlier runs took more than predicted.
+
+        Raises:
+            InvalidInputError: no such card or amount; or a card's name where the step is not at hand to be traced for
+                it, as of an estimate that has been to a file or another process.
         """
-        return budget.holds(self.corrected(correction), self.tier, self.network)
+        if isinstance(budget, Budget):
+            return budget.holds(self.corrected(correction), self.tier, self.network)
+        held = Budget.of(budget)
+        if held.gpu is None:
+            return self.fits(held, correction)
+        if self.elsewhere is None:
+            raise InvalidInputError(
+                _("this estimate is of one card: ask vram_guard.estimate(...).fits({name})", name=repr(held.gpu.name))
+            )
+        return self.elsewhere(held).fits(held, correction)
+
+    @property
+    def bound(self) -> int:
+        """Bytes that 99% of the measured runs of such networks stay below, where this is their prediction.
+
+        The runs are those of :attr:`measured`. The margin of a budget is that of 90%, see docs/lab/accuracy.md.
+        """
+        return int(self.peak_reserved / (1 - self.measured.rarely))
+
+    @property
+    def measured(self) -> MeasuredMargin:
+        """The measured runs that say how far such predictions may be too low."""
+        return measured_margin(self.tier, self.network)
 
     @property
     def first_steps(self) -> tuple[int, int]:
