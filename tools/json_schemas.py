@@ -355,7 +355,6 @@ def answers() -> dict[str, Any]:
         "script_arguments": ["str"],
         "own_options": ["str"],
         "log": "str",
-        "remembered": "bool",
     }
     made = {name: schema({"schema": "int", **one}) for name, one in found.items()}
     made["mmengine compare"] = made["compare"]

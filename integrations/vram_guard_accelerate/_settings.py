@@ -12,7 +12,7 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.guard.settings import PlanSettings
 from vram_guard.language import _, marked
 from vram_guard.old_names import ADVANCED
-from vram_guard.plan.checks import check_seconds, check_switches
+from vram_guard.plan.checks import check_seconds
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import filled, read
 
@@ -47,20 +47,17 @@ class LaunchSettings(PlanSettings):
     """The guard's own options.
 
     Args:
-        remember: start with the plan of an equal launch before, where there is one. False: plan anew.
         start_seconds: that the script may take until it begins to train.
     """
 
     allow: tuple[str, ...] | None = None
-    """Sorted after the check: it is part of the name under which a plan is remembered."""
-    remember: bool = True
+    """In order: it travels as JSON."""
     start_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._keep("allow", tuple(sorted(self.allow or ())))
         check_seconds("start_seconds", self.start_seconds)
-        check_switches(remember=self.remember)
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -121,7 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME=VALUE",
         help=_(
-            "another setting: {names}; such as remember=false, which plans anew",
+            "another setting: {names}; such as whole_job=false, which stops after two steps",
             names=", ".join(sorted(set(ADVANCED) & set(LaunchSettings.names()))),
         ),
     )

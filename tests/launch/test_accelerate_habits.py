@@ -194,13 +194,12 @@ def _run_with(word: str) -> bool:
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_a_larger_batch_is_seen_before_it_is_loaded(answers: Any, folder: Path) -> None:
+def test_a_checkpoint_of_a_larger_batch_is_seen_before_it_is_loaded(answers: Any) -> None:
     answer = answers["resumes"]
     assert answer["changed"]
     assert answer["launch_plan"]["resumes_grown"]
     assert answer["launch_plan"]["learning_rate_factor"] == 1
     assert any("multiplied by 4" in note for note in answer["notes"])
-    assert str((folder / "grown" / "checkpoints" / "checkpoint_0" / "vram_guard.json").resolve()) in answer["files"]
 
 
 def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, cache: Path) -> None:
@@ -219,7 +218,6 @@ def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, ca
     assert _rates(out) == pytest.approx([0.1 / 4, 0.1 / 5])
     last = launch("--dry-run", *own, cache=cache)  # its checkpoint says so: nothing is divided twice
     assert last.returncode == 0, last.stderr
-    assert "equal launch before" not in last.stderr
     assert "multiplied" not in last.stderr
 
 

@@ -38,12 +38,11 @@ from accelerate_cases import (  # noqa: E402
 from json_answers import held_against  # noqa: E402
 
 from vram_guard.codec import from_json, to_json  # noqa: E402
-from vram_guard.errors import InvalidInputError  # noqa: E402
 from vram_guard.techniques import Body, Recipe, Slices  # noqa: E402
 from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
+from vram_guard_accelerate.cli import launch as command  # noqa: E402
 from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
-from vram_guard_accelerate.planning import prediction  # noqa: E402
-from vram_guard_accelerate.script_files import state_of  # noqa: E402
+from vram_guard_accelerate.planning.prediction import Prediction, predict  # noqa: E402
 
 LEAVES_GROUP = cases.HERE / "accelerate_scripts" / "leaves_group.py"
 LAUNCH = (sys.executable, "-m", "vram_guard.cli", "launch")
@@ -123,87 +122,57 @@ def test_the_plan_is_shown_and_then_followed(launched: Any) -> None:
     assert torch.load(out)["sizes"] == [16, 16, 8, 16, 16, 8]
 
 
-def test_an_equal_launch_remembers_its_plan(launched: Any, cache: Path, monkeypatch: Any, capsys: Any) -> None:
+@pytest.fixture(scope="module")
+def predicted(launched: Any, cache: Path) -> Prediction:
+    """The answer of its dry run."""
     from vram_guard.cli import main
 
     _, out, options = launched
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
-    assert main(["launch", *options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert held_against("launch", answer) == []
-    assert answer["remembered"]
-    assert answer["recipe"]["slices"]["count"] > 1
-    assert main(["launch", *options, "-v", "--dry-run", str(TRAINING), "plain", "--out", str(out)]) == 0
-    said = capsys.readouterr().err
-    assert "slices of the batch" in said
-    assert "the plan of an equal launch before" in said
+    found: list[Prediction] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VRAM_GUARD_CACHE", str(cache))
+        patched.setattr(command, "predict", lambda request: found.append(predict(request)) or found[-1])
+        assert main(["launch", *options, "--dry-run", str(TRAINING), "plain", "--out", str(out)]) == 0
+    return found[0]
 
 
-def test_a_plan_is_remembered_with_its_language(launched: Any, monkeypatch: Any) -> None:
-    """Its words are part of what is remembered, and a Chinese reader got those of an English launch."""
-    from vram_guard.cli import main
-
-    _, out, options = launched
-    key_of, keys = prediction.key_of, []
-
-    def seen(request: Any) -> str:
-        keys.append(key_of(request))
-        raise InvalidInputError("enough is known")
-
-    monkeypatch.setattr(prediction, "key_of", seen)
-    for language in ("en", "zh", "en"):
-        command = ["launch", *options, "--dry-run", str(TRAINING), "plain", "--out", str(out)]
-        assert main(["--lang", language, *command]) == 2
-    assert keys[0] == keys[2] != keys[1]
+@pytest.fixture
+def answered(predicted: Prediction, monkeypatch: Any) -> None:
+    """Dry runs of one test have that answer."""
+    monkeypatch.setattr(command, "predict", lambda _request: predicted)
 
 
-def test_the_releases_of_a_launch_are_compared(
-    launched: Any, cache: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    """With a plan that is remembered: what is compared is no part of it."""
+@pytest.mark.usefixtures("answered")
+def test_the_releases_of_a_launch_are_compared(launched: Any, tmp_path: Path, capsys: Any) -> None:
     from vram_guard.cli import main
 
     _, out, options = launched
     wanted = tmp_path / "wanted.txt"
     wanted.write_text("accelerate==0.1\ntimm==0.1\n")
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
-    command = [*options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]
+    own = [*options, "--dry-run", "--json", str(TRAINING), "plain", "--out", str(out)]
     answers = []
     for more in (["--advanced", f"releases={wanted}"], []):
-        assert main(["launch", *more, *command]) == 0
+        assert main(["launch", *more, *own]) == 0
         answers.append(json.loads(capsys.readouterr().out))
-    assert all(answer["remembered"] for answer in answers)
+        assert held_against("launch", answers[-1]) == []
+        assert answers[-1]["recipe"]["slices"]["count"] > 1
     assert answers[0]["estimate"]["releases"]["accelerate"] == version("accelerate")
     said = f"accelerate {version('accelerate')} is installed, {wanted} asks for 0.1"
     assert [said in note for note in answers[0]["notes"]].count(True) == 1
     assert answers[1]["notes"] == [note for note in answers[0]["notes"] if said not in note]
-    assert main(["launch", "--advanced", f"releases={tmp_path / 'none.txt'}", *command]) == 2
+    assert main(["launch", "--advanced", f"releases={tmp_path / 'none.txt'}", *own]) == 2
     assert "none.txt cannot be read" in capsys.readouterr().err
 
 
-def test_a_plan_is_forgotten_when_anything_imported_was_edited(launched: Any, cache: Path, tmp_path: Path) -> None:
-    module = tmp_path / "deeper.py"
-    module.write_text("width = 1")
-    # Other tests' launches are remembered in the same folder.
-    known = [json.loads(path.read_text()) for path in (cache / "launches").glob("*.json")]
-    answer = next(one for one in known if any(name.endswith("common.py") for name in one["answer"]["files"]))
-    answer["answer"]["files"][str(module)] = state_of(str(module))
-    copied = tmp_path / "answer.json"
-    copied.write_text(json.dumps(answer))
-    assert prediction.read_remembered(copied) is not None
-    module.write_text("width = 1024")
-    assert prediction.read_remembered(copied) is None
-
-
+@pytest.mark.usefixtures("answered")
 @pytest.mark.parametrize(("typed", "started"), [("n\n", False), ("", False), ("\n", True)])
-def test_asked_before_launching(launched: Any, cache: Path, monkeypatch: Any, typed: str, started: bool) -> None:
-    """With the plan that is remembered; what would be started is looked at, not run."""
+def test_asked_before_launching(launched: Any, monkeypatch: Any, typed: str, started: bool) -> None:
+    """What would be started is looked at, not run."""
     from vram_guard.cli import main
     from vram_guard_accelerate.cli import launchers
 
     _, out, options = launched
     starts: list[list[str]] = []
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
     monkeypatch.setattr(launchers, "run", lambda options, command, simple: starts.append([*options, *command]) or 7)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     monkeypatch.delenv(VARIABLE, raising=False)

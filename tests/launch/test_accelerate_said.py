@@ -42,12 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_reason_why_a_script_does_not_train_is_its_own(name: str, says: str, folder: Path, capsys: Any) -> None:
-    assert (
-        cli.main(
-            ["launch", "--dry-run", "--advanced", "remember=false", "--budget", "1GiB", str(folder / f"{name}.py")]
-        )
-        == 3
-    )
+    assert cli.main(["launch", "--dry-run", "--budget", "1GiB", str(folder / f"{name}.py")]) == 3
     assert says in capsys.readouterr().err
 
 

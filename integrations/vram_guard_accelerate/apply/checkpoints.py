@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.language import _
-from vram_guard_accelerate.script_files import FileState, state_of
 
 #: The file in a checkpoint.
 STATE = "vram_guard.json"
@@ -28,8 +27,6 @@ class ResumedCheckpoint:
         """By what its learning rates were multiplied."""
         self.not_followed = ""
         """The reason why the memory that loading takes is not known; "" where it is, or where nothing is loaded."""
-        self.files: dict[str, FileState] = {}
-        """The files that this was read from."""
 
     @property
     def notes(self) -> list[str]:
@@ -53,9 +50,6 @@ class ResumedCheckpoint:
     def look(self, accelerator: Any, folder: Any) -> None:
         """The script calls ``load_state(folder)``. The weights' values do not matter, its learning rates do."""
         found = loaded_folder(accelerator, folder)
-        own = own_folder(accelerator) if folder is None else None
-        looked_at = [path for path in (own, found and found / STATE) if path is not None]
-        self.files.update({str(path.resolve()): state_of(str(path.resolve())) for path in looked_at})
         self.factor = 1.0 if found is None else read_factor(found)
 
 

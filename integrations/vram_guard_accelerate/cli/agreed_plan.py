@@ -69,7 +69,7 @@ def _planned(given: LaunchArguments, ranks: int) -> LaunchPlan | DryRunFailure |
         required = RequiredReleases.read(settings.releases)
         added = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         request = DryRunRequest(given.command, given.module, settings, budget, ranks, added, local)
-        prediction = predict(request, fresh=not settings.remember)
+        prediction = predict(request)
         answer = prediction.answer
         remarks = required.remarks(answer.releases)
         show(prediction, as_json=given.options.json, verbose=settings.verbose, remarks=remarks)

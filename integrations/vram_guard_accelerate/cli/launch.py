@@ -63,7 +63,7 @@ def launch(arguments: Sequence[str]) -> int:
         # A sign of life on a terminal, nothing elsewhere.
         running = _("vram-guard: running the script symbolically, up to two optimizer steps")
         with Console(stderr=True).status(running):
-            prediction = predict(request, fresh=not given.settings.remember)
+            prediction = predict(request)
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
         return _signals.EXIT_BASE + signal.SIGINT
@@ -111,15 +111,12 @@ def show(
             "script_arguments": answer.launch_plan.script_arguments(),
             "own_options": list(answer.own_options),
             "log": prediction.log,
-            "remembered": prediction.remembered,
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
     text = answer.text if verbose else answer.brief
     told = answer.plan["reasons"]
     lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks) if note not in told)]
-    if prediction.remembered:
-        lines.append(_("vram-guard: the plan of an equal launch before (--advanced remember=false plans anew)"))
     if not verbose:
         lines.append(where_to_read_on(answer.page, "-v"))
     say("\n".join(lines))

@@ -28,7 +28,6 @@ from vram_guard_accelerate.dry_run.results import DryRunFailure, at_line, stoppe
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit
 from vram_guard_accelerate.planning.decide import decide
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
-from vram_guard_accelerate.script_files import imported_files
 
 
 def follow(folder: Path) -> NoReturn:
@@ -61,7 +60,6 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailu
                 page=html_report(found.plan, title=request.command[0]),
                 launch_plan=found.launch_plan,
                 notes=found.notes,
-                files={**imported_files(), **first.script.resumed.files},
                 fits=found.plan.fits,
                 changed=found.plan.changed or found.launch_plan.resumes_grown,
                 only_told=found.only_told,

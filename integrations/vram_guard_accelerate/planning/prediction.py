@@ -1,10 +1,8 @@
-"""The dry run, seen from outside: a process of its own, its log, its answer, and answers that are remembered."""
+"""The dry run, seen from outside: a process of its own, its log, and its answer."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -13,16 +11,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
-from vram_guard.errors import InvalidInputError
-from vram_guard.files import write_atomically
 from vram_guard.forks import ended
-from vram_guard.language import _, language
+from vram_guard.language import _
 from vram_guard.limits import FILES_KEPT
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate.dry_run.results import DryRunFailure
@@ -30,16 +25,9 @@ from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.launch_plan import ON_CPU
 from vram_guard_accelerate.planning.caches import make_caches, remove_empty
 from vram_guard_accelerate.planning.requests import ANSWER, REQUEST, DryRunAnswer, DryRunRequest
-from vram_guard_accelerate.script_files import state_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-#: Libraries whose version decides what a step allocates, or how a script is launched.
-LIBRARIES = ("vram-guard", "torch", "accelerate", "transformers", "diffusers", "peft", "numpy")
-
-#: Files that say what a model or a training is, rather than hold what came of it.
-DESCRIPTIONS = (".json", ".yaml", ".yml", ".toml", ".py", ".cfg")
 
 #: Variables that accelerate and torchrun put into the environment of a rank; a dry run is not a rank.
 OF_A_RANK = (
@@ -51,36 +39,22 @@ OF_A_RANK = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer of a dry run, now or before."""
+    """The answer of a dry run."""
 
     answer: DryRunAnswer
     log: str
     """Path of the file with the script's own output."""
-    remembered: bool = False
-    """True if it comes from an earlier dry run of an equal launch."""
 
 
-def predict(request: DryRunRequest, *, fresh: bool = False) -> Prediction:
-    """Run the script dry, or remember what came of it.
-
-    Args:
-        request: the launch.
-        fresh: do not look for a remembered answer.
+def predict(request: DryRunRequest) -> Prediction:
+    """Run the script dry.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
-        EndedCopyError: something was ended from outside, twice: there is no plan, and nothing is remembered.
+        EndedCopyError: something was ended from outside, twice: there is no plan.
         KeyboardInterrupt: Ctrl-C; the dry run is ended.
     """
-    base = cache_folder()
-    remembered = None if base is None else base / "launches" / f"{key_of(request)}.json"
-    if remembered is not None and not fresh:
-        known = read_remembered(remembered)
-        if known is not None:
-            return known
-    log = _log_beside(remembered)
-    if remembered is not None:
-        forget_oldest(remembered.parent, FILES_KEPT, ("*.json", "*.log"))
+    log = _new_log()
     first = _run(request, log)
     if isinstance(first, DryRunFailure):
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as out:
@@ -94,60 +68,7 @@ def predict(request: DryRunRequest, *, fresh: bool = False) -> Prediction:
             log=log,
         )
         raise replace(first, message=message).as_error()
-
-    prediction = Prediction(first, str(log))
-    if remembered is not None and remembered.parent.is_dir():
-        with contextlib.suppress(InvalidInputError):
-            write_atomically(remembered, to_json(prediction))
-    return prediction
-
-
-# --- answers that are remembered --------------------------------------------------------------------------------
-
-
-def key_of(request: DryRunRequest) -> str:
-    """A stable name of everything that the answer depends on, as far as it can be known beforehand."""
-    digest = hashlib.sha256()
-    variables = {**os.environ, **request.environment}
-    kept = sorted((name, value) for name, value in variables.items() if name.startswith("ACCELERATE_"))
-    # Releases are compared with the answer afterwards, and how much of it is shown is no part of it.
-    settings = replace(request.settings, releases=None, verbose=False, remember=True)
-    launch = (request.command, request.module, settings, kept, str(Path.cwd()), language())
-    # A script may ask for the GPU's memory, and act on it.
-    budget = (request.budget.usable, request.budget.compute_capability, request.budget.device_memory)
-    digest.update(repr((launch, budget, request.ranks, request.local_ranks, sys.version)).encode())
-    for name in LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            digest.update(f"{name}=={version(name)}\n".encode())
-    for path in _files_of(request):
-        digest.update(f"{path} {state_of(str(path))}\n".encode())
-    return digest.hexdigest()[:32]
-
-
-def _files_of(request: DryRunRequest) -> list[Path]:
-    """The script, its neighbours (which it may import), and descriptions that its arguments name.
-
-    Not everything that they name: a script writes into some of it, and is still the same script.
-    """
-    script = Path(request.command[0])
-    if request.module:
-        found = importlib.util.find_spec(request.command[0])
-        script = Path(found.origin) if found is not None and found.origin else script
-    named = [Path(word.partition("=")[2] or word) for word in request.command[1:]]
-    described = [path for path in named if path.suffix in DESCRIPTIONS]
-    folders = [path / "config.json" for path in named]
-    return [*sorted(script.resolve().parent.glob("*.py")), *described, *folders]
-
-
-def read_remembered(path: Path) -> Prediction | None:
-    """The prediction in a file; None where there is none, or where what it was made from was edited since."""
-    try:
-        found = from_json(Prediction, path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    # What the script imports may lie in folders below, or elsewhere.
-    edited = any(state_of(name) != state for name, state in found.answer.files.items())
-    return None if edited else replace(found, remembered=True)
+    return Prediction(first, str(log))
 
 
 def _last_line(log: Path) -> str:
@@ -158,15 +79,20 @@ def _last_line(log: Path) -> str:
     return ""
 
 
-def _log_beside(remembered: Path | None) -> Path:
+def _new_log() -> Path:
     """A file for what the script says; where there is no place of our own, in the folder for temporary files."""
-    if remembered is not None:
+    base = cache_folder()
+    if base is not None:
         with contextlib.suppress(OSError):
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            log = remembered.with_suffix(".log")
-            log.write_text("", encoding="utf-8")
-            return log
-    handle, name = tempfile.mkstemp(prefix="vram-guard-", suffix=".log")
+            folder = base / "launches"
+            folder.mkdir(parents=True, exist_ok=True)
+            forget_oldest(folder, FILES_KEPT, ("*.log",))
+            return _new_file(folder)
+    return _new_file(None)
+
+
+def _new_file(folder: Path | None) -> Path:
+    handle, name = tempfile.mkstemp(prefix="vram-guard-", suffix=".log", dir=folder)
     os.close(handle)
     return Path(name)
 

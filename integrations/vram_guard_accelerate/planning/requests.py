@@ -11,7 +11,6 @@ from vram_guard.budget import Budget
 from vram_guard.releases.installed import Releases
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.launch_plan import LaunchPlan
-from vram_guard_accelerate.script_files import FileState
 
 REQUEST: Final = Path("request.json")
 ANSWER: Final = Path("answer.json")
@@ -43,8 +42,6 @@ class DryRunAnswer:
     """The same for people."""
     launch_plan: LaunchPlan
     notes: tuple[str, ...]
-    files: Mapping[str, FileState]
-    """The files that it was made from."""
     fits: bool
     changed: bool
     only_told: str
