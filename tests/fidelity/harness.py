@@ -316,12 +316,20 @@ def check(suite: Suite, case: Case, mode: str) -> None:
     assert not wrong, wrong
 
 
-def every(suite: Suite, cases: Iterable[Case]) -> Any:
-    """A test's parameters: each case in one of its modes by turns, or in each, with ``VRAM_GUARD_FIDELITY=all``."""
+def every(suite: Suite, cases: Iterable[Case], *, cut: bool = False) -> Any:
+    """A test's parameters: each case in one of its modes by turns, or in each, with ``VRAM_GUARD_FIDELITY=all``.
+
+    Args:
+        suite: whose cases they are.
+        cases: some of them.
+        cut: those that have to be cut into micro-batches are, besides.
+    """
     import pytest
 
     all_modes = os.environ.get("VRAM_GUARD_FIDELITY") == "all"
-    turns = (case.pairs if all_modes else [case.pairs[at % len(case.pairs)]] for at, case in enumerate(cases))
-    pairs = [pair for turn in turns for pair in turn]
+    pairs: list[tuple[Case, str]] = []
+    for at, case in enumerate(cases):
+        turn = case.pairs[at % len(case.pairs)]
+        pairs += [pair for pair in case.pairs if all_modes or pair == turn or (cut and case.exact and pair[1] == MICRO)]
     ids = [f"{case.name}-{mode}".replace(" ", "_") for case, mode in pairs]
     return pytest.mark.parametrize(("suite", "case", "mode"), [(suite, *pair) for pair in pairs], ids=ids)

@@ -11,6 +11,6 @@ from fidelity.harness import check, every
 from fidelity.lightning import SUITE, of
 
 
-@every(SUITE, [*of(lightning_hooks), *of(lightning_trainers)])
+@every(SUITE, [*of(lightning_hooks), *of(lightning_trainers)], cut=True)
 def test_no_silent_difference(suite, case, mode):
     check(suite, case, mode)

@@ -19,7 +19,7 @@ import contextlib
 import lightning_cases as cases
 from guard_arguments import in_advanced
 
-from vram_guard.errors import DoesNotFitError, NoDeviceError, UnsupportedStepError
+from vram_guard.errors import DoesNotFitError, NoDeviceError
 from vram_guard.plan.descriptions import Why
 from vram_guard_lightning import VramGuard
 
@@ -64,7 +64,6 @@ def fit(root: Any, guard: Any, *, module: Any = None, data: Any = None, namespac
     """One training under a guard (or None); returns module and Trainer."""
     namespace = namespace or INSTALLED[0]
     module = module or cases.make_module(namespace, **how.pop("settings", {}))
-    ckpt_path = how.pop("ckpt_path", None)
     callbacks = [*([guard] if guard else []), *how.pop("callbacks", ())]
     trainer = cases.make_trainer(namespace, root, callbacks, **how)
     torch.manual_seed(3)
@@ -73,7 +72,7 @@ def fit(root: Any, guard: Any, *, module: Any = None, data: Any = None, namespac
     if hasattr(data, "train_dataloader") or data is None:
         trainer.fit(module, **({"datamodule": data} if data is not None else {"train_dataloaders": cases.loader(40)}))
     else:
-        trainer.fit(module, train_dataloaders=data, ckpt_path=ckpt_path)
+        trainer.fit(module, train_dataloaders=data)
     return module, trainer
 
 
@@ -122,33 +121,6 @@ def test_makes_it_fit_with_micro_batches_and_trains_the_same(tmp_path: Any, name
     assert max(guarded.seen) == guard.plan.micro_batch_size
     assert_equal_training(plain, guarded)
     assert vars(trainer.fit_loop.epoch_loop.automatic_optimization).keys().isdisjoint({"_make_closure"})
-
-
-def test_a_shorter_last_batch_with_accumulation_clipping_and_resume(tmp_path: Any, tight: int) -> None:
-    checkpoint = importlib.import_module(INSTALLED[0]).callbacks.ModelCheckpoint
-
-    def run(name: str, guard: Any, resume: str | None) -> Any:
-        keep = checkpoint(dirpath=tmp_path / name, filename="{step}", save_top_k=-1, every_n_train_steps=1)
-        return fit(
-            tmp_path,
-            guard,
-            module=cases.make_module(scheduler="one_cycle", **WIDE),
-            data=wide_loader(4096 * 2 + 1001, shuffle=False),
-            max_epochs=2,
-            accumulate_grad_batches=2,
-            gradient_clip_val=0.1,
-            enable_checkpointing=True,
-            callbacks=[keep],
-            ckpt_path=resume,
-        )[0]
-
-    guard = VramGuard(budget=tight, margin=0, allow=("accumulate",))
-    for resume in (None, "step=2.ckpt"):
-        plain = run("plain", None, resume and str(tmp_path / "plain" / resume))
-        guarded = run("guarded", guard, resume and str(tmp_path / "guarded" / resume))
-        assert guard.plan.splits > 1
-        assert len(plain.rates) == (2 if resume else 4)
-        assert_equal_training(plain, guarded)
 
 
 def test_mixed_precision_is_applied_and_taken_back(tmp_path: Any) -> None:
@@ -364,78 +336,6 @@ def test_one_namespace_is_enough(hidden: str, left: str) -> None:
 
 
 # --- batches that read in two ways at their own size ----------------------------------------------------------
-
-
-class Channels(cases.Vectors):
-    """Samples of three channels (or of as many points in time), each a vector."""
-
-    def __init__(self, samples: int, channels: int) -> None:
-        super().__init__(samples * channels)
-        self.channels = channels
-
-    def __len__(self) -> int:
-        return len(self.inputs) // self.channels
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = slice(index * self.channels, (index + 1) * self.channels)
-        return self.inputs[rows], self.targets[rows].mean(0)
-
-
-def of_lists(samples: Any) -> dict[str, Any]:
-    """As detection's and MMEngine's loaders collate."""
-    return {"inputs": [x for x, _ in samples], "targets": [y.expand(3, 2) for _, y in samples]}
-
-
-def time_first(samples: Any) -> dict[str, torch.Tensor]:
-    return {"inputs": torch.stack([x for x, _ in samples], 1), "targets": torch.stack([y for _, y in samples])}
-
-
-def make_pooling(seen: list[int]) -> Any:
-    """Nothing in it fails where samples lose channels, or points in time: the training is another one."""
-    base = type(cases.make_module())
-
-    class Pooling(base):  # type: ignore[misc, valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            inputs, targets = batch["inputs"], batch["targets"]
-            if isinstance(inputs, list):
-                seen.append(len(inputs))
-                pooled = torch.stack([self.net(x).cumsum(0).mean(0) for x in inputs])
-                return torch.nn.functional.mse_loss(pooled, torch.stack([y.mean(0) for y in targets]))
-            seen.append(inputs.shape[1])
-            return torch.nn.functional.mse_loss(self.net(inputs).cumsum(0).mean(0), targets[: inputs.shape[1]])
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            pass
-
-    return Pooling()
-
-
-def test_a_batch_of_three_pictures_of_three_channels_is_cut_by_pictures(tmp_path: Any) -> None:
-    trained, seen = [], [list[int](), list[int]()]
-    for guard, sizes in zip(
-        (None, VramGuard(budget="64GiB", pin={"micro_batch_size": 1}, loss_weight="mean")), seen, strict=True
-    ):
-        data = cases.loader(dataset=Channels(12, 3), batch_size=3, collate_fn=of_lists)
-        trained.append(fit(tmp_path, guard, module=make_pooling(sizes), data=data)[0])
-    assert seen[0] == [3] * 12
-    assert seen[1][-36:] == [1] * 36, "the prediction's own steps come before"
-    assert_equal_training(*trained)
-
-
-def test_a_batch_whose_time_comes_first_is_not_cut_along_time(tmp_path: Any) -> None:
-    """At the loader's own size, time looks like the samples; at other sizes it shows that it is not."""
-
-    def run(guard: Any, seen: list[int]) -> Any:
-        data = cases.loader(dataset=Channels(12, 4), batch_size=4, collate_fn=time_first)
-        return fit(tmp_path, guard, module=make_pooling(seen), data=data)[0]
-
-    plain, seen = run(None, []), list[int]()
-    with pytest.warns(UserWarning, match=r"micro_batch_size is pinned.*batch\['inputs'\]: shape \(4, 5, 6\)"):
-        guarded = run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, loss_weight="mean"), seen)
-    assert seen[-9:] == [4] * 9
-    assert_equal_training(plain, guarded)
-    with pytest.raises(UnsupportedStepError, match="5 samples"):
-        run(VramGuard(budget="64GiB", pin={"micro_batch_size": 2}, mode="strict"), [])
 
 
 def test_a_guard_that_is_handed_to_fabric_says_that_it_does_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ pytest.importorskip("lightning")
 import gc
 import weakref
 
+import lightning.pytorch as lightning
 import lightning_cases as cases
 from guard_arguments import in_advanced
 
@@ -21,8 +21,6 @@ from vram_guard_lightning import VramGuard
 
 # Lightning warns about small loaders and few workers; what the guard itself says stays an error.
 pytestmark = pytest.mark.filterwarnings("ignore", "error:vram_guard")
-INSTALLED = cases.INSTALLED
-SCHEDULERS = ("one_cycle", "lambda", "plateau")
 QUIET = {"remember": False, "recover": False}
 
 
@@ -32,15 +30,14 @@ def splitting(micro: int = 2, loss_weight: Any = "mean") -> VramGuard:
     return VramGuard(**in_advanced({"budget": "64GiB", "pin": pin, "loss_weight": loss_weight, **QUIET}))
 
 
-def train(root: Any, *, namespace: str = "lightning.pytorch", micro: int = 0, **how: Any) -> tuple[Any, Any]:
+def train(root: Any, *, micro: int = 0, **how: Any) -> tuple[Any, Any]:
     """One training; micro=0: as Lightning does it by itself."""
-    module = how.pop("module", None) or cases.make_module(namespace, **how.pop("settings", {}))
+    module = how.pop("module", None) or cases.make_module()
     data = how.pop("data", None) or {"train_dataloaders": cases.loader(40)}
-    ckpt_path = how.pop("ckpt_path", None)
     callbacks = [*how.pop("callbacks", ()), *([splitting(micro)] if micro else [])]
-    trainer = cases.make_trainer(namespace, root, callbacks, **how)
+    trainer = cases.make_trainer("lightning.pytorch", root, callbacks, **how)
     torch.manual_seed(3)
-    trainer.fit(module, **data, ckpt_path=ckpt_path)
+    trainer.fit(module, **data)
     return module, trainer
 
 
@@ -50,41 +47,6 @@ def assert_same_training(plain: Any, split: Any) -> None:
     assert split.validated_at == plain.validated_at
     assert max(split.seen) < max(plain.seen)
     torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("namespace", INSTALLED)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_same_weights_and_learning_rates(tmp_path: Any, namespace: str, scheduler: str) -> None:
-    how: dict[str, Any] = {"namespace": namespace, "settings": {"scheduler": scheduler}}
-    plain, trainer = train(tmp_path, **how)
-    split, _ = train(tmp_path, micro=2, **how)
-    assert len(plain.rates) == trainer.global_step == 15
-    assert_same_training(plain, split)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param({"accumulate_grad_batches": 2}, id="accumulate_grad_batches"),
-        pytest.param({"gradient_clip_val": 0.05}, id="clip by norm"),
-        pytest.param({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, id="clip by value"),
-        pytest.param({"settings": {"optimizer": "sgd"}}, id="sgd"),
-        pytest.param({"settings": {"output": "dict"}}, id="dict output"),
-        pytest.param({"max_steps": 7, "max_epochs": -1}, id="max_steps"),
-        pytest.param({"limit_train_batches": 3}, id="limit_train_batches"),
-        pytest.param({"data": {"train_dataloaders": cases.loader(37)}}, id="short last batch"),
-        pytest.param({"data": {"train_dataloaders": cases.loader(34)}}, id="last batch of two"),
-        pytest.param({"data": {"train_dataloaders": cases.loader(33)}}, id="last batch of one"),
-        pytest.param(
-            {"data": {"train_dataloaders": cases.loader(dataset=cases.Stream(37), shuffle=False)}},
-            id="iterable",
-        ),
-    ],
-)
-def test_same_training_in_other_circumstances(tmp_path: Any, how: dict[str, Any]) -> None:
-    plain, _ = train(tmp_path, **how)
-    split, _ = train(tmp_path, micro=2, **how)
-    assert_same_training(plain, split)
 
 
 @dataclasses.dataclass
@@ -127,48 +89,22 @@ def test_data_classes_are_traced_and_cut(tmp_path: Any, nested: bool) -> None:
     assert mixed.plan.fits
 
 
-def test_validation_in_the_middle_of_an_epoch_and_float_intervals(tmp_path: Any) -> None:
-    data = {"train_dataloaders": cases.loader(40), "val_dataloaders": cases.loader(16, shuffle=False)}
-    for interval in (2, 0.4):
-        plain, first = train(tmp_path, data=data, val_check_interval=interval)
-        split, second = train(tmp_path, data=data, micro=2, val_check_interval=interval)
-        assert_same_training(plain, split)
-        assert len(split.validated_at) == 6
-        torch.testing.assert_close(first.callback_metrics["val_loss"], second.callback_metrics["val_loss"])
+class Watching(lightning.Callback):
+    """What hooks and metrics saw: the logged values after every step and every epoch."""
 
+    def __init__(self) -> None:
+        self.step_values: list[dict[str, float]] = []
+        self.epoch_values: list[dict[str, float]] = []
 
-def test_mixed_precision(tmp_path: Any) -> None:
-    plain, _ = train(tmp_path, precision="bf16-mixed")
-    split, _ = train(tmp_path, micro=2, precision="bf16-mixed")
-    assert split.rates == plain.rates
-    torch.testing.assert_close(cases.weights(split), cases.weights(plain), rtol=0.1, atol=0.02)
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.step_values.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
-
-class Watching:
-    """What hooks and metrics saw: the outputs of every step and the logged values."""
-
-    @staticmethod
-    def callback(namespace: str) -> Any:
-        pl = importlib.import_module(namespace)
-
-        class Watch(pl.Callback):  # type: ignore[misc, name-defined]
-            def __init__(self) -> None:
-                self.outputs: list[Any] = []
-                self.step_values: list[dict[str, float]] = []
-                self.epoch_values: list[dict[str, float]] = []
-
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-                self.outputs.append(outputs)
-                self.step_values.append({k: float(v) for k, v in trainer.callback_metrics.items()})
-
-            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-                self.epoch_values.append({k: float(v) for k, v in trainer.callback_metrics.items()})
-
-        return Watch()
+    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
+        self.epoch_values.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
 def watched(tmp_path: Any, module: Any, micro: int, samples: int = 37) -> Any:
-    watch = Watching.callback("lightning.pytorch")
+    watch = Watching()
     data = {"train_dataloaders": cases.loader(samples)}
     train(tmp_path, module=module, micro=micro, data=data, callbacks=[watch], max_epochs=2)
     return watch
@@ -269,13 +205,6 @@ def test_batches_no_larger_than_the_micro_batch_are_bit_identical(tmp_path: Any)
 # --- values that are logged, by themselves ------------------------------------------------------------------------
 
 
-def test_gradient_accumulation_scheduler(tmp_path: Any) -> None:
-    scheduler = importlib.import_module("lightning.pytorch").callbacks.GradientAccumulationScheduler
-    plain, _ = train(tmp_path, callbacks=[scheduler({0: 1, 1: 2})])
-    split, _ = train(tmp_path, micro=2, callbacks=[scheduler({0: 1, 1: 2})])
-    assert_same_training(plain, split)
-
-
 def test_logged_values_hold_no_activations_while_the_next_micro_batch_runs(tmp_path: Any) -> None:
     base = type(cases.make_module())
 
@@ -299,7 +228,7 @@ def test_logged_values_hold_no_activations_while_the_next_micro_batch_runs(tmp_p
     seen = []
     for micro in (0, 4):
         predictions, alive = [], []
-        watch = Watching.callback("lightning.pytorch")
+        watch = Watching()
         train(tmp_path, module=Beside(), micro=micro, callbacks=[watch], max_epochs=1)
         seen.append([(values["size"], values["own"]) for values in watch.step_values])
     assert seen[1] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in seen[0]]
