@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.guard.collectives import static_graph
-from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
+from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
 from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
@@ -66,7 +66,6 @@ def refusals(trainer: Trainer, module: LightningModule, settings: GuardSettings,
     elif trainer.strategy.root_device.type == "cpu":
         yield Refusal("offload_optimizer", _("this training runs on the CPU: its optimizer is on the host already"))
     yield Refusal("optimizer_in_backward", _why_not_in_backward(trainer, module))
-    yield Refusal("expandable_segments", before_the_process())
     if not _deepspeed.used(trainer):
         yield Refusal("shard", _dividing.why_not(trainer, module))
     yield Refusal("grow", _growth.why_not(trainer, growable))

@@ -9,7 +9,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 
 from vram_guard.apply.backward_hooks import of_package, why_whole
 from vram_guard.guard.collectives import static_graph
-from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
+from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
 from vram_guard_mmengine import _dividing, _layouts
@@ -45,7 +45,6 @@ def refusals(runner: Any, facts: OptimFacts, settings: GuardSettings, *, growabl
         _("MMEngine loads weights after the optimizer is built, which would step from older ones"),
     )
     yield Refusal("optimizer_in_backward", _why_not_in_backward(facts))
-    yield Refusal("expandable_segments", before_the_process())
     yield Refusal("offload_parameters", _("MMEngine loads weights after the optimizer is built"))
     yield Refusal("shard", _dividing.why_not(runner, facts))
     yield Refusal("grow", growable)

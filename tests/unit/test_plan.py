@@ -358,6 +358,30 @@ def test_the_environment_s_allocator_settings_are_those_of_the_plan(monkeypatch:
     assert plan(DEEP, 16, "4GiB", margin=0).estimate.peak_reserved == trace(DEEP).at(16).peak_reserved
 
 
+def test_where_only_fragments_are_too_much_the_plan_says_that_segments_could_grow() -> None:
+    """2600 samples reserve 406 MiB, of which 325 MiB are ever used at once; in segments that grow, 362 MiB."""
+    layers = [part for _ in range(8) for part in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+    step = TrainingStep(
+        torch.nn.Sequential(*layers),
+        lambda size: torch.ones(size, 1024),
+        lambda model, x: model(x).square().mean(),
+        torch.optim.AdamW,
+    )
+    would_fit = {
+        allow: [one.kind for one in plan(step, 2600, "380MiB", margin=0, allow=allow).reason_values].count(
+            Why.EXPANDABLE_WOULD_FIT
+        )
+        for allow in ((), ("accumulate",), ("expandable_segments",))
+    }
+    assert list(would_fit.values()) == [1, 1, 0]
+    grown = plan(step, 2600, "380MiB", margin=0, allow=["expandable_segments"])
+    assert grown.fits
+    assert grown.recipe.expandable_segments
+    for budget in ("300MiB", "500MiB"):
+        other = plan(step, 2600, budget, margin=0, allow=[])
+        assert Why.EXPANDABLE_WOULD_FIT not in [one.kind for one in other.reason_values]
+
+
 # --- why ---
 
 

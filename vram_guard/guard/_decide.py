@@ -15,6 +15,7 @@ from vram_guard.guard import settling
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
+from vram_guard.guard.expandable import why_not_expandable
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
 from vram_guard.language import _
 from vram_guard.longest.choice import choose, peak_of
@@ -54,9 +55,10 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
         return Outcome(None, budgets.failure, budgets.error)
     least = budgets.value
     gpu = None if reader is None else reader.name()
+    fixed_segments = why_not_expandable(training.device)  # a copy of this process could not ask CUDA
 
     def work(progress: Progress) -> Decision:
-        return decide_alone(training.capture(), settings, least, gpu, progress)
+        return decide_alone(training.capture(), settings, least, gpu, progress, fixed_segments)
 
     def decided() -> Decision:
         decision, said = in_copy_of_process(training, work)
@@ -121,7 +123,12 @@ def budget_of(device: torch.device, settings: PlanSettings) -> Budget:
 
 
 def decide_alone(
-    captured: CapturedTraining, settings: GuardSettings, budget: Budget, gpu: str | None, progress: Progress
+    captured: CapturedTraining,
+    settings: GuardSettings,
+    budget: Budget,
+    gpu: str | None,
+    progress: Progress,
+    fixed_segments: str = "",
 ) -> Decision:
     """The decision of one rank.
 
@@ -131,6 +138,7 @@ def decide_alone(
         budget: to fit into.
         gpu: name of the device that trains; None where PyTorch counts no memory on it.
         progress: called with a line of text before each slow part.
+        fixed_segments: the reason why the allocator's segments may not grow; "" where they may.
 
     Raises:
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
@@ -147,6 +155,7 @@ def decide_alone(
     refusals = (
         Refusal("accumulate", why_not_split(make)),
         Refusal("evaluation", smaller),
+        Refusal("expandable_segments", fixed_segments),
         *captured.refusals(settings),
     )
     refused = {technique: reason for technique, reason in refusals if reason}

@@ -14,6 +14,7 @@ from vram_guard.guard._decide import decide
 from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
+from vram_guard.guard.expandable import expand_segments
 from vram_guard.language import _
 from vram_guard.limits import FIRST_STEPS
 from vram_guard.report.html import html_report, where_to_read_on
@@ -118,6 +119,8 @@ class Guard:
         if reader is not None and decision.about is not None and not self._left_alone:
             estimate = plan.estimate if self.changes else plan.before
             self.first_steps = FirstSteps(reader, decision.about, estimate, remember=settings.remember)
+        if self.changes and plan.recipe.expandable_segments:
+            expand_segments(self.applied)
         if self.changes:
             training.apply(decision, self.loss_weight, self.graphs, self.applied)
         lines = self._report_lines(decision)

@@ -61,7 +61,7 @@ def before_the_process() -> str:
 
 
 #: Techniques that leave a model divided over its processes as a framework has divided it.
-BESIDE_LAYOUTS = ("accumulate", "evaluation", "foreach", "fused", "reshard", "shard")
+BESIDE_LAYOUTS = ("accumulate", "evaluation", "expandable_segments", "foreach", "fused", "reshard", "shard")
 
 
 def beside_layout(strategy: str, *possible: str) -> Iterator[Refusal]:

@@ -10,6 +10,7 @@ from vram_guard.plan.model import Plan, Rejected, nearest
 from vram_guard.plan.search_space import Candidate, Request
 from vram_guard.plan.step_time import card_of
 from vram_guard.plan.techniques import uses_batch_norm
+from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard.timeline import Estimate
 from vram_guard.units import Amount
 
@@ -104,6 +105,7 @@ def changed(
         slowdown: step time over the step time as written.
     """
     why = [shortage(request, before.estimate), *_margins(request, before.estimate, after.estimate)]
+    why += _with_growing_segments(request, before)
     if option.precision != request.precision:
         why.append(request.why_precision)
     if option.splits > 1:
@@ -142,6 +144,7 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
         return _as_written(request, before, tuple(why), rejected)
     why = [Reason(Why.PINS_DO_NOT_FIT) if fits else shortage(request, before.estimate)]
     written = request.as_written.of(request.batch_size)
+    why += _with_growing_segments(request, before)
     closest = nearest(one for one in rejected if one.tried != written)
     if closest is not None:
         missing = closest.missing
@@ -181,6 +184,21 @@ def shortage(request: Request, estimate: Estimate) -> Reason:
     if peak <= usable:
         return Reason(Why.ONLY_BOUNDED)
     return Reason(Why.SHORTAGE, peak=Amount(peak), missing=Amount(peak - usable), usable=Amount(usable))
+
+
+def _with_growing_segments(request: Request, before: Candidate) -> tuple[Reason, ...]:
+    """A remark where the step as written would fit if the allocator's segments grew, which this plan may not choose."""
+    least = before.estimate.peak_allocated
+    if request.fits(before.estimate) or least > request.usable(before.estimate):
+        return ()
+    if any(recipe.expandable_segments for recipe in request.space.recipes):
+        return ()
+    settings = request.settings_under(AS_WRITTEN.with_(expandable_segments=True))
+    grown = before.timeline.at(before.estimate.batch_size, settings=settings)
+    if not request.fits(grown):
+        return ()
+    peak, setting = Amount(request.corrected(grown)), "=".join(with_expandable_segments())
+    return (Reason(Why.EXPANDABLE_WOULD_FIT, peak=peak, setting=setting),)
 
 
 def _margins(request: Request, before: Estimate, after: Estimate) -> tuple[Reason, ...]:

@@ -60,7 +60,13 @@ class Why(Enum):
         "running statistics move on with each: the result is close to the unsplit one, not equal."
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
-    EXPANDABLE = marked("Expandable segments are set before the process starts: {setting}.")
+    EXPANDABLE = marked(
+        "Expandable segments are the allocator's setting {setting}: the callback, the hook and vram-guard launch make it themselves."
+    )
+    EXPANDABLE_WOULD_FIT = marked(
+        "Expandable segments, which change no result, would make the step fit as written ({peak}): start the process "
+        "with {setting}, or allow expandable_segments."
+    )
     CHEAPEST = marked("The cheapest way that fits: {time}, by a model of the GPU.")
 
     CHANGES_LEAST = marked(

@@ -34,7 +34,7 @@ TECHNIQUES: dict[str, str] = {
     "8bit": "8-bit optimizer states",
     "optimizer_in_backward": "each weight steps when its gradient is there, which is freed then",
     "chunked_loss": "logits and their cross-entropy in chunks of tokens, through the model's own last layer",
-    "expandable_segments": "the allocator's expandable segments: set before the process starts",
+    "expandable_segments": "the allocator's segments grow, in place of new ones of a fixed size",
     "activation_memory_budget": "compiled code saves less for its backward pass, and computes the rest again",
 }
 #: Form of the optimizer -> the technique that it is.
