@@ -61,7 +61,8 @@ class Why(Enum):
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     EXPANDABLE = marked(
-        "Expandable segments are the allocator's setting {setting}: the callback, the hook and vram-guard launch make it themselves."
+        "Expandable segments are the allocator's setting {setting}: the callback, the hook and vram-guard launch make "
+        "it themselves."
     )
     EXPANDABLE_WOULD_FIT = marked(
         "Expandable segments, which change no result, would make the step fit as written ({peak}): start the process "
