@@ -13,11 +13,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
-from vram_guard.forks import ended
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fork import Copy
 from vram_guard.forks.isolation import isolate
@@ -25,8 +24,6 @@ from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
 from vram_guard.limits import IDLE_SECONDS
 from vram_guard.patching import replace_attributes
-from vram_guard.report.html import where_to_read_on
-from vram_guard.report.text import render
 from vram_guard.settings import disabled
 from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.terminal import fitting_log, in_log
@@ -40,7 +37,8 @@ from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure
-from vram_guard_accelerate.launch_plan import ON_CPU, VARIABLE, LaunchPlan
+from vram_guard_accelerate.launch_plan import ON_CPU, VARIABLE
+from vram_guard_accelerate.planning.requests import DryRunAnswer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,17 +49,6 @@ _logger = logging.getLogger("vram_guard")
 
 #: What a copy has entered, and never leaves: it ends where it stands.
 _entered = contextlib.ExitStack()
-
-
-@dataclass(frozen=True)
-class GuardAnswer:
-    """The plan that the copy sends back."""
-
-    text: str
-    brief: str
-    page: str
-    fits: bool
-    launch_plan: LaunchPlan
 
 
 class guard:  # noqa: N801 - used like a function: `with guard(...):`
@@ -152,11 +139,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             if accelerator.is_main_process:
                 _logger.warning("%s", _("no prediction for this training, which is left unchanged: {why}", why=error))
             return accelerator.prepare(*args, **kwargs)
-        self.text, self.fits = answer.text, answer.fits
-        if accelerator.is_main_process and self.settings.verbose:
-            _report(self.text)
-        elif accelerator.is_main_process:
-            _report(f"{answer.brief}\n{where_to_read_on(answer.page, 'verbose=True')}")
+        option, verbose = "verbose=True", self.settings.verbose
+        self.text, self.fits = answer.words(option, verbose=True), answer.fits
+        if accelerator.is_main_process:
+            _report(answer.words(option, verbose=verbose))
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
         if answer.launch_plan.precision:
@@ -164,7 +150,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         PlanInstaller(answer.launch_plan).install()
         return accelerator.prepare(*args, **kwargs)
 
-    def _agreed(self, accelerator: Any) -> GuardAnswer:
+    def _agreed(self, accelerator: Any) -> DryRunAnswer:
         """The first rank's answer, on every rank."""
         from accelerate.utils import broadcast_object_list
 
@@ -180,7 +166,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             if not all_arrive(accelerator.num_processes, self.settings.start_seconds + IDLE_SECONDS):
                 raise LostCopyError(late())
             broadcast_object_list(answers)
-        if isinstance(answers[0], GuardAnswer):
+        if isinstance(answers[0], DryRunAnswer):
             return answers[0]
         failure: DryRunFailure = answers[0]
         if failure.error == LostCopyError.__name__:  # where it was is all that is known
@@ -220,7 +206,7 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: LaunchSettin
     except VramGuardError as error:
         parent.send(DryRunFailure.of(error))
     shape = LaunchShape.of(budget, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent))
+    run = DryRun(shape, lambda first: _decided(first, settings, budget, parent), planned_batch=settings.planned_batch)
     run.phase = PreparingPhase(run)
 
     def failed(_kind: Any, error: BaseException, _traceback: Any) -> NoReturn:
@@ -252,16 +238,8 @@ def _report(text: str) -> None:
 
 
 def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent: ParentPipe) -> NoReturn:
-    from vram_guard.report.html import html_report
-    from vram_guard_accelerate.planning.decide import decide
+    from vram_guard_accelerate.planning.followed_script import answer_for
 
-    made = decide(first, settings, budget)
-    if missing := ended.not_known():
-        parent.send(DryRunFailure.of(missing))
+    answer = answer_for(first, settings, budget, sys.argv[0])
     forks.end_all()
-    notes = [f"  - {note}" for note in made.notes]
-    text = "\n".join([made.plan.explain(), *notes])
-    drawn = render(made.plan, verbose=False).rstrip()
-    brief = "\n".join([drawn, *notes])
-    page = html_report(made.plan, title=sys.argv[0])
-    parent.send(GuardAnswer(text, brief, page, made.plan.fits, made.launch_plan))
+    parent.send(answer)

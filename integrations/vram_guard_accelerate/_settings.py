@@ -95,7 +95,7 @@ def _assigned(word: str) -> tuple[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The guard's options, for ``vram-guard launch`` and ``python -m vram_guard_accelerate`` alike."""
+    """The guard's options of ``vram-guard launch``."""
     group = parser.add_argument_group(_("vram_guard's options"))
     options.add_options(group, "budget", "gpu", "verbose")
     options.add_options(group, "margin", type=float)

@@ -159,32 +159,6 @@ def test_a_loop_in_a_function_holds_no_more_than_its_names_do(answers: Any) -> N
     assert "leaks" not in found
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [(("--budget", "1GiB", "--json"), 0), (("--budget", "40MiB", "--allow", ""), 1), (("--gpu", "H100", "--ask"), 2)],
-)
-def test_a_dry_run_inside_a_launch_only_looks(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
-    weights = tmp_path / "never.pt"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "vram_guard_accelerate", "--dry-run", "--advanced", "whole_job=false", *options),
-            *(str(SCRIPT), "by_hand", str(weights)),
-        ],
-        env=cases.environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr[-2000:]
-    assert "after:" not in done.stdout
-    assert not weights.exists()
-    if "--json" in options:
-        assert json.loads(done.stdout)["fits"]
-    if "--ask" in options:
-        assert "vram-guard launch --ask" in " ".join(done.stderr.split())
-
-
 @pytest.mark.torch_since(2, 6)
 def test_a_loop_without_a_loader_is_followed_at_its_own_size(answers: Any) -> None:
     compiles, by_hand = answers["compiles"], answers["by_hand"]

@@ -20,7 +20,7 @@ from vram_guard_accelerate._settings import LaunchSettings, add_options
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """The words after ``vram-guard launch``, or after ``python -m vram_guard_accelerate``, sorted."""
+    """The words after ``vram-guard launch``, sorted."""
 
     settings: LaunchSettings
     options: argparse.Namespace
@@ -108,33 +108,6 @@ def launch_parser() -> argparse.ArgumentParser:
         ) from error
     parser: argparse.ArgumentParser = launch_command_parser()
     return parser
-
-
-def own_arguments(arguments: Sequence[str]) -> LaunchArguments:
-    """``[our options] [--module] script [its arguments]``: what ``python -m vram_guard_accelerate`` is given.
-
-    Raises:
-        InvalidInputError: no script, or one that is not there; ``--ask``, which the processes of a launch cannot.
-    """
-    parser: Any = argparse.ArgumentParser("python -m vram_guard_accelerate", allow_abbrev=False)
-    add_options(parser)
-    parser.add_argument("--module", "-m", action="store_true", help=_("the script is a module"))
-    parser.add_argument("script", help=_("the training script"))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=_("its own arguments"))
-    found = parser.parse_args(list(arguments))
-    if found.ask:
-        raise InvalidInputError(
-            _("the processes of a launch cannot ask: leave --ask out, or use vram-guard launch --ask")
-        )
-    check_script(found.script, module=found.module)
-    return LaunchArguments(
-        settings=LaunchSettings.of_options(vars(found)),
-        options=found,
-        accelerate=(),
-        script=found.script,
-        arguments=tuple(found.arguments),
-        module=found.module,
-    )
 
 
 def check_script(script: str, *, module: bool) -> None:

@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from vram_guard.allocator import with_expandable_segments
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.codec import to_json
-from vram_guard.errors import UnsupportedStepError
+from vram_guard.errors import NoDeviceError
 from vram_guard.language import _
-from vram_guard.releases.required import RequiredReleases
-from vram_guard.report.html import where_to_read_on
 from vram_guard.settings import disabled
 from vram_guard_accelerate import _signals
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate.cli import launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
-from vram_guard_accelerate.cli.misplaced import misplaced_said
 from vram_guard_accelerate.cli.target import Target, budget_for, target_of
 from vram_guard_accelerate.dry_run.forks import check_forks
 from vram_guard_accelerate.launch_plan import BEFORE_START, VARIABLE, LaunchPlan
@@ -33,7 +30,7 @@ def launch(arguments: Sequence[str]) -> int:
 
     Raises:
         InvalidInputError: something typed makes no sense; nothing was started.
-        UnsupportedStepError: the script cannot be followed; it was not started.
+        VramGuardError: the script cannot be followed; it was not started.
         NoDeviceError: no budget, no GPU's name, and no GPU here.
     """
     from rich.console import Console
@@ -44,18 +41,11 @@ def launch(arguments: Sequence[str]) -> int:
         say(_("vram-guard: switched off (VRAM_GUARD_DISABLE): nothing is predicted or changed"))
         return EXIT_DONE if given.options.dry_run else _launch(given, target, None)
     check_forks()
-    if target.machines > 1 and not given.options.dry_run:
-        raise UnsupportedStepError(
-            _(
-                "on several machines every launcher would plan for itself, and the plans might differ; let the first "
-                "process plan for all of them: accelerate launch [accelerate's options] -m vram_guard_accelerate [the "
-                "guard's options] script.py ..."
-            )
-        )
     local = max(1, target.ranks // target.machines)
-    with misplaced_said(given.arguments):
+    try:
         budget = budget_for(given.settings, local, target.gpu_ids)
-    required = RequiredReleases.read(given.settings.releases)
+    except NoDeviceError as error:
+        raise _misplaced(error, given.arguments) from None
     environment = {**target.environment, BEFORE_START: "1"}
     request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)
     launchers.say_what_is_ignored()
@@ -71,7 +61,6 @@ def launch(arguments: Sequence[str]) -> int:
         prediction,
         as_json=given.options.json,
         verbose=given.settings.verbose,
-        remarks=required.remarks(prediction.answer.releases),
         typed=("vram-guard", "launch", *arguments),
     )
     if not prediction.answer.fits:
@@ -85,24 +74,21 @@ def launch(arguments: Sequence[str]) -> int:
     if given.options.ask and not _agreed():
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE
-    return _launch(given, target, prediction.answer.launch_plan if prediction.answer.changed else None)
+    handed_over = prediction.answer.changed or target.machines > 1  # machines compare their plans
+    return _launch(given, target, prediction.answer.launch_plan if handed_over else None)
 
 
-def show(
-    prediction: Prediction, *, as_json: bool, verbose: bool, remarks: Sequence[str] = (), typed: Sequence[str] = ()
-) -> None:
+def show(prediction: Prediction, *, as_json: bool, verbose: bool, typed: Sequence[str]) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
 
     Args:
         prediction: of the launch.
         as_json: for programs.
         verbose: the whole report.
-        remarks: on this launch, after the plan's own notes.
-        typed: the command, as far as it is known.
+        typed: the command.
     """
     answer = prediction.answer
-    if answer.own_options:
-        remarks = [*remarks, _untried(shlex.join([*(typed or ["..."]), *answer.own_options]))]
+    remarks = [_untried(shlex.join([*typed, *answer.own_options]))] if answer.own_options else []
     if as_json:
         found = {
             **answer.plan,
@@ -114,12 +100,20 @@ def show(
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
-    text = answer.text if verbose else answer.brief
-    told = answer.plan["reasons"]
-    lines = [text.rstrip(), *(f"  - {note}" for note in (*answer.notes, *remarks) if note not in told)]
-    if not verbose:
-        lines.append(where_to_read_on(answer.page, "-v"))
-    say("\n".join(lines))
+    say(answer.words("-v", verbose=verbose, remarks=remarks))
+
+
+def _misplaced(error: NoDeviceError, arguments: Sequence[str]) -> NoDeviceError:
+    """The same error; where an option behind the script's name says what to plan for, with a sentence about it."""
+    behind = next((word for word in arguments if word.partition("=")[0] in ("--budget", "--gpu")), None)
+    if behind is None:
+        return error
+    said = _(
+        "{option} stands behind the script's name, and is handed to the script: for vram-guard it has to stand "
+        "before that name",
+        option=behind.partition("=")[0],
+    )
+    return NoDeviceError(_("{problem} {remark}", problem=error, remark=said), error.problem)
 
 
 def _untried(command: str) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from vram_guard.language import _
 from vram_guard_accelerate import _signals
@@ -18,13 +16,13 @@ from vram_guard_accelerate.cli.target import simple_launch
 
 
 def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
-    """``accelerate launch options command``; its exit code, 128 + n where signal n ended it.
+    """``accelerate launch options command``; its exit code, 128 + n where signal n ended it, where it returns.
 
     Args:
         options: accelerate's own.
         command: the rest: script and its arguments, with ``-m`` before it for a module.
-        simple: whether accelerate starts one process, without torchrun. It is started here then, for accelerate
-            itself turns every exit code into 1.
+        simple: whether accelerate starts one process, without torchrun. It takes the place of this one then, for
+            accelerate itself turns every exit code into 1.
     """
     words = [*options, *command]
     return _one_process(words) if simple else _torchrun(launch_parser().parse_args(words))
@@ -43,26 +41,12 @@ def say_what_is_ignored() -> None:
         )
 
 
-def _one_process(words: Sequence[str]) -> int:
+def _one_process(words: Sequence[str]) -> NoReturn:
+    """The script in place of this process: signals reach it, and its exit code is this one's."""
     _arguments, command, environment = simple_launch(words)
-    process = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own script
-
-    def pass_on(number: int, _frame: Any) -> None:
-        """Signals that reach us reach the script; what the terminal sends reaches it by itself."""
-        if not (number == signal.SIGINT and _in_front(process)):
-            with contextlib.suppress(OSError):
-                process.send_signal(number)
-
-    with _signals.handled(pass_on):
-        return _signals.exit_code(process.wait())
-
-
-def _in_front(process: subprocess.Popen[bytes]) -> bool:
-    """True if the script is in the terminal's foreground group, which gets Ctrl-C from the terminal itself."""
-    try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgid(process.pid)
-    except (OSError, ValueError, AttributeError):
-        return False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own script
 
 
 def _torchrun(arguments: Any) -> int:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from vram_guard.budget import Budget
 from vram_guard.codec import from_json, to_json
 from vram_guard.forks import ended, tied
 from vram_guard.forks.fork import write_all
 from vram_guard.language import _
-from vram_guard.releases.installed import Releases
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.html import html_report
 from vram_guard.report.text import render
@@ -49,24 +49,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailu
 
     def decided(first: FirstBatch) -> NoReturn:
         no_limit()
-        found = decide(first, settings, request.budget)
-        if missing := ended.not_known():
-            answer(DryRunFailure.of(missing))
-        answer(
-            DryRunAnswer(
-                plan=as_dict(found.plan),
-                text=render(found.plan),
-                brief=render(found.plan, verbose=False),
-                page=html_report(found.plan, title=request.command[0]),
-                launch_plan=found.launch_plan,
-                notes=found.notes,
-                fits=found.plan.fits,
-                changed=found.plan.changed or found.launch_plan.resumes_grown,
-                only_told=found.only_told,
-                own_options=found.own_options,
-                releases=Releases.here(),
-            )
-        )
+        answer(answer_for(first, settings, request.budget, request.command[0]))
 
     shape = LaunchShape.of(request.budget, request.ranks, request.local_ranks)
     tied.keep_programs()
@@ -89,6 +72,29 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailu
             "the script ended without asking for a training batch; give the options with which it trains (many need "
             "--do_train, and one that resumes may have nothing left to train) after its name"
         )
+    )
+
+
+def answer_for(first: FirstBatch, settings: LaunchSettings, budget: Budget, title: str) -> DryRunAnswer | DryRunFailure:
+    """The answer for a script at its first training batch.
+
+    Raises:
+        UnsupportedStepError: the script cannot be followed; the message says where and why.
+    """
+    found = decide(first, settings, budget)
+    if missing := ended.not_known():
+        return DryRunFailure.of(missing)
+    return DryRunAnswer(
+        plan=as_dict(found.plan),
+        text=render(found.plan),
+        brief=render(found.plan, verbose=False),
+        page=html_report(found.plan, title=title),
+        launch_plan=found.launch_plan,
+        notes=found.notes,
+        fits=found.plan.fits,
+        changed=found.plan.changed or found.launch_plan.resumes_grown,
+        only_told=found.only_told,
+        own_options=found.own_options,
     )
 
 
