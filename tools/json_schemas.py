@@ -167,7 +167,6 @@ def definitions() -> dict[str, Any]:
         "host_bytes_per_node": "int",
         "assumptions": ["str"],
         "ways": ["#way"],
-        "other_gpus": ["#way"],
     }
     symbolic = {
         "schema": f"={SCHEMA}",
@@ -201,7 +200,17 @@ def definitions() -> dict[str, Any]:
 
 def answers() -> dict[str, Any]:
     """The answer of each command."""
-    compared = {"peak_reserved": "int?", "fits": "bool", "plan": "#plan?", "error": "str?"}
+    amounts = {"usable": "int", "total": "int", "budget": "str"}
+    rates = ("learning_rate", "suggested_learning_rate", "utilization", "modelled_seconds", "relative_speed")
+    row = {
+        **dict.fromkeys(("name", "precision"), "str"),
+        **dict.fromkeys(("batch_size", "accumulate"), "int"),
+        **dict.fromkeys(("parameters", "largest_batch_size", "peak_reserved"), "int?"),
+        **dict.fromkeys(rates, "float?"),
+        **dict.fromkeys(("fits", "fits_as_written"), "bool"),
+        "plan": "#plan?",
+        "error": "str?",
+    }
     figures = ("memory_bandwidth", "fp32_flops", "tf32_flops", "fp16_flops", "bf16_flops")
     bytes_ = dict.fromkeys(("memory_total_bytes", "memory_mean_bytes", "memory_peak_bytes"), "int")
     component = {
@@ -247,40 +256,8 @@ def answers() -> dict[str, Any]:
             "notes": ["str"],
         },
         "plan": {"kind": "=plan", "report": "#plan"},
-        "compare": {
-            "kind": "=comparison",
-            "all_fit": "bool",
-            "usable": "int",
-            "total": "int",
-            "budget": "str",
-            "configurations": [
-                {
-                    "name": "str",
-                    "batch_size": "int",
-                    "precision": "str",
-                    "accumulate": "int",
-                    **dict.fromkeys(("learning_rate", "suggested_learning_rate", "utilization"), "float?"),
-                    **compared,
-                    **dict.fromkeys(("modelled_seconds", "relative_speed"), "float?"),
-                }
-            ],
-        },
-        "variants": {
-            "kind": "=variants",
-            "chosen": "str?",
-            "batch_size": "int",
-            "usable": "int",
-            "budget": "str",
-            "variants": [
-                {
-                    "name": "str",
-                    "parameters": "int?",
-                    "fits_as_written": "bool",
-                    "largest_batch_size": "int?",
-                    **compared,
-                }
-            ],
-        },
+        "compare": {"kind": "=comparison", "all_fit": "bool", **amounts, "configurations": [row]},
+        "variants": {"kind": "=variants", "chosen": "str?", **amounts, "variants": [row]},
         "gpus": {
             "kind": "=cards",
             "gpus": [

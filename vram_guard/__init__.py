@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vram_guard.errors import VramGuardError
     from vram_guard.job import Job
     from vram_guard.parallel.spec import Parallel
-    from vram_guard.plan.variants import variants
+    from vram_guard.plan.comparison import variants
     from vram_guard.simulate import estimate, trace
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Estimate, Timeline
@@ -57,7 +57,7 @@ _HOME = {
     "assert_fits": "vram_guard.check",
     "estimate": "vram_guard.simulate",
     "trace": "vram_guard.simulate",
-    "variants": "vram_guard.plan.variants",
+    "variants": "vram_guard.plan.comparison",
 }
 
 

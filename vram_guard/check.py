@@ -23,7 +23,6 @@ def assert_fits(
     margin: float | None = None,
     settings: AllocatorSettings | None = None,
     arguments: Mapping[str, Any] | None = None,
-    annotations: str | None = None,
 ) -> Estimate:
     """Raise an error where the step does not fit: it says what the step takes, where, and what would fit.
 
@@ -37,7 +36,6 @@ def assert_fits(
         margin: the share of the budget to leave free; None: the default.
         settings: the allocator's settings; None: those of the environment.
         arguments: for the function that a name stands for.
-        annotations: "github" prints a failure as a workflow command too.
 
     Returns:
         The estimate, for checks of one's own.
@@ -56,19 +54,10 @@ def assert_fits(
         Traceback (most recent call last):
         vram_guard.errors.DoesNotFitError: batch size 30000 does not fit: 82.00 MiB needed, 18.00 MiB too much...
     """
-    if annotations is not None:
-        from vram_guard.report.annotations import annotation, check_annotations
-
-        check_annotations(annotations)
     estimate, timeline, held_against = checked(
         step, batch_size, budget, gpu=gpu, margin=margin, settings=settings, arguments=arguments
     )
-    try:
-        raise_unless_it_fits(estimate, timeline, held_against, settings)
-    except DoesNotFitError as error:
-        if annotations is not None:
-            print(annotation(str(error), estimate.peak_source))  # noqa: T201 - a runner reads it
-        raise
+    raise_unless_it_fits(estimate, timeline, held_against, settings)
     return estimate
 
 

@@ -17,11 +17,11 @@ R = TypeVar("R")
 #: Settings of a guard that stand in ``advanced={...}``; they were arguments of their own.
 ADVANCED: Final = (
     *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule", "monitor"),
-    *("priority", "releases", "remember", "start_seconds", "target_utilization", "whole_job"),
+    *("priority", "remember", "start_seconds", "target_utilization", "whole_job"),
 )
 #: What stands in ``options=PlanOptions(...)`` of :func:`vram_guard.plan`.
 PLAN_OPTIONS: Final = (
-    *("blocks", "compare_gpus", "correction", "cudnn", "dataset_size", "host_budget", "layouts", "link", "lr_rule"),
+    *("blocks", "correction", "cudnn", "dataset_size", "host_budget", "layouts", "link", "lr_rule"),
     *("node", "refused", "settings", "target_utilization"),
 )
 

@@ -16,9 +16,6 @@ import pytest
 from vram_guard.language import _
 from vram_guard.timeline import Estimate
 
-#: Annotations travel with the reports of tests, from other processes too.
-_PROPERTY = "vram_guard_annotation"
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options; settings in ``[tool.vram_guard]`` and the environment come before them."""
@@ -27,30 +24,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--vram-guard-budget", metavar="AMOUNT", help=_('memory that PyTorch may reserve, such as "24GiB"'))
     report = _("write an HTML report of every check into this folder")
     group.addoption("--vram-guard-report", metavar="DIR", help=report)
-    annotations = _('annotations of checks that fail: "github"')
-    group.addoption("--vram-guard-annotations", metavar="WHERE", help=annotations)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """An unknown form of annotations is an error before any test."""
-    if where := config.getoption("--vram-guard-annotations"):
-        from vram_guard.errors import InvalidInputError
-        from vram_guard.report.annotations import check_annotations
-
-        try:
-            check_annotations(where)
-        except InvalidInputError as error:
-            raise pytest.UsageError(str(error)) from None
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Annotations come at the end, of all processes that ran tests."""
-    if config.getoption("--vram-guard-annotations"):
-        reports = [one for ended in terminalreporter.stats.values() for one in ended if hasattr(one, "user_properties")]
-        told = [value for one in reports for name, value in one.user_properties if name == _PROPERTY]
-        for line in dict.fromkeys(told):
-            terminalreporter.write_line("")
-            terminalreporter.write_line(line)
 
 
 @pytest.fixture
@@ -63,7 +36,6 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
 
     def check(step: Any, batch_size: int, budget: Any = None, **more: Any) -> Estimate:
         from vram_guard.check import checked, raise_unless_it_fits
-        from vram_guard.errors import DoesNotFitError
 
         nonlocal counted
         counted += 1
@@ -78,16 +50,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Estimate]:
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.node.nodeid).strip("-")
             path = Path(folder) / f"{name}{f'-{counted}' if counted > 1 else ''}.html"
             save(estimate, path, timeline=timeline, budget=held_against, title=request.node.nodeid)
-        try:
-            raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
-        except DoesNotFitError as error:
-            if request.config.getoption("--vram-guard-annotations"):
-                from vram_guard.report.annotations import annotation
-
-                file, line, _name = request.node.location
-                found = annotation(str(error), estimate.peak_source, file, (line or 0) + 1)
-                request.node.user_properties.append((_PROPERTY, found))
-            raise
+        raise_unless_it_fits(estimate, timeline, held_against, more.get("settings"))
         return estimate
 
     return check

@@ -49,7 +49,6 @@ KINDS: Final[Mapping[str, str]] = {
     "mode": "text",
     "monitor": "number",
     "recover": "switch",
-    "releases": "text",
     "remember": "switch",
     "start_seconds": "number",
     "target_utilization": "number",

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from benchmarks.gpu.cases import Case
 from benchmarks.harness import checked
-from benchmarks.harness.checked import content, replace_file, write_json
+from benchmarks.harness.checked import content, write_json
 from benchmarks.harness.environment import Machine
 from vram_guard.errors import InvalidInputError
+from vram_guard.files import write_atomically
 
 FORMAT = "vram_guard measured on a GPU"
 VERSION = 1
@@ -119,7 +120,7 @@ def write_histories(folder: Path, histories: Mapping[str, Any]) -> int:
     """Write ``histories.json.gz``: case name -> columns (see history.py). The answer is the file's size."""
     data = {"format": FORMAT, "version": VERSION, "histories": dict(histories)}
     packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6, mtime=0)
-    replace_file(folder / HISTORIES, packed)
+    write_atomically(folder / HISTORIES, packed)
     return len(packed)
 
 

@@ -8,21 +8,14 @@ from typing import Any, TypeVar
 
 from vram_guard.codec import from_plain
 from vram_guard.errors import InvalidInputError
+from vram_guard.files import write_atomically
 
 T = TypeVar("T")
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write the file whole: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
-
-
 def write_json(path: Path, data: Any) -> None:
     """Write ``data`` as JSON, whole."""
-    replace_file(path, (json.dumps(data, indent=1) + "\n").encode())
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
 
 
 def content(path: Path) -> bytes:

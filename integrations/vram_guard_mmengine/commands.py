@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options, asked_budget, counted, listed
 from vram_guard.cli.parsing import Parser
 from vram_guard.cli.printing import print_json, print_now
-from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.closed_form.from_config import precision_word
 from vram_guard.config_file import load_config
 from vram_guard.errors import InvalidInputError, MissingLibraryError
+from vram_guard.files import write_atomically
 from vram_guard.language import _
 
 #: Only keys that no other base file has: MMEngine refuses two sibling bases with a key in common.
@@ -59,7 +57,6 @@ def _add_compare(own: Any) -> None:
     )
     parser.add_argument("config", help=_("a config file"))
     add_options(parser, *DEVICE, "lr-rule", "json")
-    add_release_options(parser)
     add_options(parser, "allow")
     parser.add_argument("--batch-size", action="list", nargs="+", metavar="N", help=_("default: as written, twice"))
     add_options(parser, "precision", action="list", nargs="+")
@@ -83,7 +80,6 @@ def _compare(options: argparse.Namespace) -> int:
         raise MissingLibraryError(str(error)) from error
     from vram_guard_mmengine._compare import compare
 
-    required = required_releases(options)
     if "" not in sys.path:  # the folder that it is started in, as with `python -m`
         sys.path.insert(0, "")
     precisions: list[Any] = [precision_word("--precision", one) for one in listed(options.precision)]
@@ -99,7 +95,6 @@ def _compare(options: argparse.Namespace) -> int:
         print_json(comparison_dict(found))
     else:
         show(found)
-    tell_differences(required, found.releases)
     return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
 
 
@@ -144,13 +139,5 @@ def write_base(configs: Path, *, force: bool = False) -> Path:
     path = configs / "_base_" / "vram_guard.py"
     if path.exists() and not force and path.read_text(encoding="utf-8") != BASE:
         raise InvalidInputError(_("{path} exists already, with other contents: --force replaces it", path=path))
-    try:
-        path.parent.mkdir(exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(BASE)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except OSError as error:
-        raise InvalidInputError(_("{path} cannot be written: {reason}", path=path, reason=error)) from error
+    write_atomically(path, BASE)
     return path

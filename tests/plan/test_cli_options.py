@@ -53,14 +53,12 @@ CONFIG = "step: steps.py:build\nbatch_size: 4\nheight: 512\nlr: 0.001\n"
 #: Option -> its words; "{}" is a new name.
 VALUES = {
     "--allow": "precision",
-    "--annotations": "github",
     "--batch": "5",
     "--benchmark": "--benchmark-seconds 0.02",
     "--benchmark-seconds": "0.01",
     "--budget": "70MiB",
     "--bytes-per-element": "2",
     "--checkpointing": "",
-    "--compare-gpus": "2",
     "--config": "other.yaml",
     "--cudnn": "nowhere.so",
     "--device": "0",
@@ -95,7 +93,6 @@ VALUES = {
     "--quick": "",
     "--quiet": "",
     "--recommend": "",
-    "--releases": "other.txt",
     "--resolutions": "16,24",
     "--seq-length": "48",
     "--set": "batch_size=6",
@@ -149,8 +146,6 @@ SAME = {
     ("--lr-rule", "compare step"),
     # Of the page that is kept.
     *(("--title", f"plan {way}") for way in ASKED["plan"]),
-    # The step fits: there is nothing to annotate.
-    *(("--annotations", f"plan {way}") for way in ASKED["plan"]),
 }
 #: One number of the rule of thumb alone: those that are missing are named.
 LACKING = {("--hidden-dim", "gpus cards"), ("--config", "gpus rule")}

@@ -22,21 +22,6 @@ def test_the_samples_of_a_step_stay_under_every_layout() -> None:
 
 
 @pytest.mark.torch_since(2, 6)
-def test_other_numbers_of_gpus_share_the_same_samples() -> None:
-    made = planned(4, layouts=["fsdp2"], compare_gpus=[8, 32, 48])
-
-    eight, more, uneven = spread(made).counts
-    assert (made.effective_batch_size, spread(made).samples) == (64, 64)
-    assert eight.fits
-    assert more.fits
-    assert eight.gpus == 8
-    assert eight.peak > more.peak
-    assert eight.seconds >= more.seconds
-    assert not uneven.fits
-    assert "64 samples do not divide over 48 GPUs" in str(uneven.why)
-
-
-@pytest.mark.torch_since(2, 6)
 def test_accumulated_batches_are_samples_too() -> None:
     made = plan(a_step(accumulate=3), 4, "1GiB", gpus=8, options=PlanOptions(link=LINK, layouts=["fsdp2"]))
 

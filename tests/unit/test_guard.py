@@ -37,7 +37,6 @@ from vram_guard.techniques import Recipe
         ({"allow": ["acumulate"]}, "did you mean 'accumulate'"),
         ({"margin": 2}, "margin"),
         ({"grow": 1}, "grow"),
-        ({"advanced": {"releases": ["uv.lock"]}}, "releases"),
         ({"recover": "no"}, "recover"),
         ({"mode": "fits"}, "mode"),
         ({"loss_weight": "median"}, "loss_weight"),

@@ -87,9 +87,6 @@ def cases():
             ("--device", "0"),
         ):
             yield *base, *CARD, *more
-    for base in (BASES[name] for name in ("estimate", "plan", "compare", "variants")):
-        for name in ("missing.txt", "folder", "binary"):
-            yield *base, *CARD, "--releases", name
     for base in (BASES[name] for name in ("plan", "compare", "variants")):
         for name in ("everything", ESCAPES):
             yield *base, *CARD, "--allow", name
@@ -132,9 +129,7 @@ def cases():
         yield *spread, "--link", link
     for layouts in ("", ESCAPES, "fsdp", "fsdp2;ddp"):
         yield *spread, "--layouts", layouts
-    for numbers in ("", ESCAPES, "0", "2,,3", "-1", "auto"):
-        yield *spread, "--compare-gpus", numbers
-    for option, value in (("--node-gpus", "4"), ("--link", "nvlink"), ("--layouts", "ddp"), ("--compare-gpus", "2")):
+    for option, value in (("--node-gpus", "4"), ("--link", "nvlink"), ("--layouts", "ddp")):
         yield *BASES["plan"], *CARD, option, value  # of one GPU
     for allowed in ("selective checkpoint", "selective_checkpoint=matmul", "activation_memory_budget=0.5"):
         yield *BASES["plan"], *CARD, "--allow", allowed
@@ -182,7 +177,6 @@ OTHERS = (
     "plan ok.yaml --gpu 4090 --html folder",
     "plan ok.yaml --gpu 4090 --plot folder",
     "plan ok.yaml --gpu 4090 --plot x.docx",
-    "plan ok.yaml --gpu 4090 --annotations x",
     "plan ok.yaml --gpu 4090 --gpus 2 --link x",
     "plan ok.yaml --gpu 4090 --gpus 2 --layouts x",
     "plan ok.yaml ok.yaml --gpu 4090",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FROM_SETTINGS = frozenset(
     {
         *("allow", "budget", "cudnn", "gpu", "gpu_memory", "host_budget", "lr_rule", "margin"),
-        *("releases", "target_utilization", "threshold", "verbose"),
+        *("target_utilization", "threshold", "verbose"),
     }
 )
 

@@ -11,7 +11,6 @@ from vram_guard.cli._configuration import check_said_once, configuration, descri
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, SIZES, add_options, asked_budget, counted, listed
 from vram_guard.cli.printing import print_json, progress_shown, say
-from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vram_guard.plan.comparison import Comparison, Configuration
-    from vram_guard.releases.required import RequiredReleases
     from vram_guard.step import TrainingStep
 
 
@@ -80,7 +78,6 @@ def add_variants(commands: Any) -> None:
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
     add_options(parser, *DEVICE, "cudnn", "json", "verbose")
     add_options(parser, "allow", default=allow)
-    add_release_options(parser)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -90,21 +87,19 @@ def _compare(options: argparse.Namespace) -> int:
     _something_to_compare(options)
     budget = asked_budget(options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
-    required = required_releases(options)
     configurations = tuple(_configurations(options))
     with progress_shown() as progress:
         answer = compare(
             configurations, budget, allow=allow, lr_rule=options.lr_rule, cudnn=options.cudnn, progress=progress
         )
-    _print(answer, options, required)
+    _print(answer, options)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
 
 
 def _variants(options: argparse.Namespace) -> int:
-    from vram_guard.plan.variants import variants
+    from vram_guard.plan.comparison import variants
 
     budget = asked_budget(options)
-    required = required_releases(options)
     steps = dict[str, "TrainingStep"]()
     for name, step in _named(options.names):
         if name in steps:
@@ -119,11 +114,11 @@ def _variants(options: argparse.Namespace) -> int:
             cudnn=options.cudnn,
             progress=progress,
         )
-    _print(answer, options, required)
+    _print(answer, options)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
 
-def _print(answer: Comparison, options: argparse.Namespace, required: RequiredReleases) -> None:
+def _print(answer: Comparison, options: argparse.Namespace) -> None:
     from vram_guard.report import text
     from vram_guard.report.comparison import comparison_dict, show
 
@@ -135,7 +130,6 @@ def _print(answer: Comparison, options: argparse.Namespace, required: RequiredRe
             if row.plan is not None:
                 say(f"\n{row.name}")
                 text.show(row.plan)
-    tell_differences(required, answer.releases)
 
 
 def _something_to_compare(options: argparse.Namespace) -> None:

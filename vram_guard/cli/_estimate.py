@@ -13,7 +13,6 @@ from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
 from vram_guard.cli.printing import Notes, print_json, print_now, say
-from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.cli.ways import RULE, check_needed, check_read, of_model
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
@@ -47,7 +46,6 @@ def add(commands: Any) -> None:
     folder.add_argument("--recommend", action="store_true", help=_("plan what makes it fit, as the command plan does"))
     add_options(parser, *DEVICE, "cudnn", "json")
     add_options(parser, "verbose", default=None)
-    add_release_options(parser)
     parser.set_defaults(run=_estimate)
 
 
@@ -75,7 +73,6 @@ def _estimate(options: argparse.Namespace) -> int:
         check_needed(options, ("gpu",), needs=_("a model that is built (--model)"))
     if is_built and "batch" not in request.numbers:
         raise no_batch(request.model or "")
-    required = required_releases(options) if is_built else None
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
     calculation = Calculation(request.network(), memory, share) if by_rule else None
     notes = Notes(verbose=bool(options.verbose))
@@ -115,8 +112,6 @@ def _estimate(options: argparse.Namespace) -> int:
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
     if symbolic is not None and one is not None:
         one.tell_assumed()
-    if symbolic is not None and required is not None:
-        tell_differences(required, symbolic.estimate.releases)
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
 
 

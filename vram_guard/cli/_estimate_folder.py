@@ -10,7 +10,6 @@ from vram_guard.cli._arguments import count, counts
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import asked_budget, listed
 from vram_guard.cli.printing import Notes, print_json, print_now, progress_shown
-from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.cli.ways import FOLDER, check_needed, check_read
 from vram_guard.errors import InvalidInputError, NoDeviceError
 from vram_guard.language import _
@@ -31,12 +30,11 @@ def estimate_folder(options: argparse.Namespace) -> int:
 
     check_read(options, FOLDER)
     if options.quick:
-        check_needed(options, ("cudnn", "releases", "recommend"), needs=_("the symbolic answer (no --quick)"))
+        check_needed(options, ("cudnn", "recommend"), needs=_("the symbolic answer (no --quick)"))
     batch = count("batch_size", options.batch) or 1
     folder = read_folder(Path(options.model_path).expanduser())
     check_sizes(folder, options)
     sizes = InputSizes(**counts(options, "height", "width", "num_frames", "seq_length"))
-    required = None if options.quick else required_releases(options)
     tuning = tuning_of_folder(folder, options, sizes, batch)
     budget = _budget(options)
     if not options.json:
@@ -62,8 +60,6 @@ def estimate_folder(options: argparse.Namespace) -> int:
         print_json(answer)
     elif symbolic is not None:
         print_now(["", *symbolic.lines(verbose=bool(options.verbose))])
-    if symbolic is not None and required is not None:
-        tell_differences(required, symbolic.estimate.releases)
     return EXIT_DOES_NOT_FIT if fits is False else EXIT_DONE
 
 

@@ -12,7 +12,6 @@ from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import NETWORK, add_options
 from vram_guard.cli.printing import print_columns, print_json, say
-from vram_guard.cli.releases import add_release_options
 from vram_guard.cli.ways import CARDS, check_read
 from vram_guard.language import _
 
@@ -39,7 +38,6 @@ def add(commands: Any) -> None:
     add_options(parser, "margin", "json")
     group = parser.add_argument_group(_("a model: what fits on each GPU"))
     add_options(group, "config", *NETWORK)
-    add_release_options(group)
     group.add_argument(
         "--resolutions",
         action="list",

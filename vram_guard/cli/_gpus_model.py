@@ -13,7 +13,6 @@ from vram_guard.cli._configuration import is_traced, said
 from vram_guard.cli._described import Described
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
-from vram_guard.cli.releases import required_releases, tell_differences
 from vram_guard.cli.ways import RULE, check_read, of_model
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -40,7 +39,6 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     """Print what each card holds of the model."""
     from vram_guard.releases.installed import Releases
 
-    required = required_releases(options)
     title, tables, known = _network_tables(options, cards)
     releases = (known or Releases.here()) if title == _SYMBOLIC else None
     if options.json:
@@ -54,7 +52,6 @@ def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
         if releases is not None:
             say()
             say(_("Releases: {releases}", releases=releases))
-    tell_differences(required, releases)
     return EXIT_DONE
 
 

@@ -17,11 +17,9 @@ from vram_guard.cli.options import (
     add_config,
     add_options,
     asked_budget,
-    counted,
     listed,
 )
 from vram_guard.cli.printing import print_json, progress_shown, say
-from vram_guard.cli.releases import add_release_options, required_releases, tell_differences
 from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -50,7 +48,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--set", action="list", metavar="A=1,B=2", help=_("values in place of the config's"))
     add_options(parser, "model", "batch", *_SHAPES, *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
-    add_release_options(parser)
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
         "--gpus", metavar="N", help=_("spread the training over N GPUs; auto: as few as suffice for the whole batch")
@@ -67,17 +64,6 @@ def add(commands: Any) -> None:
         action="list",
         metavar="A,B",
         help=_("ways to spread that are tried (default: {all})", all=",".join(LAYOUTS)),
-    )
-    several.add_argument(
-        "--compare-gpus",
-        action="list",
-        metavar="N,M",
-        help=_("other numbers of GPUs for the same training, as a table"),
-    )
-    parser.add_argument(
-        "--annotations",
-        metavar="WHERE",
-        help=_('note a training that does not fit for a forge: "github"'),
     )
     parser.add_argument("--title", default="", metavar="TEXT", help=_("title of the HTML report"))
     plots = parser.add_argument_group(_("plots"))
@@ -112,7 +98,6 @@ def _several(options: argparse.Namespace) -> PlanOptions:
         node=count("node_gpus", options.node_gpus),
         link=",".join(options.link) if options.link else None,
         layouts=None if options.layouts is None else listed(options.layouts),
-        compare_gpus=counted("compare_gpus", options.compare_gpus),
     )
 
 
@@ -133,21 +118,17 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.plan.checks import check_cudnn
     from vram_guard.plan.techniques import checked_techniques
-    from vram_guard.report.annotations import annotation, check_annotations
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import html_report, where_to_read_on
     from vram_guard.report.text import show
 
     if options.gpus is None:
-        check_needed(options, ("node_gpus", "link", "layouts", "compare_gpus"), needs="--gpus")
-    if options.json and not (options.html or options.annotations):
+        check_needed(options, ("node_gpus", "link", "layouts"), needs="--gpus")
+    if options.json and not options.html:
         check_needed(options, ("title",), needs="--html")
     _check_pictures(options)
-    if options.annotations is not None:
-        check_annotations(options.annotations)
     _one_of(options)
     budget = asked_budget(options)
-    required = required_releases(options)
     name = options.title or (Path(options.config).name if options.config else options.model)
     config = load_config(options.config) if options.config else {}
     change = parsed(*options.set) if options.set else {}
@@ -177,9 +158,5 @@ def _plan(options: argparse.Namespace) -> int:
         show(made, verbose=bool(options.verbose))
         if not options.verbose and not options.html:
             say(where_to_read_on(html_report(made, title=name), "-v"))
-    tell_differences(required, made.before.releases)
     _write_pictures(options, made, name)
-    if options.annotations is not None and not made.fits:
-        failed = annotation(f"{name}: {made.verdict()}", "", options.config or "")
-        say(failed, sys.stderr, wrap=False)  # for a program
     return EXIT_DONE if made.fits else EXIT_DOES_NOT_FIT

@@ -81,7 +81,6 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes"), bare=True),
     "num-layers": _Option("N", marked("number of layers")),
     "quick": _Option("", marked("the closed form alone: no model is built")),
-    "releases": _Option("FILE", marked("lock file or requirements of the training, compared with what is installed")),
     "seq-length": _Option(
         "N", marked("time steps or tokens (default: 1; of a text model by name its context, 512 at most)")
     ),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _CONFIG: Final = frozenset({"config", "set", "model", "batch", "quick"})
 #: What a trace of a step reads, whatever the step is.
-_TRACE: Final = frozenset({"margin", "cudnn", "releases"})
+_TRACE: Final = frozenset({"margin", "cudnn"})
 
 #: Options that describe a training. Each way of asking reads some of them; all others are the commands' own.
 DESCRIBING: Final = frozenset(

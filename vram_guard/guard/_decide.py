@@ -22,7 +22,6 @@ from vram_guard.longest.choice import choose, peak_of
 from vram_guard.proof.bodies import find_body
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Disproof, Proof, prove, prove_cut
-from vram_guard.releases.required import RequiredReleases
 from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.watch.corrections import Corrections, subject
 
@@ -143,8 +142,6 @@ def decide_alone(
     Raises:
         UnsupportedStepError: the step cannot be predicted, or a pin asks for what cannot be done here.
     """
-    # On the device that trains, the releases that train are those that predict.
-    required = RequiredReleases.read(settings.releases if gpu is None else None)
     captured = longest_batch_of(captured, settings, budget, progress)
     step, size, make = captured.step, captured.sample.batch_size, captured.sample.make
     graph = LossGraph(step, captured.loaded, captured.effects, read=captured.read_afterwards)
@@ -167,9 +164,7 @@ def decide_alone(
         captured = _without_job(captured, error)
         plan, proof = settling.settled(_Captured(captured, settings, budget, known, graph, progress), refused)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
-    releases = plan.before.releases
-    notes = [*captured.notes, *(() if releases is None else required.remarks(releases))]
-    notes += [*(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
+    notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
     notes += [one for one in (proof.words, *proof.notes) if one]
     splitter = spare = None
     if "accumulate" not in refused:

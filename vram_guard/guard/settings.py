@@ -47,8 +47,6 @@ class PlanSettings:
         target_utilization: the share of the memory that growth may fill, in (0, 1].
         lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
-        releases: the lock file or requirements whose releases are compared with the installed ones, where the training
-            will run elsewhere; None: nothing is compared.
         longest: the batch that is planned for, where samples differ in size: "largest" that the loader can make, as far
             as the sizes of samples can be known; a share such as 0.99: 99% of the batches are no longer, and the others
             are left to the recovery from out-of-memory errors; "first": the largest of the first samples.
@@ -72,7 +70,6 @@ class PlanSettings:
     target_utilization: float = 0.8
     lr_rule: str = "linear"
     host_budget: str | int | None = None
-    releases: str | None = None
     longest: float | str = "largest"
     longest_seconds: float = 2.0
     whole_job: bool = True
@@ -88,8 +85,6 @@ class PlanSettings:
         self._keep("longest", checked_longest(self.longest))
         check_seconds("longest_seconds", self.longest_seconds)
         check_switches(grow=self.grow, whole_job=self.whole_job, verbose=self.verbose)
-        if not isinstance(self.releases, str | None):
-            raise InvalidInputError(_("releases must be the path of a file, not {value}", value=repr(self.releases)))
 
     def _keep(self, name: str, value: object) -> None:
         """Replace a value by its checked form."""

@@ -104,7 +104,7 @@ def plan(
     check_not_planned(step)
     check_unit(budget)
     correction, cudnn = checked_correction(options.correction), checked_choice(options.cudnn)
-    over = requested_gpus(step, gpus, options.node, options.link, options.layouts, options.compare_gpus)
+    over = requested_gpus(step, gpus, options.node, options.link, options.layouts)
     if over is not None:
         step = check_step(step, over, grow=grow)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)

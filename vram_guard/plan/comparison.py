@@ -1,9 +1,9 @@
-"""Comparison: several configurations of a training side by side, without running any of them."""
+"""Comparison: configurations of a training, or variants of a model, side by side, without running any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vram_guard.allocator import AllocatorSettings
@@ -11,6 +11,7 @@ from vram_guard.budget import GPU, Budget
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.limits import LARGEST_BATCH_ASKED
 from vram_guard.plan.checks import check_cudnn
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.model import Plan
@@ -18,6 +19,7 @@ from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.releases.installed import Releases
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Estimate
+from vram_guard.units import format_bytes
 from vram_guard.user_code import line_of_error, with_line
 
 
@@ -103,6 +105,8 @@ class Comparison:
     budget: Budget
     rates_by_rule: bool = field(default=False, kw_only=True)
     """The rows' learning rates are those that the rule gives for their batches, not what the configurations say."""
+    of_variants: bool = field(default=False, kw_only=True)
+    """The rows are sizes of one model, of which one is chosen."""
 
     def relative_speed(self, row: Compared) -> float | None:
         """Samples a second over those of the first row that has a time."""
@@ -130,6 +134,33 @@ class Comparison:
         """True if every one fits, as written or under its plan."""
         return all(row.fits for row in self.rows)
 
+    @property
+    def chosen(self) -> Compared | None:
+        """The one with most parameters of those that fit; None where none does."""
+        # Of equally large ones, what fits as written; then the one given first.
+        fitting = [row for row in self.rows if row.fits]
+        return max(fitting, key=lambda row: (row.parameters or 0, row.fits_as_written), default=None)
+
+    def choice(self) -> str:
+        """The choice among variants with its reason, in one line."""
+        chosen, size = self.chosen, self.rows[0].batch_size
+        if chosen is None or chosen.plan is None:
+            return _(
+                "None of {count} variants fits into {usable} at batch size {size}.",
+                count=len(self.rows),
+                usable=format_bytes(self.budget.usable),
+                size=size,
+            )
+        return _(
+            "{name}: {reason}, {peak} of {usable} {how} at batch size {size}.",
+            name=chosen.name,
+            reason=_("the one with most parameters that fits"),
+            peak=format_bytes(chosen.plan.peak),
+            usable=format_bytes(chosen.plan.budget.usable),
+            how=_("as written") if chosen.fits_as_written else _("under its plan"),
+            size=size,
+        )
+
     def __getitem__(self, name: str) -> Compared:
         """The row with this name.
 
@@ -153,6 +184,7 @@ def compare(
     lr_rule: str = "linear",
     settings: AllocatorSettings | None = None,
     cudnn: str | None = None,
+    limit: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Predicted peak, plan, learning rate and modelled speed of several configurations.
@@ -166,6 +198,7 @@ def compare(
         lr_rule: "linear", "sqrt", "none" or "auto": how learning rates follow the samples of an optimizer step.
         settings: the allocator's settings; None: PyTorch's defaults.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.plan`.
+        limit: look for the largest batch size of each, up to so many samples; None: do not.
         progress: called with a line of text before each slow part.
 
     Returns:
@@ -177,26 +210,8 @@ def compare(
     """
     given = tuple(configurations)
     learning_rate_factor(lr_rule, 1, 1)
-    rows, resolved = compared_rows(given, budget, gpu, margin, allow, settings, progress, cudnn=cudnn, lr_rule=lr_rule)
-    return Comparison(rows, resolved)
-
-
-def compared_rows(
-    given: Sequence[Configuration],
-    budget: Budget | str | int | None,
-    gpu: GPU | str | None,
-    margin: float | None,
-    allow: Iterable[str],
-    settings: AllocatorSettings | None,
-    progress: Callable[[str], None] | None,
-    *,
-    cudnn: str | None,
-    lr_rule: str = "none",
-    limit: int | None = None,
-) -> tuple[tuple[Compared, ...], Budget]:
-    """A row for each; the largest batch of each, up to ``limit``, where one is given."""
-    from vram_guard.budget import Budget
-
+    if limit is not None:
+        checked_count("limit", limit)
     if not given:
         raise InvalidInputError(_("there is nothing to compare: give at least one"))
     names = [one.name for one in given]
@@ -225,7 +240,86 @@ def compared_rows(
         suggested = _suggested(given[0], one, rule_for(lr_rule, optimizer))
         return Compared(one.name, one.step, one.batch_size, one.learning_rate, suggested, **found)
 
-    return tuple(map(row, given)), resolved
+    return Comparison(tuple(map(row, given)), resolved)
+
+
+def variants(
+    steps: Mapping[str, TrainingStep] | Iterable[tuple[str, TrainingStep]],
+    batch_size: int,
+    budget: Budget | str | int | None = None,
+    *,
+    gpu: GPU | str | None = None,
+    margin: float | None = None,
+    allow: Iterable[str] = (),
+    limit: int = LARGEST_BATCH_ASKED,
+    settings: AllocatorSettings | None = None,
+    cudnn: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Predict the memory of each variant of a model at one batch size, and choose the largest that fits.
+
+    Variants that share everything but the model are made from one step::
+
+        steps = {name: step.with_(model=build) for name, build in constructors.items()}
+
+    Args:
+        steps: name -> the step with that variant (its ``model`` best a constructor: built symbolically, it takes no
+            memory).
+        batch_size: samples that the loader delivers at once.
+        budget: what the allocator may reserve: a Budget, "24GiB", bytes, or a GPU's name.
+        gpu: a whole card by name; with neither, this machine's device.
+        margin: the share of the budget to leave free; None: the default.
+        allow: what a plan may change in a variant that does not fit as written, as in :func:`vram_guard.plan`;
+            nothing by default: a smaller variant is what is chosen instead.
+        limit: the largest batch size that is considered, in samples.
+        settings: the allocator's settings; None: PyTorch's defaults.
+        cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.plan`.
+        progress: called with a line of text before each variant and each slow part of it.
+
+    Returns:
+        A row for every variant. One that cannot be built or traced has the reason in its row.
+
+    Raises:
+        InvalidInputError: no variants, a name twice, or another argument that makes no sense; before any work.
+        NoDeviceError: no budget, no GPU name and no GPU here.
+
+    Example:
+        >>> def step(width):
+        ...     net = torch.nn.Linear(width, 8)
+        ...     return TrainingStep(net, torch.ones(4, width), lambda net, x: net(x).sum(), torch.optim.Adam)
+        >>> variants({"wide": step(1024), "narrow": step(256)}, 30000, "64MiB").chosen.name
+        'narrow'
+    """
+    given = [Configuration(name, step, batch_size) for name, step in _named_steps(steps)]
+    how: dict[str, Any] = {"gpu": gpu, "margin": margin, "settings": settings, "cudnn": cudnn, "progress": progress}
+    return replace(compare(given, budget, allow=allow, lr_rule="none", limit=limit, **how), of_variants=True)
+
+
+def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:
+    """Names with their steps, in order.
+
+    Raises:
+        InvalidInputError: not a mapping or pairs, none, a name that is not a text or empty, or something else than a
+            step.
+    """
+    try:
+        pairs = [tuple(pair) for pair in (steps.items() if isinstance(steps, Mapping) else steps)]  # type: ignore[attr-defined]
+    except TypeError:
+        pairs = []
+    wrong = [pair for pair in pairs if len(pair) != 2 or not _is_named(*pair)]
+    if wrong or not pairs:
+        raise InvalidInputError(
+            _(
+                "variants are names and training steps, such as {example}, not {value}",
+                example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}",
+                value=repr(wrong[0] if wrong else steps)[:60],
+            )
+        )
+    return pairs
+
+
+def _is_named(name: object, step: object) -> bool:
+    return isinstance(name, str) and bool(name.strip()) and isinstance(step, TrainingStep)
 
 
 def _found(

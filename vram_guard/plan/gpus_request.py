@@ -27,14 +27,12 @@ class GpusRequest:
         node: GPUs of a node.
         link: as in :func:`vram_guard.parallel.links.topology`.
         layouts: names of :data:`vram_guard.plan.layouts.LAYOUTS`.
-        compare: other numbers of GPUs that are planned as well.
     """
 
     gpus: int | Literal["auto"]
     node: int
     link: str | Topology | None
     layouts: tuple[str, ...]
-    compare: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -43,24 +41,18 @@ class GpusRequest:
         node: int | None,
         link: str | Topology | None,
         layouts: Iterable[str] | None,
-        compare: Iterable[int],
     ) -> GpusRequest:
         """The request, checked.
 
         Raises:
             InvalidInputError: a number makes no sense or does not divide, or a link or layout is not known.
         """
-        if not isinstance(compare, Iterable):
-            raise InvalidInputError(
-                _("compare_gpus must be a list of numbers of GPUs, not {value}", value=repr(compare)[:60])
-            )
-        counts = tuple(_checked_gpus("compare_gpus", one) for one in compare)
         number = gpus if gpus == "auto" else _checked_gpus("gpus", gpus)
         per_node = GPUS_OF_A_NODE if node is None else checked_count("node", node)
-        for one in (*counts, *([] if isinstance(number, str) else [number])):
-            Parallel(gpus=one, node=per_node)  # says so where nodes are not full
+        if not isinstance(number, str):
+            Parallel(gpus=number, node=per_node)  # says so where nodes are not full
         topology(link, gpus=per_node, node=per_node)
-        return cls(number, per_node, link, checked_layouts(layouts), counts)  # type: ignore[arg-type]
+        return cls(number, per_node, link, checked_layouts(layouts))  # type: ignore[arg-type]
 
     def check_card(self, gpu: GPU | None) -> None:
         """Check that a card has the links that are asked for.
@@ -77,7 +69,6 @@ def requested_gpus(
     node: int | None,
     link: str | Topology | None,
     layouts: Iterable[str] | None,
-    compare: Iterable[int],
 ) -> GpusRequest | None:
     """The GPUs that a step is to be spread over; None: those that it has.
 
@@ -85,11 +76,9 @@ def requested_gpus(
         InvalidInputError: as :meth:`GpusRequest.of`; or something is said of several GPUs and their number is not.
     """
     if gpus is not None:
-        return GpusRequest.of(gpus, node, link, layouts, compare)
-    if layouts is not None or compare or node is not None:
-        raise InvalidInputError(
-            _("GPUs of a node, layouts and other numbers of GPUs are for plans over several: give gpus as well")
-        )
+        return GpusRequest.of(gpus, node, link, layouts)
+    if layouts is not None or node is not None:
+        raise InvalidInputError(_("GPUs of a node and layouts are for plans over several: give gpus as well"))
     if link is not None and not (isinstance(step, TrainingStep) and step.parallel is not None):
         raise InvalidInputError(_("link is for plans over several GPUs: give gpus as well"))
     return None

@@ -32,7 +32,6 @@ class PlanOptions:
         node: of a training over ``gpus``: GPUs of a node; None: 8.
         link: what connects the GPUs of a node, and the nodes, such as "nvlink,ib400"; None: what is usual for the card.
         layouts: the ways to spread that are tried, see :data:`vram_guard.plan.layouts.LAYOUTS`; None: all.
-        compare_gpus: other numbers of GPUs that are planned for the same training, as a table.
 
     Raises:
         InvalidInputError: an option of growth makes no sense; the others are checked with the step.
@@ -54,7 +53,6 @@ class PlanOptions:
     node: int | None = None
     link: str | Topology | None = None
     layouts: Iterable[str] | None = None
-    compare_gpus: Iterable[int] = ()
 
     def __post_init__(self) -> None:
         check_growth(self.target_utilization, self.lr_rule)

@@ -24,7 +24,7 @@ from vram_guard.parallel.spec import Parallel
 from vram_guard.plan._depth import by_depth
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
-from vram_guard.plan.descriptions import Reason, Why, longer, recipe_words
+from vram_guard.plan.descriptions import Reason, Why, longer
 from vram_guard.plan.gpus_request import GpusRequest
 from vram_guard.plan.layout_facts import (
     divides_layers,
@@ -102,17 +102,7 @@ class SpreadSearch:
         else:
             total = batch_size * self.request.gpus
             made = self.on(self.request.gpus, total)
-        counts = tuple(self._counted(count, total, made) for count in self.request.compare)
-        return replace(made.rank, spread=replace(made.spread, counts=counts))
-
-    def _counted(self, gpus: int, total: int, known: SpreadPlan) -> LayoutPlan:
-        """The best way on another number of GPUs."""
-        if known.spread.gpus == gpus:
-            return best_way(known)
-        if not any(shares(gpus, layout, total) for layout in self._layouts(gpus)):
-            why = Message("{samples} samples do not divide over {gpus} GPUs", samples=total, gpus=gpus)
-            return LayoutPlan(gpus, None, fits=False, why=why)
-        return best_way(self.on(gpus, total))
+        return replace(made.rank, spread=made.spread)
 
     def _layouts(self, gpus: int) -> list[Parallel | None]:
         return list(layouts_of(gpus, self.request.node, self.request.layouts, self.step.precision))
@@ -394,11 +384,3 @@ def _compared(ways: Mapping[Parallel | None, LayoutPlan], taken: Parallel | None
         else way
         for layout, way in ways.items()
     }
-
-
-def best_way(made: SpreadPlan) -> LayoutPlan:
-    """The way that a plan takes, for a table of several numbers of GPUs."""
-    spread = made.spread
-    way = next(way for way in spread.ways if way.layout == spread.layout)
-    words = [*recipe_words(made.rank.recipe)]
-    return way if way.changes or not words else replace(way, changes="; ".join(words))

@@ -54,7 +54,6 @@ class Spread:
         outside: what NCCL takes on each GPU beside PyTorch's allocator; None: one GPU.
         host_per_node: bytes that the plan keeps in the host memory of a node.
         ways: every layout that was considered, the simplest first.
-        counts: the best way on other numbers of GPUs, where they were asked for.
         found: True if the number of GPUs was looked for: the least that suffices.
     """
 
@@ -68,7 +67,6 @@ class Spread:
     outside: OutsideAllocator | None = None
     host_per_node: int = 0
     ways: tuple[LayoutPlan, ...] = ()
-    counts: tuple[LayoutPlan, ...] = ()
     found: bool = False
 
     @property

@@ -131,7 +131,6 @@ class Content:
         if plan.spread is not None:
             yield Section(_("Over several GPUs"), plan.spread.facts())
             yield _ways(plan.spread)
-            yield _other_gpus(plan.spread)
         yield Section.listed(_("Why"), [str(one) for one in plan.reason_values if one.kind not in COUNTED])
         yield Section.listed(_("Alternatives considered, closest first"), _alternatives(plan, most))
 
@@ -167,8 +166,6 @@ class Content:
         """What there is to know in a dozen lines."""
         yield Section.listed(_("Memory that grows"), self.leaks())
         yield Section("", self._brief_facts())
-        if self.plan is not None and self.plan.spread is not None:
-            yield _other_gpus(self.plan.spread)
         yield Section.listed("", self._brief_reasons())
         # Of an answer that is not exact, whose reasons point to them.
         if self.estimate.tier == "partly symbolic":
@@ -314,15 +311,6 @@ def _ways(spread: Spread) -> Section:
     rows = [[way.words, *_figures(way), _verdict(way, spread)] for way in spread.ways]
     heads = [_("spread"), _("peak"), _("time per step"), _("answer")]
     return Section(_("Ways to spread it, the simplest first"), rows if len(rows) > 1 else (), heads, 2)
-
-
-def _other_gpus(spread: Spread) -> Section:
-    """The same training on other numbers of GPUs, ascending; no rows where that was not asked for."""
-    here = [way for way in spread.ways if way.layout == spread.layout and spread.counts]
-    ways = {way.gpus: way for way in (*spread.counts, *here)}
-    rows = [[str(gpus), *_figures(way), way.words if way.fits else str(way.why)] for gpus, way in sorted(ways.items())]
-    heads = [_("GPUs"), _("peak"), _("time per step"), _("plan")]
-    return Section(_("The same training on other numbers of GPUs"), rows, heads, 2)
 
 
 def _figures(way: LayoutPlan) -> list[str]:

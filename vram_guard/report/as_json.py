@@ -102,7 +102,6 @@ def _spread(spread: Spread) -> dict[str, Any]:
         "host_bytes_per_node": spread.host_per_node,
         "assumptions": list(spread.topology.assumptions),
         "ways": [_way(way) for way in spread.ways],
-        "other_gpus": [_way(way) for way in spread.counts],
     }
 
 

@@ -1,4 +1,4 @@
-"""The tables of compared configurations and of a model's variants, for people and for programs."""
+"""The table of compared configurations or of a model's variants, for people and for programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, TextIO
 
 from vram_guard.language import _
 from vram_guard.plan.comparison import Compared, Comparison
-from vram_guard.plan.variants import Variants
 from vram_guard.printable import printable
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.columns import columns
@@ -35,50 +34,38 @@ def show(answer: Comparison, *, file: TextIO | None = None) -> bool:
 
 def comparison_dict(answer: Comparison) -> dict[str, Any]:
     """The answer as plain dicts, lists, strings and numbers; amounts are ints of bytes."""
-    if isinstance(answer, Variants):
-        chosen = answer.chosen
-        return {
-            "kind": "variants",
-            "chosen": None if chosen is None else chosen.name,
-            "batch_size": answer.batch_size,
-            "usable": answer.compared_budget.usable,
-            "budget": answer.compared_budget.explain(),
-            "variants": [_variant_dict(row) for row in answer.rows],
-        }
+    own: dict[str, Any] = {"kind": "comparison", "all_fit": answer.all_fit}
+    if answer.of_variants:
+        own = {"kind": "variants", "chosen": None if answer.chosen is None else answer.chosen.name}
     return {
-        "kind": "comparison",
-        "all_fit": answer.all_fit,
+        **own,
         "usable": answer.compared_budget.usable,
         "total": answer.budget.total,
         "budget": answer.compared_budget.explain(),
-        "configurations": [_configuration_dict(answer, row) for row in answer.rows],
+        "variants" if answer.of_variants else "configurations": [_row_dict(answer, row) for row in answer.rows],
     }
 
 
-def _variant_dict(row: Compared) -> dict[str, Any]:
-    own = {"parameters": row.parameters, "peak_reserved": row.peak, "fits": row.fits}
-    largest = {"fits_as_written": row.fits_as_written, "largest_batch_size": row.largest_batch_size}
-    return {"name": row.name, **own, **largest, **_plan_dict(row)}
-
-
-def _configuration_dict(answer: Comparison, row: Compared) -> dict[str, Any]:
+def _row_dict(answer: Comparison, row: Compared) -> dict[str, Any]:
     names = ("name", "batch_size", "precision", "accumulate", "learning_rate", "suggested_learning_rate")
-    peak = {"peak_reserved": row.peak, "utilization": row.utilization, "fits": row.fits}
-    speed = {"modelled_seconds": row.seconds, "relative_speed": answer.relative_speed(row)}
-    return {**{name: getattr(row, name) for name in names}, **peak, **_plan_dict(row), **speed}
-
-
-def _plan_dict(row: Compared) -> dict[str, Any]:
-    return {"plan": None if row.plan is None else as_dict(row.plan), "error": row.error or None}
+    sizes = ("parameters", "utilization", "fits", "fits_as_written", "largest_batch_size")
+    return {
+        **{name: getattr(row, name) for name in (*names, *sizes)},
+        "peak_reserved": row.peak,
+        "modelled_seconds": row.seconds,
+        "relative_speed": answer.relative_speed(row),
+        "plan": None if row.plan is None else as_dict(row.plan),
+        "error": row.error or None,
+    }
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
 
 
 def _report(answer: Comparison, width: int) -> Iterator[Line]:
-    if isinstance(answer, Variants):
+    if answer.of_variants:
         yield from in_lines(answer.choice(), width, "1;31" if answer.chosen is None else "1;32")
-    drawn = list(_variant_columns(answer) if isinstance(answer, Variants) else _configuration_columns(answer))
+    drawn = list(_columns(answer))
     titles = [title for title, _cell, _number in drawn]
     rows = [[printable(cell(row), lines=False) for _title, cell, _number in drawn] for row in answer.rows]
     lines = columns([titles, *rows], to_the_right=lambda index, _cell: drawn[index][2], indent=1, width=width)
@@ -89,20 +76,13 @@ def _report(answer: Comparison, width: int) -> Iterator[Line]:
         yield from in_lines(_("Releases: {releases}", releases=answer.releases), width, "2")
 
 
-def _variant_columns(answer: Variants) -> Iterator[_Column]:
-    chosen = answer.chosen
-    yield _("variant"), lambda row: row.name + (" *" if row is chosen else ""), False
-    yield _("parameters"), lambda row: "-" if row.parameters is None else f"{row.parameters:,}", True
-    yield _("as written"), _peak, True
-    yield _("of budget"), _share_of_budget, True
-    yield _("largest batch"), lambda row: "-" if row.largest_batch_size is None else str(row.largest_batch_size), True
-    if any(row.fits and not row.fits_as_written for row in answer.rows):
-        yield _("step time"), _slowdown, True
-    yield _("batch of {count}", count=answer.batch_size), Compared.verdict, False
-
-
-def _configuration_columns(answer: Comparison) -> Iterator[_Column]:
-    yield _("configuration"), lambda row: row.name, False
+def _columns(answer: Comparison) -> Iterator[_Column]:
+    chosen = answer.chosen if answer.of_variants else None
+    title = _("variant") if answer.of_variants else _("configuration")
+    yield title, lambda row: row.name + (" *" if row is chosen else ""), False
+    if answer.of_variants:
+        yield _("parameters"), lambda row: "-" if row.parameters is None else f"{row.parameters:,}", True
+        yield _("largest batch"), _largest_batch, True
     yield _("samples"), lambda row: f"{row.batch_size}" + (f" x {row.accumulate}" if row.accumulate > 1 else ""), True
     yield _("precision"), lambda row: row.precision, True
     yield _("peak"), _peak, True
@@ -124,8 +104,6 @@ def _notes(answer: Comparison) -> Iterator[str]:
             for one in answer.row_budgets
         )
         yield _("each row is held against what is usable for its kind of run: {amounts}", amounts=margins)
-    if isinstance(answer, Variants):
-        return
     yield _("speed: samples per second relative to the first row, by the step-time model under the plan")
     if _has_rates(answer):
         if answer.rates_by_rule:
@@ -134,16 +112,12 @@ def _notes(answer: Comparison) -> Iterator[str]:
         yield _("learning rate: as configured; in brackets where the rule of scaling it with the batch says another")
 
 
+def _largest_batch(row: Compared) -> str:
+    return "-" if row.largest_batch_size is None else str(row.largest_batch_size)
+
+
 def _peak(row: Compared) -> str:
     return "-" if row.peak is None else format_bytes(row.peak)
-
-
-def _share_of_budget(row: Compared) -> str:
-    return "-" if row.plan is None else f"{row.plan.before.peak_reserved / row.plan.budget.usable:.0%}"
-
-
-def _slowdown(row: Compared) -> str:
-    return _times(row.plan.slowdown if row.plan is not None and row.fits else None)
 
 
 def _times(factor: float | None) -> str:
