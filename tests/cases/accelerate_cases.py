@@ -27,7 +27,6 @@ HERE = Path(__file__).parent
 TRAINING = HERE / "accelerate_scripts" / "training.py"
 TRAINER = HERE / "accelerate_scripts" / "trainer.py"
 OPTIONS = HERE / "accelerate_scripts" / "options.py"
-PICTURES = HERE / "accelerate_scripts" / "pictures.py"
 SHARDED = HERE / "accelerate_scripts" / "sharded.py"
 EDITED = HERE / "accelerate_scripts" / "edited.py"
 
@@ -186,7 +185,7 @@ def dry_runs(folder: Path, **more: str) -> Mapping[str, dict[str, Any]]:
     return DryRuns(folder, **more)
 
 
-def wide_step(depth: int = 3, **settings: Any) -> Any:
+def wide_step(**settings: Any) -> Any:
     """The training of ``sharded.py`` as a step, spread or kept on the host as the settings say."""
     import torch
     from torch import nn
@@ -199,7 +198,7 @@ def wide_step(depth: int = 3, **settings: Any) -> Any:
     finally:
         sys.path.pop(0)
     return TrainingStep(
-        Wide(depth=depth),
+        Wide(),
         lambda size: (torch.zeros(size, 8), torch.zeros(size, dtype=torch.long)),
         lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         lambda parameters: torch.optim.AdamW(parameters),

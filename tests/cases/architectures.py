@@ -113,17 +113,15 @@ class UNet(nn.Module):
 
 
 class FourierLayer(nn.Module):
-    def __init__(self, width: int, modes: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.modes = modes
-        self.weight = nn.Parameter(torch.randn(width, width, modes, modes, dtype=torch.cfloat) * 0.02)
+        self.weight = nn.Parameter(torch.randn(width, width, 4, 4, dtype=torch.cfloat) * 0.02)
         self.local = nn.Conv2d(width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.rfft2(x)
         out = torch.zeros_like(spectrum)
-        m = self.modes
-        out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :m], self.weight)
+        out[:, :, :4, :4] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :4, :4], self.weight)
         return F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.local(x))
 
 
@@ -131,7 +129,7 @@ class FourierOperator(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.lift = nn.Conv2d(1, width, 1)
-        self.layers = nn.Sequential(FourierLayer(width, 4), FourierLayer(width, 4))
+        self.layers = nn.Sequential(FourierLayer(width), FourierLayer(width))
         self.project = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:

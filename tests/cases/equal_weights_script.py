@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from forked_ranks import exit_codes
 from parallel_cases import LENGTH, WORDS, Net, Transformer, loss
 from torch import nn
 
@@ -48,6 +47,11 @@ def net() -> nn.Module:
 def deep_net() -> nn.Module:
     """With blocks enough that a plan under a tight budget checkpoints some."""
     return Net(blocks=6, width=WIDTH)
+
+
+def tied() -> nn.Module:
+    """Its scores are made with the weight that embeds its words."""
+    return Transformer(tied=True)
 
 
 def optimizer(parameters: Iterable[nn.Parameter], rate: float = 1e-2) -> torch.optim.Optimizer:
@@ -139,6 +143,9 @@ CASES = {
         for name in ("ddp", "zero1", "fsdp1", "fsdp2", "fsdp2, kept", "hsdp 2 x 2")
     },
     "tensor 2 x 2": Case(FSDP2.with_(tensor=2), Transformer, clip=CLIP),
+    "tensor 2 x 2, tied": Case(FSDP2.with_(tensor=2), tied, clip=CLIP),
+    "tensor 4 x 1": Case(FSDP2.with_(tensor=RANKS), Transformer, clip=CLIP),
+    "tensor 4 x 1, tied": Case(FSDP2.with_(tensor=RANKS), tied, clip=CLIP),
     "tensor 4": Case(Parallel(RANKS, kind="ddp", tensor=RANKS), Transformer, splits=2),
 }
 #: The parts of the batch are computed in bfloat16, and their gradients are added in float32 or in bfloat16.
@@ -168,6 +175,9 @@ def trained(case: Case, rank: int) -> dict[str, Any]:
     ran = counted(plain)
     install_techniques(plain, case.recipe)
     model = install(plain, layout, mesh)
+    if layout.tensor > 1 and layout.kind == "fsdp2":
+        assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
+        assert (model.output.weight is model.tok_embeddings.weight) == (case.model.__name__ == "tied")
     stepper = optimizer_for(optimizer(model.parameters()), case.recipe)
     if layout.kind == "zero1":
         stepper = divided_states(stepper, mesh)
@@ -251,26 +261,14 @@ def main(folder: Path, name: str, ranks: int) -> int:
     for module in IMPORTED_LATE:
         importlib.import_module(module)
     cases = pickle.loads((folder / name).read_bytes())
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=ranks
-                )
-                torch.save({key: trained(case, rank) for key, case in cases.items()}, folder / f"{name}.{rank}")
-                dist.barrier()
-                dist.destroy_process_group()
-                code = 0
-            except Exception:  # noqa: BLE001 - said here: the process ends without Python's own words
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{name}.store", rank=rank, world_size=ranks)
+        torch.save({key: trained(case, rank) for key, case in cases.items()}, folder / f"{name}.{rank}")
+        dist.barrier()
+        dist.destroy_process_group()
+
+    return sum(code != 0 for code in exit_codes(ranks, work))
 
 
 if __name__ == "__main__":

@@ -57,13 +57,13 @@ def write_safetensors(path, tensors):
         file.truncate(8 + len(text) + end)
 
 
-def write_shards(folder, stem, tensors, shards):
-    """The same in several files with an index."""
+def write_shards(folder, stem, tensors):
+    """The same in two files with an index."""
     names = list(tensors)
     placed = {}
-    for number in range(shards):
-        part = names[number::shards]
-        file = f"{stem}-{number + 1:05d}-of-{shards:05d}.safetensors"
+    for number in range(2):
+        part = names[number::2]
+        file = f"{stem}-{number + 1:05d}-of-00002.safetensors"
         write_safetensors(folder / file, {name: tensors[name] for name in part})
         placed |= dict.fromkeys(part, file)
     total = sum(BYTES[dtype] * prod(shape) for dtype, shape in tensors.values())
@@ -71,7 +71,7 @@ def write_shards(folder, stem, tensors, shards):
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
-def transformer_tensors(config=TRANSFORMER, dtype="BF16"):
+def transformer_tensors(config=TRANSFORMER):
     """Names and shapes of a CogVideoXTransformer3DModel (5,570,283,072 parameters for CogVideoX-5b)."""
     width = config["num_attention_heads"] * config["attention_head_dim"]
     head, time, text = config["attention_head_dim"], config["time_embed_dim"], config["text_embed_dim"]
@@ -101,10 +101,10 @@ def transformer_tensors(config=TRANSFORMER, dtype="BF16"):
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
     for name, size in norms.items():
         shapes |= {f"{name}.weight": (size,), f"{name}.bias": (size,)}
-    return {name: (dtype, shape) for name, shape in shapes.items()}
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
 
 
-def text_encoder_tensors(config=TEXT_ENCODER, dtype="BF16"):
+def text_encoder_tensors(config=TEXT_ENCODER):
     """Names and shapes of a T5EncoderModel (4,762,310,656 parameters for the XXL one)."""
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
     shapes = {"shared.weight": (config["vocab_size"], width), "encoder.final_layer_norm.weight": (width,)}
@@ -119,7 +119,7 @@ def text_encoder_tensors(config=TEXT_ENCODER, dtype="BF16"):
         shapes[f"{feed}.DenseReluDense.wo.weight"] = (width, config["d_ff"])
         shapes[f"{feed}.layer_norm.weight"] = (width,)
     shapes["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (32, config["num_heads"])
-    return {name: (dtype, shape) for name, shape in shapes.items()}
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
 
 
 def write_cogvideox(path, transformer=TRANSFORMER, text_encoder=TEXT_ENCODER):
@@ -139,6 +139,6 @@ def write_cogvideox(path, transformer=TRANSFORMER, text_encoder=TEXT_ENCODER):
     (path / "tokenizer" / "tokenizer_config.json").write_text("{}")
     (path / "transformer" / "config.json").write_text(json.dumps(transformer))
     (path / "text_encoder" / "config.json").write_text(json.dumps(text_encoder))
-    write_shards(path / "transformer", "diffusion_pytorch_model", transformer_tensors(transformer), 2)
-    write_shards(path / "text_encoder", "model", text_encoder_tensors(text_encoder), 2)
+    write_shards(path / "transformer", "diffusion_pytorch_model", transformer_tensors(transformer))
+    write_shards(path / "text_encoder", "model", text_encoder_tensors(text_encoder))
     return path

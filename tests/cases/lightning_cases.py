@@ -52,19 +52,17 @@ NAMESPACE = INSTALLED[0] if INSTALLED else ""
 
 
 class Vectors(Dataset):  # type: ignore[type-arg]
-    """A regression task: vectors and what a fixed linear map makes of them. Counts what is read."""
+    """A regression task: vectors and what a fixed linear map makes of them."""
 
     def __init__(self, samples: int = 40, width: int = 6) -> None:
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(samples, width, generator=generator)
         self.targets = self.inputs @ torch.randn(width, 2, generator=generator)
-        self.reads = 0
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.reads += 1
         return self.inputs[index], self.targets[index]
 
 
@@ -109,7 +107,6 @@ def schedule(name: str, optimizer: torch.optim.Optimizer, trainer: Any, scale: f
             "scheduler": lr.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.97**step),
             "interval": "step",
         },
-        "step_lr": lambda: {"scheduler": lr.StepLR(optimizer, step_size=1, gamma=0.5), "interval": "epoch"},
         "plateau": lambda: {
             "scheduler": lr.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.5),
             "monitor": "train_loss",
@@ -155,14 +152,9 @@ def make_module(namespace: str = "lightning.pytorch", **settings: Any) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = self.unpack(batch)
             self.seen.append(len(x))
-            prediction = self.net(x)
-            loss = nn.functional.mse_loss(prediction, y)
+            loss = nn.functional.mse_loss(self.net(x), y)
             self.log("train_loss", loss, on_step=True, on_epoch=True)
-            if self.output == "root":
-                return loss.sqrt()
-            if self.output == "dict":
-                return {"loss": loss, "prediction": prediction, "error": (prediction - y).abs().mean()}
-            return loss
+            return loss.sqrt() if self.output == "root" else loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             x, y = self.unpack(batch)

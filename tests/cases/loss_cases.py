@@ -38,19 +38,19 @@ class Net(nn.Module):
         return out
 
 
-def make_batch(samples: int, seed: int, *, full: bool = False) -> Batch:
-    """Random samples; in a full one nothing is ignored or masked."""
+def make_batch(samples: int, seed: int) -> Batch:
+    """Random samples, some of them ignored or masked."""
     draw = torch.Generator().manual_seed(seed)
 
     def labels(ignored: int, *shape: int) -> torch.Tensor:
         drawn = torch.randint(CLASSES, shape, generator=draw)
         left_out = torch.rand(shape, generator=draw) < 0.4
         left_out.view(samples, -1)[:, :2] = False
-        return drawn if full else torch.where(left_out, ignored, drawn)
+        return torch.where(left_out, ignored, drawn)
 
-    mask = torch.rand(samples, POSITIONS, generator=draw) < (2 if full else 0.6)
+    mask = torch.rand(samples, POSITIONS, generator=draw) < 0.6
     mask[:, 0] = True
-    hole = torch.rand(samples, POSITIONS, generator=draw) < (0 if full else 0.3)
+    hole = torch.rand(samples, POSITIONS, generator=draw) < 0.3
     hole[:, 1] = False
     return {
         "x": torch.randn(samples, POSITIONS, WIDTH, generator=draw, dtype=torch.float64),
@@ -178,6 +178,13 @@ def _ctc(m: Any, b: Batch) -> torch.Tensor:
     return functional.ctc_loss(scores, b["kind"][:, None].clamp(min=1), lengths * POSITIONS, lengths)
 
 
+KERNEL = torch.ones(3, POSITIONS, 3, dtype=torch.float64)
+
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
 CASES: dict[str, Case] = {
     # Means over samples.
     "mse": Case(lambda m, b: functional.mse_loss(m(b["x"]), b["truth"]), "mean"),
@@ -213,7 +220,15 @@ CASES: dict[str, Case] = {
     "scaled by a buffer": Case(lambda m, b: _each(m, b).mean() * m.scale, "mean"),
     "masked in each": Case(lambda m, b: ((_each(m, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(), "mean"),
     "masked, over samples": Case(lambda m, b: _each(m, b)[b["mask"]].sum() / len(b["x"]), "mean"),
+    "less two terms": Case(
+        lambda m, b: 3 - m(b["x"]).mean() - 0.5 * m(b["x"]).square().mean((0, 1, 2)).float(), "mean"
+    ),
+    "balanced": Case(lambda m, b: _each(m, b).mean() + (m(b["x"]).softmax(-1).mean((0, 1)) * WEIGHTS).sum(), "mean"),
+    "attention within": Case(lambda m, b: _attended(m(b["x"])).square().mean(), "mean"),
+    "convolved": Case(lambda m, b: functional.conv1d(m(b["x"]), KERNEL).square().mean(), "mean"),
+    "picked": Case(lambda m, b: m(b["x"]).flatten(1)[torch.arange(len(b["x"])), b["kind"]].mean(), "mean"),
     # Sums.
+    "mean times samples": Case(lambda m, b: functional.l1_loss(m(b["x"]), b["truth"]) * len(b["x"]), "sum"),
     "sum": Case(lambda m, b: functional.mse_loss(m(b["x"]), b["truth"], reduction="sum"), "sum"),
     "sum over eight": Case(lambda m, b: _each(m, b).sum() / 8, "sum"),
     "labels, summed": Case(lambda m, b: _ce(m, b, reduction="sum"), "sum"),
@@ -289,6 +304,21 @@ CASES: dict[str, Case] = {
         "holed",
     ),
     # Nothing that a weight could make right.
+    "sum, penalised": Case(lambda m, b: _each(m, b).sum() + 0.1 * m.head.weight.square().sum(), ""),
+    "of weights alone": Case(lambda m, b: m.head.weight.square().sum().exp(), ""),
+    "over the batch first": Case(lambda m, b: m(b["x"]).mean(0).square().sum(), ""),
+    "logarithm": Case(lambda m, b: m(b["x"]).square().mean().log(), ""),
+    "compared, no labels": Case(
+        lambda m, b: (_pooled(m, b) @ b["truth"][:, 0].t()).log_softmax(-1).diagonal().mean(), ""
+    ),
+    "halves": Case(lambda m, b: (m(b["x"])[::2] * m(b["x"])[1::2]).mean(), ""),
+    "of a graph": Case(
+        lambda m, b: (torch.ones(len(b["x"]), len(b["x"])).double() @ _pooled(m, b)).square().mean(), ""
+    ),
+    "attention over samples": Case(lambda m, b: _attended(m(b["x"]).transpose(0, 1)).square().mean(), ""),
+    "of inputs' mean": Case(lambda m, b: _each(m, b).mean() + (b["truth"].mean(0) @ m.head.bias).square().sum(), ""),
+    "unknown": Case(lambda m, b: m(b["x"]).square().flatten(1).diag_embed().mean(), ""),
+    "mean used again": Case(lambda m, b: m(b["x"]).mean() + (m(b["x"]) - m(b["x"]).mean()).square().mean(), ""),
     "rmse": Case(lambda m, b: functional.mse_loss(m(b["x"]), b["truth"]).sqrt(), ""),
     "dice": Case(_dice, ""),
     "infonce": Case(_infonce, ""),

@@ -6,13 +6,13 @@ What the Reducer takes from the allocator, and what is sent, in order.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # optimizers import it: once, for all copies
+from forked_ranks import exit_codes
 from parallel_cases import Net, batch, loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,18 +125,7 @@ def run_all(rank: int, folder: Path) -> None:
 
 
 def main(folder: Path) -> int:
-    children = []
-    for rank in range(RANKS):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                run_all(rank, folder)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    return sum(code != 0 for code in exit_codes(RANKS, lambda rank: run_all(rank, folder)))
 
 
 if __name__ == "__main__":

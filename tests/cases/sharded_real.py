@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # optimizers import it: once, for all copies
 import torch.distributed as dist
+from forked_ranks import exit_codes
 from torch import nn
 from torch.distributed import _functional_collectives
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -215,18 +215,7 @@ def recorded(profiled):
 def main(folder):
     """Each case in turn, its ranks as forks of this process, which has imported torch once."""
     for case, layout in CASES.items():
-        children = []
-        for rank in range(layout.ranks):
-            child = os.fork()
-            if not child:
-                code = 1
-                try:
-                    rank_of(case, rank, folder)
-                    code = 0
-                finally:
-                    os._exit(code)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        codes = exit_codes(layout.ranks, lambda rank, case=case: rank_of(case, rank, folder))
         if any(codes):
             print(f"{case}: exit codes {codes}", file=sys.stderr)
 

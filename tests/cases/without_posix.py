@@ -58,9 +58,9 @@ class _Missing(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
-def take_away(system: str, *, frameworks: bool = True) -> None:
+def take_away(system: str) -> None:
     """Make this process like one on ``system`` ("win32" or "darwin"), as far as Python shows it."""
-    for library in (*LIBRARIES, *(FRAMEWORKS if frameworks else ())):
+    for library in (*LIBRARIES, *FRAMEWORKS):
         importlib.import_module(library)
     if system == "win32":
         sys.meta_path.insert(0, _Missing(WINDOWS_MODULES))

@@ -134,8 +134,8 @@ JOINED = LOSS + r"|graph|joins|batch|comput"
 STATE = r"\bstate\b|attribute|changes|advance|writes|buffer|counter|weights|steps"
 
 
-def of_outputs(name: str, says: str = JOINED) -> Callable[[Any], Any]:
-    return case(f"graph: {name}", says, modes=(TIGHT,))
+def of_outputs(name: str) -> Callable[[Any], Any]:
+    return case(f"graph: {name}", JOINED, modes=(TIGHT,))
 
 
 @of_outputs("centred by the batch")

@@ -31,7 +31,7 @@ import torch
 
 from vram_guard import private_names
 
-REPORT, FIT, MICRO, CHECKPOINT, TIGHT = MODES = ("report", "fit", "micro", "checkpoint", "tight")
+REPORT, FIT, MICRO, CHECKPOINT, TIGHT = "report", "fit", "micro", "checkpoint", "tight"
 #: A budget that nothing but slices of the batch may meet.
 SLICES = "slices"
 #: Largest relative difference: where nothing is changed, none; recomputed forwards; sums in another order.

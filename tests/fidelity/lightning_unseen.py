@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import warnings
 from typing import Any
@@ -279,9 +278,6 @@ def logged(m, number):
 @scaled("what was logged in this step")
 def logged_now(m, number):
     return 1.0 + float(m.trainer.logged_metrics.get("loss", 0.0))
-
-
-COUNT = itertools.count(1)
 
 
 @scaled("a default argument that counts")

@@ -13,6 +13,7 @@ from mmengine.registry import DATASETS
 from torch import nn
 from torch.nn import functional as F
 
+from . import lightning_losses
 from .harness import CHECKPOINT, FIT, MICRO, REPORT, TIGHT, unchanged
 from .lightning import BlockNet, PureBlock
 from .lightning_losses import CAUSE, WEIGHTS, flat
@@ -48,9 +49,16 @@ def loss(
     return register
 
 
-@loss("x", "label", exact=True, tight=True)
-def cross_entropy(m, out, b):
-    return F.cross_entropy(out, b["label"])
+# The same losses as under Lightning.
+loss("x", "label", exact=True, tight=True)(lightning_losses.cross_entropy)
+loss("x", "label")(lightning_losses.class_weights_of_the_file)
+loss("tokens", "mask", exact=True)(lightning_losses.masked_mean)
+loss("x", "y", tight=True)(lightning_losses.root_mean_square)
+loss("x", "y")(lightning_losses.sum_by_eight)
+loss("x", "label")(lightning_losses.dice_of_the_batch)
+loss("x", "x2", tight=True)(lightning_losses.contrastive)
+loss("x", "rank")(lightning_losses.pairs_ranked)
+loss("x", "label")(lightning_losses.by_positives)
 
 
 class Reweighs(Hook):
@@ -65,53 +73,9 @@ def class_weights(m, out, b):
     return F.cross_entropy(out, b["label"], weight=m.w)
 
 
-@loss("x", "label")
-def class_weights_of_the_file(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=WEIGHTS)
-
-
 @loss("tokens", "token_255", exact=True)
 def ignoring_255(m, out, b):
     return F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255)
-
-
-@loss("tokens", "mask", exact=True)
-def masked_mean(m, out, b):
-    return (out.square().mean(-1) * b["mask"]).sum() / b["mask"].sum()
-
-
-@loss("x", "y", tight=True)
-def root_mean_square(m, out, b):
-    return F.mse_loss(out, b["y"]).sqrt()
-
-
-@loss("x", "y")
-def sum_by_eight(m, out, b):
-    return (out - b["y"]).square().mean(-1).sum() / 8
-
-
-@loss("x", "label")
-def dice_of_the_batch(m, out, b):
-    p, t = out.softmax(-1), F.one_hot(b["label"], 4)
-    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
-
-
-@loss("x", "x2", tight=True)
-def contrastive(m, out, b):
-    scores = F.normalize(out, dim=-1) @ F.normalize(m.net(b["x2"]), dim=-1).T / 0.5
-    return F.cross_entropy(scores, torch.arange(len(out)))
-
-
-@loss("x", "rank")
-def pairs_ranked(m, out, b):
-    higher = b["rank"][:, None] > b["rank"]
-    return (F.softplus(-(out[:, :1] - out[:, 0])) * higher).sum() / higher.sum().clamp(min=1)
-
-
-@loss("x", "label")
-def by_positives(m, out, b):
-    positive = (b["label"] == 1).float()
-    return F.binary_cross_entropy_with_logits(out[:, 0], positive, reduction="sum") / positive.sum().clamp(min=1)
 
 
 @case("several losses and accuracy", exact=True)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ if sys.platform == "win32":
     pytest.skip("a dry run copies its process (fork)", allow_module_level=True)
 
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
+import two_ranks  # noqa: E402
 from accelerate_cases import (  # noqa: E402
     EDITED,
     ONE,
@@ -422,36 +422,13 @@ def test_process_groups_that_a_script_leaves_alive_are_ended_after_its_own_exit_
 ) -> None:
     """Each with operations that still run: without an end, threads of gloo abort about one process in six."""
     for _run in range(3):
-        processes = rendezvous(tmp_path, own)
-        for process in processes:
-            said, _errors = process.communicate(timeout=120)
-            assert process.returncode == code, said
+        plan = {VARIABLE: to_json(LaunchPlan()), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        started = ("-m", "vram_guard_accelerate", LEAVES_GROUP, *own)
+        for found, said in two_ranks.ended(*started, libraries=cases.LIBRARIES, cwd=tmp_path, **plan):
+            assert found == code, said
             assert "terminate called" not in said
             ends = [line for line in said.splitlines() if line.startswith("the ")]  # triton may say more at its own end
             assert ends == ["the script's own exit handler: True", "the group is ended"]
-
-
-def rendezvous(folder: Path, own: tuple[str, ...]) -> list[subprocess.Popen[str]]:
-    """Two ranks of a launch, as torchrun starts them, under a plan that changes nothing."""
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        port = str(tried.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    shared[VARIABLE] = to_json(LaunchPlan())
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "vram_guard_accelerate", str(LEAVES_GROUP), *own],
-            env=cases.environment(
-                **{VARIABLE: to_json(LaunchPlan()), "RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
-            ),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
 
 
 # --- what is typed --------------------------------------------------------------------------------------------

@@ -109,16 +109,3 @@ def test_a_launch_computes_its_loss_in_chunks_and_expands_its_segments(tmp_path:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
-
-
-@pytest.mark.parametrize("name", ["Contrastive", "Ignoring", "Counting"])
-def test_a_launch_in_slices_is_the_same_training(tmp_path: Path, cache: Path, name: str) -> None:
-    written, sliced = tmp_path / "written.pt", tmp_path / "sliced.pt"
-    plain = launch(*ONE, LOSSES, name, "--out", written, cache=cache, guarded=False)
-    options = ("--budget", "45MiB", "--margin", "0", "--allow", "slices")
-    guarded = launch(*ONE, *options, LOSSES, name, "--out", sliced, cache=cache)
-    assert (plain.returncode, guarded.returncode) == (0, 0), guarded.stderr
-    assert "slices of the batch" in guarded.stderr
-    one, other = torch.load(written), torch.load(sliced)
-    assert difference(one, other) < 1e-5
-    assert other["losses"] == pytest.approx(one["losses"], rel=1e-5)

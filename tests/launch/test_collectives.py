@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import two_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -21,8 +18,6 @@ from vram_guard.guard.collectives import (  # noqa: E402
 from vram_guard.timeline import SYNCHRONISED_NORM, Collective  # noqa: E402
 from vram_guard.torch_release import torch_release  # noqa: E402
 
-SCRIPT = Path(__file__).parents[1] / "cases" / "collectives_script.py"
-
 
 @pytest.mark.torch_since(2, 6)
 @pytest.mark.skipif(
@@ -32,25 +27,8 @@ SCRIPT = Path(__file__).parents[1] / "cases" / "collectives_script.py"
 def test_a_trace_talks_to_no_peer(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics")
     pytest.importorskip("mmengine")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path)],
-            env={**os.environ, **address, "WORLD_SIZE": "2", "RANK": str(rank)},
-            stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        error = ranks[0].communicate(timeout=250)[1]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert ranks[0].returncode == 0, error
+    code, said = two_ranks.ended(two_ranks.HERE / "collectives_script.py", tmp_path, limit=250, waited_for=(0,))[0]
+    assert code == 0, said
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["mean"] == []
     assert found["all_reduce"] == [["all_reduce", "forward"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,9 @@ pytest.importorskip("lightning")
 torch = pytest.importorskip("torch")
 
 from deepspeed_cases import engine  # noqa: E402 - torch has to be there
-from lightning_two_ranks import run  # noqa: E402
+from two_ranks import trainings  # noqa: E402
 
-SCRIPT = Path(__file__).parents[1] / "cases" / "lightning_deepspeed_script.py"
+SCRIPT = "lightning_deepspeed_script.py"
 
 PLAIN = ("1+plain", "2+plain", "3+plain")
 SPLIT = ("1+split", "3+split")
@@ -31,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     cases = sorted([*PLAIN, *SPLIT, *OTHERS], key="3+plain".__eq__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
-        return run(SCRIPT, tmp_path_factory.mktemp("ranks"), cases, limit=280)
+        return trainings(SCRIPT, tmp_path_factory.mktemp("ranks"), cases, limit=280)
 
 
 def assert_equal(mine: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
     pytest.skip("fully_shard is public since torch 2.6", allow_module_level=True)
 
-from lightning_two_ranks import run  # noqa: E402 - torch has to be there
+from two_ranks import trainings  # noqa: E402 - torch has to be there
 
-SCRIPT = Path(__file__).parents[1] / "cases" / "lightning_dividing_script.py"
+SCRIPT = "lightning_dividing_script.py"
 
 FREED, ON_HOST = "gathered weights freed after the forward", "weights and optimizer in host memory"
 CHANGES = {
@@ -40,7 +40,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(out: Path) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results of every case, in the same two processes; ranks that hang fail the tests."""
-    return run(SCRIPT, out, list(CHANGES), limit=500)
+    return trainings(SCRIPT, out, list(CHANGES), limit=500)
 
 
 @pytest.mark.parametrize("case", CHANGES)

@@ -17,9 +17,9 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
     pytest.skip("fully_shard is public since torch 2.6", allow_module_level=True)
 
-from lightning_two_ranks import run  # noqa: E402 - torch has to be there
+from two_ranks import trainings  # noqa: E402 - torch has to be there
 
-SCRIPT = Path(__file__).parents[1] / "cases" / "lightning_sharded_script.py"
+SCRIPT = "lightning_sharded_script.py"
 
 #: Guarded trainings in micro-batches, and those without the guard that they must be equal to.
 EQUAL = {
@@ -43,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
     out = tmp_path_factory.mktemp("ranks")
     cases = [*EQUAL, *EQUAL.values(), *OTHERS]
-    return run(SCRIPT, out, cases, limit=280)
+    return trainings(SCRIPT, out, cases, limit=280)
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -142,7 +142,7 @@ def test_a_rank_that_fails_while_planning_ends_all_with_one_message(results: Any
 
 def test_a_rank_that_is_killed_while_planning_ends_the_training(tmp_path: Path) -> None:
     """Whatever the mode is: without that rank nothing can be trained."""
-    found = run(SCRIPT, tmp_path, ["sharded+killed"], limit=200, survivors=(0,))
+    found = trainings(SCRIPT, tmp_path, ["sharded+killed"], limit=200, survivors=(0,))
     (first,) = found["sharded+killed"]
     assert first["error"].startswith("LostRankError: the process of rank 1 ended while the training was planned")
     assert first["steps"] == 0

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
-from lightning_two_ranks import run  # noqa: E402 - torch has to be there
+from two_ranks import HERE, trainings  # noqa: E402 - torch has to be there
 
-SCRIPT = Path(__file__).parents[1] / "cases" / "lightning_ranks_script.py"
+SCRIPT = "lightning_ranks_script.py"
 
 #: Guarded trainings, and those without the guard that they must be equal to.
 EQUAL = {
@@ -41,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Both ranks' results of every training, in the same two processes; ranks that hang fail the tests."""
     out = tmp_path_factory.mktemp("ranks")
     cases = [*EQUAL, *dict.fromkeys(EQUAL.values()), *REFUSED]
-    return run(SCRIPT, out, cases, limit=280)
+    return trainings(SCRIPT, out, cases, limit=280)
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -71,15 +71,15 @@ def test_what_the_ranks_would_do_more_often_is_refused_before_training(results: 
 @pytest.mark.torch_since(2, 6)
 @pytest.mark.parametrize("case", ENDED)
 def test_where_a_rank_would_wait_for_ever_both_end_with_one_error(tmp_path: Path, case: str) -> None:
-    for rank in run(SCRIPT, tmp_path, [case], limit=90)[case]:
+    for rank in trainings(SCRIPT, tmp_path, [case], limit=90)[case]:
         assert rank["error"].startswith("UnsupportedStepError")
         assert "not cut into as many micro-batches on each of them" in rank["error"]
 
 
 def test_a_rank_that_runs_out_of_memory_says_the_plan_to_use_and_its_launcher_ends_the_other(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(tmp_path), "uneven+recover+breaks"],
+        [*command, HERE / SCRIPT, tmp_path, "uneven+recover+breaks"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001, F401 - first: it kn
 
 import mmengine_cases as cases
 import mmengine_compiled_cases as compiled
-import mmengine_two_ranks
+import two_ranks
 import torch
 import torch._functorch.config
 from compiled_cases import MISSING
@@ -159,7 +159,7 @@ def test_a_runner_trains_under_a_budget_that_is_planned_and_puts_it_back(
 
 def test_two_processes_compile_what_is_predicted(tmp_path: Path) -> None:
     """Dynamo leaves MMDistributedDataParallel alone, and ends a graph before it, after it and at each bucket's end."""
-    first, second = mmengine_two_ranks.answers("mmengine_compiled_script.py", tmp_path, limit=300)
+    first, second = two_ranks.answers("mmengine_compiled_script.py", tmp_path, limit=300)
     assert first == second
     # The batch is prepared, the loss is put together and scaled, and the optimizer steps: 6; two for each bucket.
     assert first["traced"] == first["real"] == 6 + 2 * 3

@@ -11,7 +11,7 @@ pytest.importorskip("mmengine")
 from vram_guard_mmengine import GuardRunner, VramGuardHook  # noqa: I001 - first: it knows what MMEngine's own imports warn of
 
 import mmengine_cases as cases
-import mmengine_two_ranks
+import two_ranks
 import torch
 from guard_arguments import in_advanced
 from mmengine.config import Config
@@ -358,7 +358,7 @@ def test_a_setting_that_a_config_has_twice_is_refused_before_anything_is_built()
 
 def test_two_processes_hold_one_plan(tmp_path: Path) -> None:
     """gloo; the second process has less memory, which counts for both."""
-    first, second = mmengine_two_ranks.answers("mmengine_ddp_script.py", tmp_path, limit=280)
+    first, second = two_ranks.answers("mmengine_ddp_script.py", tmp_path, limit=280)
     assert first == second
     assert first["late"].startswith("UnsupportedStepError: the training step calls the other ranks itself")
     assert first["splits"] == 2

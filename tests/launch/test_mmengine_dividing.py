@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
     pytest.skip("fully_shard is public since torch 2.6", allow_module_level=True)
 
-from lightning_two_ranks import run  # noqa: E402 - torch has to be there
+from two_ranks import trainings  # noqa: E402 - torch has to be there
 
-SCRIPT = Path(__file__).parents[1] / "cases" / "mmengine_dividing_script.py"
+SCRIPT = "mmengine_dividing_script.py"
 
 FREED = "gathered weights freed after the forward"
 CHANGES = {
@@ -31,7 +30,7 @@ CHANGES = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results of every case, in the same two processes; ranks that hang fail the tests."""
-    return run(SCRIPT, tmp_path_factory.mktemp("ranks"), list(CHANGES), limit=500, libraries=("mmengine.runner",))
+    return trainings(SCRIPT, tmp_path_factory.mktemp("ranks"), list(CHANGES), limit=500, libraries=("mmengine.runner",))
 
 
 @pytest.mark.parametrize("case", CHANGES)

@@ -6,8 +6,8 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
-import mmengine_two_ranks
 import pytest
+import two_ranks
 
 pytest.importorskip("mmengine")
 torch = pytest.importorskip("torch")
@@ -19,7 +19,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of both ranks; the second one has less memory, which counts for both."""
-    return mmengine_two_ranks.answers("mmengine_sharded_script.py", tmp_path_factory.mktemp("ranks"), limit=200)
+    return two_ranks.answers("mmengine_sharded_script.py", tmp_path_factory.mktemp("ranks"), limit=200)
 
 
 @pytest.mark.torch_since(2, 6)

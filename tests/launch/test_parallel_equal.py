@@ -88,7 +88,7 @@ def test_four_real_processes_learn_what_one_learns_of_the_whole_batch(real: Any,
         assert distance(rank[name]["weights"], wanted) < NEAR
 
 
-@pytest.mark.parametrize("model", [script.net, script.Transformer])
+@pytest.mark.parametrize("model", [script.net, script.Transformer, script.tied])
 @pytest.mark.parametrize("clip", [None, script.CLIP])
 def test_the_plain_training_moves_its_weights(model: Any, clip: float | None) -> None:
     """Else the tests above would compare what was never trained."""

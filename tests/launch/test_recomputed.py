@@ -195,10 +195,8 @@ def test_other_ways_to_checkpoint(recipe: Recipe, name: str) -> None:
 # --- under a framework ----------------------------------------------------------------------------------------------
 
 
-def guard_settings(prefix: str) -> dict[str, Any]:
-    """Blocks are checkpointed."""
-    pin = {"checkpoint": tuple(prefix + name for name in BLOCKS)}
-    return {"budget": "1GiB", "pin": pin, "remember": False}
+#: Of a guard: blocks are checkpointed.
+GUARDED = {"budget": "1GiB", "pin": {"checkpoint": tuple("net." + name for name in BLOCKS)}, "remember": False}
 
 
 def check(name: str, written: dict[str, torch.Tensor], guarded: dict[str, torch.Tensor], stopped: object) -> None:
@@ -246,7 +244,7 @@ def test_lightning(tmp_path: Path) -> None:
     seen = set()
     for name in UNDER_FRAMEWORKS:
         kind = (STOPS | EQUAL)[name]
-        guarded, stopped = fitted(kind, VramGuard(**in_advanced(guard_settings("net."))))
+        guarded, stopped = fitted(kind, VramGuard(**in_advanced(GUARDED)))
         check(name, fitted(kind, None)[0], guarded, stopped)
         seen.add(stopped is None)
     assert seen == {True, False}
@@ -300,7 +298,7 @@ def test_mmengine(tmp_path: Path) -> None:
 
     seen = set()
     for name in UNDER_FRAMEWORKS:
-        guarded, stopped = fitted(name, VramGuardHook(**in_advanced(guard_settings("net."))))
+        guarded, stopped = fitted(name, VramGuardHook(**in_advanced(GUARDED)))
         check(name, fitted(name, None)[0], guarded, stopped)
         seen.add(stopped is None)
     assert seen == {True, False}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plan_sources import ReadySource
 
 from vram_guard.budget import Budget
 from vram_guard.plan._order import STEP, TOLERANCE, Key, key, kinds
@@ -35,7 +36,7 @@ def line(fixed: int, per_sample: int, *, batch: int = 0, tier="symbolic", operat
     return Timeline(blocks, (0, 1, 2, ~2, ~1), phases, (2, 3), tier=tier)
 
 
-class Source:
+class Source(ReadySource):
     """Timelines by precision, as the tracer would give them; counts what was asked for.
 
     Each treated block takes an equal part of the activations away; one that keeps results, half of it.
@@ -60,33 +61,6 @@ class Source:
             for block in made.blocks
         )
         return resident_batch(replace(made, blocks=kept), 1, option.splits)
-
-    def exact(self, option: Option, size: int) -> Timeline:
-        return self(option)
-
-    def by_law(self, option: Option, size: int) -> bool:
-        return False
-
-    def treats_equal_blocks(self, option: Option) -> bool:
-        return False
-
-    def composed(self, option: Option, size: int) -> bool:
-        return False
-
-    def known(self, option: Option, size: int) -> bool:
-        return True
-
-    def begin(self, option: Option, size: int) -> None:
-        """Nothing is made ahead."""
-
-    def end(self) -> None:
-        """Nothing was begun."""
-
-    def distrust(self, option: Option) -> None:
-        raise AssertionError
-
-    def direct(self, option: Option, size: int) -> Timeline:
-        return self(option)
 
 
 BLOCKS = tuple(f"h.{number}" for number in range(8))

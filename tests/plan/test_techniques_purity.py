@@ -84,10 +84,14 @@ class CarriesState(Block):
 class WritesBuffer(Block):
     def setup(self):
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("spread", torch.ones(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
 
     def extra(self, x):
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x - self.mean.clone()
+        self.spread = 0.9 * self.spread + 0.1 * x.detach().square().mean(0)
+        self.count += 1
+        return (x - self.mean.clone()) * self.spread * self.count.sqrt()
 
 
 class SpectralNorm(Block):
@@ -106,9 +110,17 @@ class SpectralNormByHook(SpectralNorm):
 class Normalises(Block):
     def setup(self):
         self.batch, self.frozen = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH).eval()
+        self.cumulative = nn.BatchNorm1d(WIDTH, momentum=None)
+        self.instance = nn.InstanceNorm1d(2, track_running_stats=True, affine=True)
 
     def extra(self, x):
-        return self.frozen(self.batch(x))
+        x = self.cumulative(self.frozen(self.batch(x)))
+        return self.instance(x.unflatten(1, (2, -1))).flatten(1)
+
+
+class DropsOut(Block):
+    def extra(self, x):
+        return nn.functional.alpha_dropout(torch.tanh(nn.functional.dropout(x, 0.3)), 0.1)
 
 
 class MakesTablesAtItsFirstCall(Block):
@@ -154,7 +166,7 @@ class UpdatesATeacherWithoutGradients(Block):
 
 
 PURE: tuple[type[Block], ...] = (
-    *(Block, DrawsFromPython, DrawsFromNumPy, CountsCalls, CarriesState, WritesBuffer, SpectralNorm),
+    *(Block, DropsOut, DrawsFromPython, DrawsFromNumPy, CountsCalls, CarriesState, WritesBuffer, SpectralNorm),
     *(SpectralNormByHook, Normalises, MakesTablesAtItsFirstCall, SeedsItsOwnGenerator, WritesWhatItMade),
 )
 

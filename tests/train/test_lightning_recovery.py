@@ -28,11 +28,10 @@ BATCHES = 5
 """Loaded batches in an epoch of the loader below."""
 
 
-def make_module(namespace: str = PL, **settings: Any) -> Any:
+def make_module(**settings: Any) -> Any:
     """State of every kind: BatchNorm, dropout, three random number generators, counters, lists, a buffer set anew."""
-    pl = importlib.import_module(namespace)
 
-    class Stateful(pl.LightningModule):  # type: ignore[misc, name-defined]
+    class Stateful(importlib.import_module(PL).LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self, breaks: str = "", at: int = -1, capacity: int = 4, clip: float = 0.0) -> None:
             super().__init__()
             torch.manual_seed(0)

@@ -177,9 +177,9 @@ class Detector(_OnPictures):
         return {"loss": torch.stack(losses).mean()}
 
 
-def phases_of(tmp_path, model, train, *, size=2, validation=None, **settings):
+def phases_of(tmp_path, model, train, *, validation=None, **settings):
     """Allocated peaks of the phases of a Runner in mode "report"."""
-    loader = {"batch_size": size, "num_workers": 0, "sampler": {"type": "DefaultSampler", "shuffle": True}}
+    loader = {"batch_size": 2, "num_workers": 0, "sampler": {"type": "DefaultSampler", "shuffle": True}}
     loader["collate_fn"] = {"type": "pseudo_collate"}
     whole = {**loader, "batch_size": 1, "sampler": {"type": "DefaultSampler", "shuffle": False}}
     evaluated = {"val_dataloader": None, "val_cfg": None, "val_evaluator": None}

@@ -17,25 +17,6 @@ from vram_guard.step import LARGEST_BATCH
 GB = 10**9
 
 
-def test_the_guides_two_examples_by_the_guides_own_formula():
-    small = Calculation(Network(8, 128, 128, 256, 10), 24 * GB)
-    assert (small.network.layer_bytes, small.network.total_bytes) == (134_217_728, 1_342_177_280)
-    assert small.allowed == 16_800_000_000
-    assert small.fits
-    assert small.remaining == 15_457_822_720
-
-    large = Calculation(Network(16, 256, 256, 512, 10), 24 * GB)
-    assert large.network.total_bytes == 21_474_836_480
-    assert not large.fits
-    assert large.remaining_fraction == pytest.approx(-0.27826, abs=1e-5)
-    assert large.largest_batch == 12
-    assert large.largest_resolution == (226, 226)
-    assert large.accumulation == (8, 2)
-    assert large.with_amp.network.total_bytes == 10_737_418_240
-    assert large.with_amp.fits
-    assert large.with_amp.with_amp is None
-
-
 sizes = st.integers(1, 600)
 networks = st.builds(Network, st.integers(1, 64), sizes, sizes, sizes, st.integers(1, 40), st.integers(1, 8))
 questions = st.builds(Calculation, networks, st.integers(1, 80 * GB), st.sampled_from([0.6, 0.7, 1]))

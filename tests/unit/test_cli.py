@@ -29,18 +29,6 @@ def test_python_dash_m_is_the_command():
     assert done.stderr.startswith("vram-guard gpus: unrecognized arguments: --no-such-option")
 
 
-@pytest.mark.parametrize("arguments", [["no-such-command"], ["gpus", "--no-such-option"]])
-def test_bad_usage_exits_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("vram-guard")
-    assert captured.err.count("\n") == 1
-    assert "--help)" in captured.err
-
-
 def test_gpus_lists_every_card_in_aligned_columns(capsys):
     assert cli.main(["gpus"]) == 0
     head, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
@@ -60,13 +48,6 @@ def test_gpus_as_json_is_what_the_catalogue_says(capsys):
     assert card["compute_capability"] == [8, 9]
     assert 22 * 2**30 < card["usable_bytes"] < card["memory_bytes"] < 24 * 2**30
     assert card["sources"]["memory_bytes"]
-
-
-def test_an_unknown_gpu_is_bad_usage_and_the_nearest_are_named(capsys):
-    assert cli.main(["gpus", "RTX 4099"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "RTX 4090" in captured.err
 
 
 def test_doctor_says_what_is_here(capsys):
@@ -120,28 +101,6 @@ def test_exit_codes(error, code, monkeypatch, capsys):
     monkeypatch.setattr("vram_guard.cli._gpus._gpus", fail)
     assert cli.main(["gpus"]) == code
     assert capsys.readouterr().err == "vram-guard: x\n"
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    """``vram-guard gpus | head -1``: no traceback, exit code 0."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vram_guard.cli", "gpus", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait() == 0
-
-
-def test_another_encoding_than_utf8():
-    """A terminal that knows only ASCII still gets every answer."""
-    run = subprocess.run(
-        [sys.executable, "-m", "vram_guard.cli", "gpus"],
-        capture_output=True,
-        check=True,
-        env={"PATH": "", "PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(filter(None, sys.path))},
-    )
-    assert b"RTX 4090" in run.stdout
 
 
 STEP = """

@@ -7,8 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from test_settings import project
 
-from vram_guard import cli, settings
+from vram_guard import cli
+
+__all__ = ["project"]  # a fixture
 
 STEP = """
 import torch
@@ -34,15 +37,9 @@ TORCH = f"torch {version('torch')}"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    for name in settings.KINDS:
-        if name != "lang":
-            monkeypatch.delenv(f"VRAM_GUARD_{name.upper()}", raising=False)
-    (tmp_path / "steps.py").write_text(STEP)
-    monkeypatch.chdir(tmp_path)
-    settings.forget()
-    yield tmp_path
-    settings.forget()
+def folder(project):
+    (project / "steps.py").write_text(STEP)
+    return project
 
 
 @pytest.mark.parametrize("name", COMMANDS)

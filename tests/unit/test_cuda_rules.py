@@ -386,27 +386,6 @@ def test_rnns_are_one_cudnn_call_over_flat_weights(kind: type[nn.RNNBase]) -> No
     assert gradients == [weights]
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_rnns_under_autocast_run_in_float16_over_a_flat_copy_of_their_weights(precision: str) -> None:
-    """AutocastRNN.cpp: float16 whatever the autocast dtype; the gradients of the weights are cast back one by one."""
-
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(8, 16, num_layers=2, batch_first=True)
-
-        def forward(self, x):
-            return self.rnn(x)[0]
-
-    timeline = traced(Tagger, lambda b: torch.randn(b, 5, 8), precision=precision)
-    shapes = [p.numel() for p in nn.LSTM(8, 16, num_layers=2).parameters()]
-    assert {work.unit for work in timeline.work if "_cudnn_rnn" in work.operator} == {"fp16"}
-    forward = in_phase(timeline, "forward", 2)
-    assert [b.size.base for b in forward if b.operator == "aten.zeros.default"][-1] == 2 * sum(shapes)
-    gradients = [b.size.base for b in in_phase(timeline, "backward", 2) if b.category == "gradients"]
-    assert sorted(gradients) == sorted(4 * size for size in shapes)
-
-
 def test_embedding_gradient_sorts_its_indices_only_above_3072() -> None:
     """EmbeddingBackwardKernel.cu: order, sorted indices, range; segments; the sums of pieces of ten rows in float32."""
     small, large = (

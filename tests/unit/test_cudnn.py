@@ -16,7 +16,6 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.report import html_report, render
 from vram_guard.report.as_json import as_dict
 from vram_guard.simulate.operators import cudnn, cudnn_library
-from vram_guard.step import Precision
 from vram_guard.timeline import Block, CudnnAnswers, Timeline
 
 AMPERE = cudnn.DeviceProperties.of((8, 6))
@@ -182,14 +181,14 @@ int cudnnBackendGetAttribute(void *d, int name, int kind, int64_t count, int64_t
 SIZE = 33554432
 
 
-def stub(folder: Path, status: int = 0, version: int = 92600) -> Path:
+def stub(folder: Path, status: int = 0) -> Path:
     """A library of that interface, with a cuBLAS beside it, as NVIDIA's wheels lay them."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here")
     path = folder / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9"
     blas = folder / "nvidia" / "cublas" / "lib" / "libcublasLt.so.12"
-    values = [f"-DVERSION={version}", f"-DSTATUS={status}", f"-DWORKSPACE={SIZE}"]
+    values = ["-DVERSION=92600", f"-DSTATUS={status}", f"-DWORKSPACE={SIZE}"]
     for made, source in ((path, SOURCE), (blas, "int nothing;")):
         made.parent.mkdir(parents=True)
         (folder / "source.c").write_text(source)
@@ -251,14 +250,13 @@ def most(kernel: int, channels: int, side: int, **settings: int) -> int:
     return next(block.size.at(32) for block in found.blocks if block.unknown)
 
 
-def timeline_of(model: torch.nn.Module, channels: int, side: int, precision: Precision = "32-true") -> Timeline:
+def timeline_of(model: torch.nn.Module, channels: int, side: int) -> Timeline:
     return trace(
         TrainingStep(
             model=model,
             batch=lambda size: torch.zeros(size, channels, side, side),
             loss=lambda m, x: m(x).sum(),
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            precision=precision,
         ),
         cudnn="off",
     )

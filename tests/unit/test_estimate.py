@@ -78,6 +78,7 @@ def test_the_guides_safe_and_its_unsafe_example(capsys):
     code, safe = answer(capsys, "--batch", "8", *GUIDE)
     assert (code, safe["fits"], safe["schema"], safe["decided_by"]) == (0, True, 1, "rule of thumb")
     assert safe["rule_of_thumb"]["total_bytes"] == 1_342_177_280
+    assert safe["rule_of_thumb"]["remaining"] == 16_800_000_000 - 1_342_177_280
     arguments = shlex.split("--batch 16 --height 256 --width 256 --hidden-dim 512 --num-layers 10 --gpu-memory 24")
     code, over = answer(capsys, *arguments)
     assert (code, over["fits"]) == (1, False)

@@ -209,9 +209,9 @@ def test_pickles_are_named_and_never_loaded(tmp_path, capsys, name):
     assert not proof.exists()
 
 
-def blob(head, data=8):
+def blob(head):
     text = head if isinstance(head, bytes) else json.dumps(head).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(data)
+    return struct.pack("<Q", len(text)) + text + bytes(8)
 
 
 def tensor(shape, begin, end, dtype="F32"):

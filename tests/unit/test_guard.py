@@ -155,24 +155,6 @@ def test_changes_are_undone_the_latest_first_and_once() -> None:
     assert thing.own == 5
 
 
-# --- ranks --------------------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """One of several processes; what the others send is known beforehand."""
-
-    def __init__(self, rank: int, values: list[Any]) -> None:
-        self.rank, self.world_size = rank, len(values)
-        self.values = values
-        self.sent: list[Any] = []
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        if source != self.rank:
-            return self.values[source]
-        self.sent.append(value)
-        return value
-
-
 # --- splitting ----------------------------------------------------------------------------------------------
 
 
@@ -200,31 +182,22 @@ def test_notes_of_a_split_name_what_the_training_has() -> None:
 
 
 class FakeTraining:
-    """Nothing can be predicted of it; rates are written down."""
+    """Nothing can be predicted of it, in its one process."""
 
     device = torch.device("cpu")
+    ranks = SimpleNamespace(rank=0, world_size=1, broadcast=lambda value, _source: value)
 
-    def __init__(self, why_left_alone: str = "") -> None:
-        self.ranks = Recorded(0, [None])
-        self.scaled: list[float] = []
+    def __init__(self) -> None:
         self.warned: list[str] = []
-        self._why_left_alone = why_left_alone
 
     def why_left_alone(self) -> str:
-        return self._why_left_alone
+        return ""
 
     def progress(self) -> Any:
         return nullcontext(lambda _line: None)
 
     def why_not_recovered(self, refused: Any) -> str:
         return refused.get("accumulate", "")
-
-    def learning_rate_factor(self, plan: Any) -> float:
-        return 2.0
-
-    def scale_learning_rates(self, factor: float) -> list[str]:
-        self.scaled.append(factor)
-        return ["one of them is a function"]
 
     def warn(self, message: str) -> None:
         self.warned.append(message)
@@ -305,20 +278,11 @@ def test_a_users_own_error_is_named_by_its_line_and_ends_a_strict_training_alone
     assert f"test_guard.py, line {Wrong.capture.__code__.co_firstlineno + 1}" in said
 
 
-def begun(
-    training: FakeTraining,
-    *,
-    fits: bool = True,
-    refused: Any = (),
-    on_host: bool = False,
-    in_backward: bool = False,
-    **given: Any,
-) -> Guard:
+def begun(training: FakeTraining, **given: Any) -> Guard:
     """A guard whose decision was made."""
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
-    recipe = Recipe(optimizer_on_host=on_host, optimizer_in_backward=in_backward)
-    plan = SimpleNamespace(fits=fits, changed=True, recipe=recipe, explain=lambda: "The plan.")
-    guard.decision = SimpleNamespace(plan=plan, refused=dict(refused), unproven="", spare=None)  # type: ignore[assignment]
+    plan = SimpleNamespace(fits=True, changed=True, recipe=Recipe(), explain=lambda: "The plan.")
+    guard.decision = SimpleNamespace(plan=plan, refused={}, unproven="", spare=None)  # type: ignore[assignment]
     return guard
 
 

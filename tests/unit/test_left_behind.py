@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ class Untidy(nn.Module):
         self.linear = nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
         self.rnn = nn.LSTM(6, 6, batch_first=True)
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
         self.register_buffer("calls", torch.zeros(()))
         self.history: list[torch.Tensor] = []
         self.settings = {"seen": 0}
@@ -45,7 +47,7 @@ class Untidy(nn.Module):
         self.last = self.norm(F.dropout(self.linear(x), 0.5))
         self.extra = self.last
         self.eval().train()
-        return self.rnn(self.last[:, None])[0] + self.tied[0].sum()
+        return self.rnn(self.last[:, None])[0] + self.tied[0].sum() + self.teacher(x.detach())[:, None]
 
 
 def fingerprint(module: nn.Module):
@@ -105,10 +107,17 @@ def untidy() -> Untidy:
     return model
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "16-true"])
-def test_a_trace_leaves_nothing_behind(untidy: Untidy, precision: str) -> None:
+TREATED = Recipe(checkpoint=("linear",), offload_activations=("norm",), frozen_on_host=("teacher",))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "32-true"}, {"precision": "16-mixed"}, {"precision": "16-true"}, {"recipe": TREATED}]
+)
+def test_a_trace_leaves_nothing_behind(untidy: Untidy, settings: dict[str, Any]) -> None:
+    if "recipe" in settings:
+        pytest.importorskip("accelerate")
     before, process = fingerprint(untidy), process_state()
-    trace(untidy_step(untidy, precision=precision))
+    trace(untidy_step(untidy, **settings))
     assert_same(before, fingerprint(untidy))
     assert process == process_state()
 

@@ -32,7 +32,7 @@ COUNT = 10_000
 
 
 def heavy_tail(count=COUNT, most=4000, seed=1):
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
     return [min(most, int(10 * drawn.paretovariate(1.2))) for _ in range(count)]
 
 
@@ -72,11 +72,11 @@ def padded(batch):
 class Buckets:
     """Batches of samples of similar length, drawn at random within their bucket."""
 
-    def __init__(self, lengths, size, buckets=8, seed=0):
+    def __init__(self, lengths, size, buckets=8):
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         width = -(-len(order) // buckets)
         self.buckets = [order[start : start + width] for start in range(0, len(order), width)]
-        self.size, self.drawn = size, random.Random(seed)
+        self.size, self.drawn = size, random.Random(0)
 
     def __iter__(self):
         batches = []
@@ -94,7 +94,7 @@ class Budget:
     """Batches of so many tokens with their padding, of samples in random order."""
 
     def __init__(self, lengths, max_tokens, seed=0):
-        self.lengths, self.max_tokens, self.drawn = lengths, max_tokens, random.Random(seed)
+        self.lengths, self.max_tokens, self.drawn = lengths, max_tokens, random.Random(0)
 
     def __iter__(self):
         batch = []

@@ -280,8 +280,8 @@ def test_grouped_convolutions_by_hand():
     assert {work.unit for work in timeline.work if "convolution" in work.operator} == {"tf32"}
 
 
-def _timeline(size: int, flops_: int, operator: str = "aten.mm.default") -> Timeline:
-    work = Work(operator, "", "forward", False, Affine(flops_, 0), Affine(0, 0), "fp32")
+def _timeline(size: int, flops_: int) -> Timeline:
+    work = Work("aten.mm.default", "", "forward", False, Affine(flops_, 0), Affine(0, 0), "fp32")
     return Timeline(blocks=(), events=(), phases=(), traced=(size,), work=(work,))
 
 

@@ -22,9 +22,9 @@ H200 = Card((9, 0), 132)
 class _Last(nn.Module):
     """Reads a sequence, and keeps the outputs."""
 
-    def __init__(self, kind: type[nn.RNNBase], inputs: int, width: int, dropout: float = 0.2) -> None:
+    def __init__(self, kind: type[nn.RNNBase], inputs: int, width: int) -> None:
         super().__init__()
-        self.rnn = kind(inputs, width, num_layers=2, batch_first=True, dropout=dropout)
+        self.rnn = kind(inputs, width, num_layers=2, batch_first=True, dropout=0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rnn(x)[0]  # type: ignore[no-any-return]
@@ -137,16 +137,20 @@ def test_the_passes_may_have_kernels_of_their_own(kind: str, hidden: int, forwar
         assert (own > plain) == others
 
 
-def test_autocast_runs_them_in_float16_over_a_flat_copy_of_the_weights() -> None:
-    """AutocastRNN.cpp: float16 in bfloat16's autocast, too."""
-    made = _traced(nn.LSTM, 8, 128, 256, 16, "bf16-mixed")
-    elements = sum(parameter.numel() for parameter in _Last(nn.LSTM, 128, 256).parameters())
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_autocast_runs_them_in_float16_over_a_flat_copy_of_the_weights(precision: str) -> None:
+    """AutocastRNN.cpp: float16 in bfloat16's autocast, too; the gradients of the weights are cast back one by one."""
+    made = _traced(nn.LSTM, 8, 128, 256, 16, precision)
+    elements = [parameter.numel() for parameter in _Last(nn.LSTM, 128, 256).parameters()]
     flat = [block.size.base for block in made.blocks if block.operator == "aten.zeros.default"]
-    assert flat.count(elements * 2) == 2  # once in each of two steps
+    assert flat.count(sum(elements) * 2) == 2  # once in each of two steps
     output, reserve = 8 * 16 * 256 * 2, 11 * 8 * 16 * 256 * 2 + 8 * 16 * 256 // 8 + 256
     forward = _made(made, "forward")
     assert output in forward
     assert reserve in forward
+    assert {work.unit for work in made.work if "_cudnn_rnn" in work.operator} == {"fp16"}
+    gradients = [block.size.base for block in made.blocks if block.category == "gradients"]
+    assert sorted(gradients) == sorted([4 * size for size in elements] * 2)
 
 
 def test_the_states_of_dropout_are_taken_once() -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from plan_sources import ReadySource
 
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
@@ -48,40 +49,13 @@ def step(per_sample: int, **changes: object) -> Timeline:
     return replace(Timeline(blocks, (0, 1, 2, ~2, ~1), phases, (2, 3)), **changes)
 
 
-class Halves:
+class Halves(ReadySource):
     """Two precisions, the same in however many micro-batches."""
 
     timelines: ClassVar = {"32-true": step(2 * MIB), "bf16-mixed": step(MIB)}
 
     def __call__(self, option: Option) -> Timeline:
         return self.timelines[option.precision]
-
-    def exact(self, option: Option, size: int) -> Timeline:
-        return self(option)
-
-    def by_law(self, option: Option, size: int) -> bool:
-        return False
-
-    def treats_equal_blocks(self, option: Option) -> bool:
-        return False
-
-    def composed(self, option: Option, size: int) -> bool:
-        return False
-
-    def known(self, option: Option, size: int) -> bool:
-        return True
-
-    def begin(self, option: Option, size: int) -> None:
-        """Nothing is made ahead."""
-
-    def end(self) -> None:
-        """Nothing was begun."""
-
-    def distrust(self, option: Option) -> None:
-        raise AssertionError
-
-    def direct(self, option: Option, size: int) -> Timeline:
-        return self.exact(option, size)
 
 
 class Prices:
@@ -225,10 +199,6 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii()
     assert "attention" in text.replace("\n", "").replace(" ", "")
-
-
-def test_names_with_brackets_are_no_markup() -> None:
-    assert "encoder.layers[0]" in render(step(MIB).at(32))
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "gbk", "latin-1", "utf-8"])

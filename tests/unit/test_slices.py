@@ -180,12 +180,12 @@ def test_recipes_that_make_no_sense(total: int, again: int, checkpoint: tuple[st
 # --- the body of a step -----------------------------------------------------------------------------------------------
 
 
-def step_of(net: nn.Module, loss: Callable[[Any, Any], Any] | None = None, width: int = 6) -> TrainingStep:
+def step_of(net: nn.Module, loss: Callable[[Any, Any], Any] | None = None) -> TrainingStep:
     def flooded(net: nn.Module, batch: Any) -> torch.Tensor:
         return flooding(net(batch[0]), batch[1])
 
     def batch(size: int) -> Any:
-        return torch.randn(size, width), torch.randn(size, 4)
+        return torch.randn(size, 6), torch.randn(size, 4)
 
     return TrainingStep(net, batch, loss or flooded, torch.optim.SGD)
 

@@ -38,10 +38,10 @@ def power_of_two(size: int) -> int:
     return power
 
 
-def live_at_end_of_forward(timeline: Timeline, batch_size: int, number: int) -> int:
-    """Requested bytes on the GPU when the forward pass of the given step ends."""
-    end = next(p.start for p in timeline.phases if p.name == "backward" and p.step == number)
-    sizes, live = timeline.sizes(batch_size), 0
+def live_at_end_of_forward(timeline: Timeline) -> int:
+    """Requested bytes on the GPU when the forward pass of the second step ends, for a batch of 64."""
+    end = next(p.start for p in timeline.phases if p.name == "backward" and p.step == 2)
+    sizes, live = timeline.sizes(64), 0
     for event in timeline.events[:end]:
         live += sizes[event] if event >= 0 else -sizes[~event]
     return live
@@ -56,7 +56,7 @@ def test_what_leaves_the_gpu_is_what_the_host_takes() -> None:
         moved = trace(stack_step(recipe=Recipe(offload_activations=names(count))))
         assert moved.retrace is None
         assert moved.tier == "symbolic"
-        left = live_at_end_of_forward(plain, 64, 2) - live_at_end_of_forward(moved, 64, 2)
+        left = live_at_end_of_forward(plain) - live_at_end_of_forward(moved)
         # The first block's input is the batch, which the loop holds: copied, but not gone.
         assert left == count * sum(SAVED) - 64 * FLOATS
         assert sorted(b.size.at(64) for b in moved.host_blocks) == sorted(SAVED * count * 2)
@@ -108,7 +108,7 @@ def test_torchs_own_save_on_cpu_is_followed_too() -> None:
 
     plain, pageable, pinned = (trace(stack_step().with_(model=lambda p=p: Own(p))) for p in (None, False, True))
     assert plain.at(64).host_peak == 0
-    assert live_at_end_of_forward(pageable, 64, 2) == live_at_end_of_forward(pinned, 64, 2)
+    assert live_at_end_of_forward(pageable) == live_at_end_of_forward(pinned)
     assert pageable.at(64).peak_allocated < plain.at(64).peak_allocated
     # All that the blocks save and the input of the last layer; weights too, which torch moves and we do not.
     activations = 6 * sum(SAVED) + 64 * FLOATS

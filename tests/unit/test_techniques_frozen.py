@@ -186,25 +186,6 @@ def test_the_trace_takes_the_weights_for_the_forward_alone():
     assert 0 < saved <= granted
 
 
-def test_a_trace_leaves_no_hook_and_no_moved_weight():
-    model = Distilled()
-    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    run_step(
-        TrainingStep(
-            model=model,
-            batch=lambda size: torch.zeros(size, WIDTH),
-            loss=lambda model, batch: model(batch),
-            optimizer=lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1),
-            recipe=Recipe(frozen_on_host=("teacher",)),
-        ),
-        2,
-        (8, 0),
-    )
-    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
-    assert not {"forward", "_apply", "_hf_hook", "_old_forward"} & set(vars(model.teacher))
-    assert not model.teacher._forward_hooks
-
-
 def test_after_an_exception_in_the_forward_the_weights_are_back(monkeypatch):
     model = Distilled()
     keep_on_host(model, ["teacher"], "cpu")

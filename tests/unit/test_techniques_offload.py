@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from test_techniques_optimizers import MAKERS, WIDTH, net
 from torch import nn
 
 from vram_guard import TrainingStep
@@ -29,24 +30,10 @@ def on_host(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer_for(optimizer, Recipe(optimizer_on_host=True))
 
 
-WIDTH = 64  # a weight of 4,096 elements, the fewest that torchao moves
-MAKERS = {
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=1e-2),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-}
-
-
 @pytest.fixture
 def gpu() -> Iterator[None]:
     with cpu_as_gpu(Recipe(optimizer_on_host=True)):
         yield
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
 def steps(model, optimizer, count=3, accumulate=1, scheduler=None, seed=1):

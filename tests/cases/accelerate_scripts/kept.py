@@ -66,16 +66,6 @@ def loss_only(accelerator, model, optimizer, loader):
         optimizer.zero_grad()
 
 
-def own_tensor(accelerator, model, optimizer, loader):
-    """Holds a tensor on the host, which meets the model's on a CPU only."""
-    weights = torch.ones(WIDTH)
-    for batch in loader:
-        outputs = model(**batch)
-        accelerator.backward((outputs["logits"] * weights).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def trainer(accumulate):
     from transformers import Trainer, TrainingArguments
 

@@ -45,14 +45,6 @@ class Dropping(Plain):
         return super().loss(self.norm(logits), labels)
 
 
-class Contrastive(Plain):
-    """Each sample is told apart from all others of its batch."""
-
-    def loss(self, logits, labels):
-        found = nn.functional.normalize(logits, dim=-1)
-        return nn.functional.cross_entropy(5 * found @ found.t(), torch.arange(len(labels), device=labels.device))
-
-
 class Centred(Plain):
     """The mean of a batch is taken off its samples, before any weight has seen them."""
 
@@ -79,13 +71,6 @@ class Grouped(Plain):
         return super().loss((logits.view(-1, 4, 10) - means).flatten(0, 1), labels)
 
 
-class Ignoring(Plain):
-    """The samples of one class, another one than torch's own -100, do not count."""
-
-    def loss(self, logits, labels):
-        return nn.functional.cross_entropy(logits, labels, ignore_index=0)
-
-
 class Masked(WithLoss):
     """A mean over the positions that a mask leaves."""
 
@@ -99,16 +84,6 @@ class Masked(WithLoss):
             self.network.last(x).transpose(1, 2), labels[:, None].expand(x.shape[:2]), reduction="none"
         )
         return {"loss": (of_each * pixels["mask"]).sum() / pixels["mask"].sum()}
-
-
-class Counting(Plain):
-    """How often it was called is part of what it computes."""
-
-    calls = 0
-
-    def loss(self, logits, labels):
-        self.calls += 1
-        return super().loss(logits, labels) / (1 + 0.1 * self.calls)
 
 
 class Queued(Plain):

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Wide(nn.Module):
-    def __init__(self, width: int = 512, depth: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.last = nn.Linear(width, 4)
+        self.first = nn.Linear(8, 512)
+        self.blocks = nn.ModuleList(Block(512) for _ in range(3))
+        self.last = nn.Linear(512, 4)
         self.register_buffer("scale", torch.ones(1))
 
     def forward(self, x):
@@ -53,7 +53,7 @@ def whole_weights(accelerator, model):
 
 def train(options, accelerator, model=None, before=None, clip=None):
     set_seed(accelerator.process_index if options.own_seed else 0)
-    model = model or Wide(depth=options.depth)
+    model = model or Wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(data(options.samples), batch_size=options.batch_size)
@@ -174,7 +174,6 @@ def main():
     parser.add_argument("--own_seed", action="store_true")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--regions", action="store_true")
-    parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--version", type=int, default=2)
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--from_first", action="store_true")

@@ -18,6 +18,9 @@ from transformers import (
     TrainingArguments,
 )
 
+#: Samples of a batch of an evaluation.
+EVALUATED = 128
+
 
 class Endless(IterableDataset):
     def __iter__(self):
@@ -33,7 +36,7 @@ def plain(options):
     rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
     held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
     loader = DataLoader(rows, batch_size=8)
-    evaluation = DataLoader(Endless() if options.endless else held_out, batch_size=options.evaluation_batch)
+    evaluation = DataLoader(Endless() if options.endless else held_out, batch_size=EVALUATED)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if options.over_training:
         evaluation = loader
@@ -78,7 +81,7 @@ def counted(options):
     rows = TensorDataset(torch.randn(64, 64), torch.randint(0, 512, (64,)))
     held_out = TensorDataset(torch.randn(options.held_out, 64), torch.randint(0, 512, (options.held_out,)))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=8, shuffle=True))
-    evaluation = DataLoader(held_out, batch_size=options.evaluation_batch)
+    evaluation = DataLoader(held_out, batch_size=EVALUATED)
     if options.prepared:
         evaluation = accelerator.prepare(evaluation)
 
@@ -180,7 +183,6 @@ def trainer(options):
 parser = argparse.ArgumentParser()
 parser.add_argument("loop", choices=["plain", "counted", "generation", "translation", "trainer"])
 parser.add_argument("--held_out", type=int, default=512)
-parser.add_argument("--evaluation_batch", type=int, default=128)
 parser.add_argument("--rounds", type=int, default=4)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--prepared", action="store_true")
