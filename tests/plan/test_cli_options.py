@@ -93,6 +93,7 @@ VALUES = {
     "--quick": "",
     "--quiet": "",
     "--recommend": "",
+    "--releases": "other.txt",
     "--resolutions": "16,24",
     "--seq-length": "48",
     "--set": "batch_size=6",

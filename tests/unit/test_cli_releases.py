@@ -1,4 +1,4 @@
-"""Commands that predict say for which releases."""
+"""Commands that predict say for which releases, and `plan` where a named file asks for others."""
 
 from __future__ import annotations
 
@@ -57,3 +57,21 @@ def test_each_says_for_which_releases(name, capsys):
 def test_the_page_says_it_too():
     assert cli.main([*COMMANDS["plan"], "--html", "page.html"]) == 0
     assert TORCH in Path("page.html").read_text("utf-8")
+
+
+def test_a_file_that_asks_for_others_is_told_apart_from_the_answer(folder, capsys):
+    (folder / "requirements.txt").write_text("torch==2.1\n")
+    assert cli.main([*COMMANDS["plan"], "--json"]) == 0
+    assert "asks for" not in capsys.readouterr().err  # nobody names it
+    assert cli.main([*COMMANDS["plan"], "--json", "--releases", "requirements.txt"]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert f"{TORCH}, requirements.txt asks for 2.1" in captured.err
+
+
+def test_a_named_file_is_read_before_any_work(folder, capsys):
+    (folder / "bad.lock").write_text('[[package]]\nname = "torch"\nversion = "2.5')
+    assert cli.main([*COMMANDS["plan"], "--releases", "bad.lock"]) == 2
+    captured = capsys.readouterr()
+    assert "bad.lock is not valid TOML" in captured.err
+    assert TORCH not in captured.out
