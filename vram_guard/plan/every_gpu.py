@@ -60,10 +60,17 @@ def on_every_gpu(
     seen: defaultdict[int, dict[int, int]] = defaultdict(dict)
     """By the events of a trace: batch size -> reserved peak on the last card that was asked; cards differ little."""
 
+    replayed: dict[tuple[object, ...], tuple[Timeline, int]] = {}
+    """By what a replay depends on, with a timeline whose events stay alive for it."""
+
     @cache
     def peak_at(card: tuple[tuple[int, int], int | None, Placement | None], size: int) -> int:
         timeline = timeline_for(card[0])
-        peak = timeline.on(*card[1:]).replay(size).peak_reserved
+        here = timeline.on(*card[1:]).exact(size)
+        same = id(here.events), tuple(here.sizes(size)), here.placement
+        if same not in replayed:
+            replayed[same] = here, here.replay(size).peak_reserved
+        peak = replayed[same][1]
         seen[id(timeline.events)][size] = peak
         return peak
 
