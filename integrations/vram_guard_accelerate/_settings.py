@@ -110,8 +110,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
     group.add_argument(
         "--longest",
-        metavar="SHARE",
-        help=_("the batch that is planned for: largest, first, or a share such as 0.99 (default: largest)"),
+        metavar="WHICH",
+        help=_("the batch that is planned for: largest or first (default: largest)"),
     )
     group.add_argument(
         "--advanced",

@@ -39,7 +39,6 @@ class LaunchPlan:
         batch_option: the script's own option that is set to ``grown_batch_size``; "": the loader is made larger.
         loader: the training's loader, among those that the script makes.
         learning_rate_factor: what every learning rate is multiplied by.
-        resumes_grown: whether the script loads a checkpoint whose learning rates contain another factor.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
         recipe: the techniques beyond precision.
         by_itself: whether the script trains without Accelerate.
@@ -51,7 +50,6 @@ class LaunchPlan:
     batch_option: str = ""
     loader: LoaderPlace = LoaderPlace()
     learning_rate_factor: float = 1.0
-    resumes_grown: bool = False
     models: int = 1
     recipe: Recipe = AS_WRITTEN
     by_itself: bool = False

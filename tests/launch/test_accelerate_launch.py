@@ -359,7 +359,7 @@ def waiting_script(cache: Path, interrupts: Any) -> Iterator[tuple[subprocess.Po
         [*LAUNCH, *ONE, "--budget", "1GiB", str(TRAINING), "waits", "--out", str(out)],
         env=cases.environment(VRAM_GUARD_CACHE=str(cache)),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         stdin=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
@@ -376,8 +376,6 @@ def waiting_script(cache: Path, interrupts: Any) -> Iterator[tuple[subprocess.Po
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
 
 
 @pytest.mark.parametrize(
@@ -393,11 +391,9 @@ def test_signals_end_it_cleanly(number: int, whom: str, cache: Path) -> None:
         assert process.wait(20) == -number
         with pytest.raises(ProcessLookupError):
             os.kill(script, 0)
-        assert process.stderr is not None
-        assert "ignored" not in process.stderr.read()
 
 
-def test_a_launch_that_was_started_with_interrupts_ignored_says_so_and_ignores_them(cache: Path) -> None:
+def test_a_launch_that_was_started_with_interrupts_ignored_ignores_them(cache: Path) -> None:
     """As a shell starts jobs in the background: its Ctrl-C is not meant for them."""
     with waiting_script(cache, signal.SIG_IGN) as (process, script):
         for whom in (process.pid, script):
@@ -409,8 +405,6 @@ def test_a_launch_that_was_started_with_interrupts_ignored_says_so_and_ignores_t
         assert process.wait(20) == -signal.SIGTERM
         with pytest.raises(ProcessLookupError):
             os.kill(script, 0)
-        assert process.stderr is not None
-        assert process.stderr.read().count("SIGINT ignored") == 1
 
 
 # --- process groups -------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 from each import each
@@ -187,15 +190,23 @@ def test_doctor_says_which_setting_comes_from_where(project, monkeypatch, capsys
     assert facts["settings"]["margin"] == {"value": 0.1, "source": "VRAM_GUARD_MARGIN"}
 
 
-def test_a_script_is_launched_as_it_is_where_the_guard_is_off(project, monkeypatch, capfd):
+def test_a_script_is_launched_as_it_is_where_the_guard_is_off(project):
     pytest.importorskip("accelerate")
     (project / "script.py").write_text("import sys\nprint('ran with', sys.argv[1:])\nsys.exit(7)\n")
-    monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
-    assert cli.main(["launch", "--budget", "1KiB", "--dry-run", "script.py"]) == 0
-    assert cli.main(["launch", "--budget", "1KiB", "--cpu", "script.py", "--lang", "fr", "--hidden_dim", "3"]) == 7
-    captured = capfd.readouterr()
-    assert captured.out == "ran with ['--lang', 'fr', '--hidden_dim', '3']\n"
-    assert captured.err.count("switched off") == 2
+    command = [sys.executable, "-m", "vram_guard.cli", "launch", "--budget", "1KiB"]
+    off = {**os.environ, "VRAM_GUARD_DISABLE": "1"}
+
+    def launched(*words):  # in a process of its own, which becomes the script
+        return subprocess.run([*command, *words], env=off, capture_output=True, text=True, check=False)
+
+    looked, ran = (
+        launched("--dry-run", "script.py"),
+        launched("--cpu", "script.py", "--lang", "fr", "--hidden_dim", "3"),
+    )
+    assert (looked.returncode, looked.stdout) == (0, "")
+    assert (ran.returncode, ran.stdout) == (7, "ran with ['--lang', 'fr', '--hidden_dim', '3']\n")
+    assert "switched off" in looked.stderr
+    assert "switched off" in ran.stderr
 
 
 def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):

@@ -6,8 +6,7 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import number
@@ -16,6 +15,7 @@ from vram_guard.cli.options import add_options
 from vram_guard.cli.printing import print_json, say
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.signals import handled
 
 if TYPE_CHECKING:
     from vram_guard.budget.sampling import GpuSample
@@ -61,30 +61,13 @@ def _monitor(options: argparse.Namespace) -> int:
 
     with any_sampler() as sampler:
         stop = threading.Event()
-        with _ending_cleanly(stop):
+        # Ctrl-C and SIGTERM (``kill``, a batch system's time limit) end the watching, not the program.
+        with handled(lambda *_signal: stop.set(), (signal.SIGINT, signal.SIGTERM)):
             try:
                 watch(sampler, monitor, seconds=seconds or None, interval=interval, tell=show, stop=stop)
             finally:  # what was seen until an error is worth its summary too
                 _finish(options, monitor.summary(), monitor.count, trainings)
     return EXIT_DONE
-
-
-@contextmanager
-def _ending_cleanly(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C and SIGTERM (``kill``, a batch system's time limit) end the watching, not the program."""
-    before = {}
-
-    def end(_number: int, _frame: object) -> None:
-        stop.set()
-
-    for sent in (signal.SIGINT, signal.SIGTERM):
-        with suppress(ValueError):  # not the main thread: its starter ends it
-            before[sent] = signal.signal(sent, end)
-    try:
-        yield
-    finally:
-        for sent, handler in before.items():
-            signal.signal(sent, handler)
 
 
 def _line(sample: GpuSample) -> str:

@@ -13,7 +13,8 @@ from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.step import PRECISIONS, checked_count
 
-#: What a number is called in people's configs, the last part of its path; the first name is its own.
+#: What a number is called in people's configs, the last part of its path, and in their scripts' options; the first
+#: name is its own.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     "batch": ("batch", "batch_size", "train_batch_size", "samples_per_gpu", "per_device_train_batch_size"),
     "height": ("height", "img_height", "image_height", "sample_height"),
@@ -26,8 +27,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "seq_length": ("seq_length", "seq_len", "sequence_length", "input_days", "num_frames", "in_steps", "time_steps"),
     "bytes_per_element": ("bytes_per_element",),
     "accumulate": (
-        *("accumulate", "accumulation_steps", "gradient_accumulation_steps"),
-        *("accumulate_grad_batches", "accumulative_counts"),
+        *("accumulate", "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        *("accumulative_counts", "gradient_accumulation", "grad_accumulation_steps", "grad_accum_steps", "grad_accum"),
+        *("accum_steps", "accum_iter"),
     ),
 }
 NEEDED: Final = ("batch", "height", "width", "hidden_dim", "num_layers")

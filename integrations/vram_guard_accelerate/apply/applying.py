@@ -10,14 +10,13 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard_accelerate._patching import made_by_script, wrap
-from vram_guard_accelerate.apply import checkpoints, techniques
+from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
 
 if TYPE_CHECKING:
@@ -71,9 +70,8 @@ class PlanInstaller:
 
             for kind in (LRScheduler, ReduceLROnPlateau):  # the second does not call the first's
                 wrap(kind, "__init__", self._remember_scheduler)
-        if self.plan.learning_rate_factor != 1 or self.plan.resumes_grown:
-            wrap(Accelerator, "save_state", self._say_in_checkpoint)
-            wrap(Accelerator, "load_state", self._after_checkpoint)
+            wrap(Accelerator, "save_state", self._save_as_written)
+            wrap(Accelerator, "load_state", self._load_as_written)
 
     def _watch_own_loop(self) -> None:
         """What a script without Accelerate trains follows the plan from where it calls it first in training."""
@@ -213,22 +211,17 @@ class PlanInstaller:
         original(scheduler, *args, **kwargs)
         self._schedulers.add(scheduler)
 
-    def _say_in_checkpoint(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = original(accelerator, *args, **kwargs)
-        if accelerator.is_main_process and folder is not None:
-            checkpoints.write_factor(Path(folder), self.plan.learning_rate_factor)
-        return folder
-
-    def _after_checkpoint(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        """A checkpoint brings its own rates back: from what they contain to what this run's are to be."""
-        folders: list[Path] = []  # without a name, Accelerate itself knows which is the newest
-        handle = accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(Path(folder)))
+    def _save_as_written(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        """A checkpoint holds rates as the script wrote them, so that it can be loaded without the guard too."""
+        self._scale(accelerator, 1 / self.plan.learning_rate_factor)
         try:
-            loaded = original(accelerator, *args, **kwargs)
+            return original(accelerator, *args, **kwargs)
         finally:
-            handle.remove()
-        contained = checkpoints.read_factor(folders[-1]) if folders else 1.0
-        self._scale(accelerator, self.plan.learning_rate_factor / contained)
+            self._scale(accelerator, self.plan.learning_rate_factor)
+
+    def _load_as_written(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(accelerator, *args, **kwargs)
+        self._scale(accelerator, self.plan.learning_rate_factor)
         return loaded
 
 

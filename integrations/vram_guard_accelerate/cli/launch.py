@@ -8,13 +8,13 @@ import shlex
 import signal
 from collections.abc import Sequence
 
+from vram_guard import signals
 from vram_guard.allocator import with_expandable_segments
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.codec import to_json
 from vram_guard.errors import NoDeviceError
 from vram_guard.language import _
 from vram_guard.settings import disabled
-from vram_guard_accelerate import _signals
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate.cli import launchers
 from vram_guard_accelerate.cli.arguments import LaunchArguments, parsed
@@ -48,7 +48,6 @@ def launch(arguments: Sequence[str]) -> int:
         raise _misplaced(error, given.arguments) from None
     environment = {**target.environment, BEFORE_START: "1"}
     request = DryRunRequest(given.command, given.module, given.settings, budget, target.ranks, environment, local)
-    launchers.say_what_is_ignored()
     try:
         # A sign of life on a terminal, nothing elsewhere.
         running = _("vram-guard: running the script symbolically, up to two optimizer steps")
@@ -56,7 +55,7 @@ def launch(arguments: Sequence[str]) -> int:
             prediction = predict(request)
     except KeyboardInterrupt:
         say(_("vram-guard: stopped while planning; nothing was started"))
-        return _signals.EXIT_BASE + signal.SIGINT
+        return signals.EXIT_BASE + signal.SIGINT
     show(
         prediction,
         as_json=given.options.json,

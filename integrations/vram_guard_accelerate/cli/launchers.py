@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from vram_guard.language import _
-from vram_guard_accelerate import _signals
+from vram_guard import signals
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate.cli.arguments import launch_parser
 from vram_guard_accelerate.cli.target import simple_launch
@@ -28,25 +28,14 @@ def run(options: Sequence[str], command: Sequence[str], *, simple: bool) -> int:
     return _one_process(words) if simple else _torchrun(launch_parser().parse_args(words))
 
 
-def say_what_is_ignored() -> None:
-    """Warn that signals which were ignored when this launch was started do not end it."""
-    names = ", ".join(number.name for number in _signals.ignored())
-    if names:
-        say(
-            _(
-                "vram-guard: {signals} ignored, as this launch was started so (nohup, or a job in the background): "
-                "SIGTERM ends it",
-                signals=names,
-            )
-        )
-
-
-def _one_process(words: Sequence[str]) -> NoReturn:
+def _one_process(words: Sequence[str]) -> int:
     """The script in place of this process: signals reach it, and its exit code is this one's."""
     _arguments, command, environment = simple_launch(words)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own script
+    if os.name != "nt":  # where no process becomes another one
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own script
+    return subprocess.call(command, env=environment)  # noqa: S603 - the same
 
 
 def _torchrun(arguments: Any) -> int:
@@ -55,17 +44,17 @@ def _torchrun(arguments: Any) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # torchrun's own handlers would react to signals that are ignored (torch 2.9 and later have the option).
-    kept = [number.name for number in _signals.ENDING if number not in _signals.ignored()]
+    kept = [number.name for number in signals.ENDING if number not in signals.ignored()]
     arguments.signals_to_handle = ",".join(kept)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
         say(str(error))
-        return _signals.exit_code(error.get_first_failure()[1].exitcode)
+        return signals.exit_code(error.get_first_failure()[1].exitcode)
     except SignalException as error:
-        return _signals.EXIT_BASE + int(error.sigval)
+        return signals.EXIT_BASE + int(error.sigval)
     except KeyboardInterrupt:
-        return _signals.EXIT_BASE + signal.SIGINT
+        return signals.EXIT_BASE + signal.SIGINT
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     return 0

@@ -18,7 +18,6 @@ from vram_guard_accelerate.dry_run.results import stopped
 
 if TYPE_CHECKING:
     from vram_guard.simulate.tracing.external_loop import ExternalLoopTracer
-    from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 
 
 def plugin_of(given: Any) -> Any:
@@ -77,15 +76,19 @@ class EngineProcess:
 
     Args:
         plugin: Accelerate's settings of DeepSpeed.
-        shape: the launch.
+        ranks: processes of the launch.
+        local_ranks: of them, those that share a machine.
     """
 
-    def __init__(self, plugin: Any, shape: LaunchShape) -> None:
+    fsdp_version: int | None = None
+    """It is none of FSDP."""
+
+    def __init__(self, plugin: Any, ranks: int, local_ranks: int) -> None:
         self.plugin = plugin
-        node = shape.local_ranks if shape.ranks % shape.local_ranks == 0 else GPUS_OF_A_NODE
+        node = local_ranks if ranks % local_ranks == 0 else GPUS_OF_A_NODE
         config = deepspeed.filled(plugin.deepspeed_config)
         try:
-            self.layout: Parallel = deepspeed.layout_of(config, gpus=shape.ranks, node=node)
+            self.layout: Parallel = deepspeed.layout_of(config, gpus=ranks, node=node)
         except VramGuardError as error:
             stopped(str(error))
 

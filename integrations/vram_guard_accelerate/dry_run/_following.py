@@ -12,16 +12,14 @@ from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.language import _
 from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard_accelerate.apply.checkpoints import loaded_folder
 from vram_guard_accelerate.dry_run import _resuming
-from vram_guard_accelerate.dry_run._engine import EngineProcess
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
 from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
-from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run._without_loader import without_loader
+from vram_guard_accelerate.dry_run.checkpoints import loaded_folder
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
@@ -40,14 +38,13 @@ class FollowingPhase(LoopPhase):
 
     def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
         """The checkpoint takes memory as Accelerate loads it, but into a model that is divided."""
-        super().load_state(accelerator, folder, given)
-        resumed, found = self.run.script.resumed, loaded_folder(accelerator, folder)
+        script, found = self.run.script, loaded_folder(accelerator, folder)
         if found is None or not self.loop.models:
             return
         if self.run.process is not None:
-            resumed.not_followed = _("a checkpoint of a model that is divided")
+            script.resuming_not_followed = _("a checkpoint of a model that is divided")
         else:
-            resumed.not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
+            script.resuming_not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
 
     def stands_for_others(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
         """True: what runs over a loader before the training is an evaluation."""
@@ -102,15 +99,7 @@ class FollowingPhase(LoopPhase):
         elif process is None and self.run.shape.ranks > 1:  # otherwise FSDP2 spreads the work
             handler = getattr(loop.accelerator, "ddp_handler", None)
             loop.tracer.reduce(loop.models, self.run.shape.ranks, {} if handler is None else handler.to_kwargs())
-        first = FirstBatch(
-            self.run.shape,
-            self.run.script,
-            loop.accelerator,
-            tuple(loop.models),
-            sample,
-            fsdp_plugin=process.plugin if isinstance(process, ShardedProcess) else None,
-            engine=process.layout if isinstance(process, EngineProcess) else None,
-        )
+        first = FirstBatch(self.run.shape, self.run.script, loop.accelerator, tuple(loop.models), sample, process)
         self.run.phase = DryRunPhase(self.run)  # what the plan computes is none of the script's
         try:
             with loop.tracer.paused():

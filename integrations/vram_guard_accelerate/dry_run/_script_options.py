@@ -6,16 +6,8 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
+from vram_guard.closed_form.from_config import NAMES
 from vram_guard_accelerate._patching import wrap
-
-#: Options by which scripts let their users choose the samples of one process's batch.
-BATCH_SIZE_OPTIONS = ("per_device_train_batch_size", "train_batch_size", "batch_size")
-
-#: Options by which they let them choose the batches of an optimizer step.
-ACCUMULATION_OPTIONS = (
-    *("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps"),
-    *("gradient_accumulation", "grad_accum_steps", "grad_accum", "accum_steps", "accum_iter"),
-)
 
 #: Switches by which scripts multiply their learning rate with their batch size (diffusers' training scripts).
 SCALING_OPTIONS = ("scale_lr", "auto_scale_lr")
@@ -59,11 +51,11 @@ class ScriptOptions:
 
     def batch_size(self, size: int) -> str:
         """The option for the batch size, where its value is what the loader delivers; "" where none is."""
-        return self._with_value(BATCH_SIZE_OPTIONS, size)
+        return self._with_value(NAMES["batch"], size)
 
     def accumulation(self, batches_per_step: int) -> str:
         """The option for accumulation, where its value is what the loop was seen to do; "" where none is."""
-        return self._with_value(ACCUMULATION_OPTIONS, batches_per_step)
+        return self._with_value(NAMES["accumulate"], batches_per_step)
 
     @property
     def scales_rates(self) -> bool:

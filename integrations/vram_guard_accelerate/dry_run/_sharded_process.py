@@ -35,6 +35,7 @@ class ShardedProcess:
         from accelerate import DistributedType
 
         self.plugin = plugin
+        self.fsdp_version = int(plugin.fsdp_version)
         self.state = state = accelerator.state
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
@@ -46,4 +47,4 @@ class ShardedProcess:
     @property
     def flat(self) -> bool:
         """True for FSDP's first version, which makes flat parameters of the model's own."""
-        return bool(self.plugin.fsdp_version == 1)
+        return self.fsdp_version == 1

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
-from vram_guard.parallel.spec import Parallel
 from vram_guard.simulate.compiled import compiles
 from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
 from vram_guard_accelerate._precision import precision_of
-from vram_guard_accelerate.apply.checkpoints import ResumedCheckpoint
 from vram_guard_accelerate.apply.loaders import LoadersMade
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
 from vram_guard_accelerate.launch_plan import LoaderPlace
+
+if TYPE_CHECKING:
+    from vram_guard_accelerate.dry_run._engine import EngineProcess
+    from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class ScriptObservations:
     options: ScriptOptions = field(default_factory=ScriptOptions)
     optimizers: OptimizersMade = field(default_factory=OptimizersMade)
     loaders: LoadersMade = field(default_factory=LoadersMade)
-    resumed: ResumedCheckpoint = field(default_factory=ResumedCheckpoint)
+    resuming_not_followed: str = ""
+    """The reason why the memory that ``load_state`` takes is not known; "" where it is, or where nothing is loaded."""
     precision_given: str = ""
     """The precision that the script itself passes to the Accelerator; "" where it passes none."""
     uses_accelerate: bool = False
@@ -76,10 +79,8 @@ class FirstBatch:
     models: tuple[nn.Module, ...]
     """Those that were prepared, in order."""
     sample: Sample
-    fsdp_plugin: Any = None
-    """Accelerate's settings of FSDP, where the launch, or the script, shards the model; None: it does not."""
-    engine: Parallel | None = None
-    """The layout of DeepSpeed's engine, where it trains the model; None: it does not."""
+    process: ShardedProcess | EngineProcess | None = None
+    """What divides the model, where the launch, or the script, chose that; None: it stays whole."""
     fails_at_others: str = ""
     """The reason why the loop fails at other batch sizes than its own; "" where none was seen to."""
 
@@ -87,11 +88,6 @@ class FirstBatch:
     def root(self) -> nn.Module:
         """The model that the plan speaks of: the only one, or all of them by number."""
         return root_of(self.models)
-
-    @property
-    def sharded(self) -> bool:
-        """True if the launch, or the script, shards the model."""
-        return self.engine is not None or self.fsdp_plugin is not None
 
     @property
     def by_itself(self) -> bool:

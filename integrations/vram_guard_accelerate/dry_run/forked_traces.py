@@ -47,11 +47,7 @@ class ForkedTraces:
 
     def first_trace(self) -> TraceResult:
         """The loop as written, at its own batch size: what it does, before anything is planned."""
-        asked: _TraceKey = (TraceRequest(self._first.sample.batch_size, self._first.precision), False)
-        if asked not in self._answers:
-            what = _("the copy that would have followed the script as it is written")
-            self._answers[asked] = _answer_of(partial(self._fork, *asked), what)
-        return self._answers[asked]
+        return self._answer(TraceRequest(self._first.sample.batch_size, self._first.precision))
 
     def body(self) -> BodyFacts:
         """The module of the loop's models that may run over slices of a batch.
@@ -105,7 +101,8 @@ class ForkedTraces:
             answer = _answer_of(ask, _what(request), begun, seconds)
             self._answers[request, whole_job] = answer
         except VramGuardError as error:
-            if not whole_job and request == TraceRequest(request.batch_size, self._first.precision):
+            as_written = request == TraceRequest(request.batch_size, self._first.precision)
+            if not whole_job and as_written and request.batch_size != self._first.sample.batch_size:
                 self.fails_at_others = _("with batches of {count} samples, {why}", count=request.batch_size, why=error)
             raise
         return answer

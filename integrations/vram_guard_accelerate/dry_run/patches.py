@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.proof.functions import told
-from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._patching import made_by_script, wrap
-from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects
+from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects, subprocess_policy
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess, plugin_of
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import stopped
@@ -32,7 +31,7 @@ def install(run: DryRun) -> None:
 
     side_effects.discard_library_writes()
     side_effects.close_stdin(stopped)
-    _refuse_processes()
+    subprocess_policy.refuse_copies(stopped)
     own_ranks.watch(run.shape.ranks)
     _refuse_local_sgd()
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
@@ -64,7 +63,7 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
         stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin="megatron_lm_plugin"))
     engine = _engine.plugin_of(given.get("deepspeed_plugin") or given.get("deepspeed_plugins"))
     if engine is not None:
-        run.process = _engine.EngineProcess(engine, run.shape)
+        run.process = _engine.EngineProcess(engine, run.shape.ranks, run.shape.local_ranks)
         given.pop("deepspeed_plugins", None)
         given["deepspeed_plugin"] = engine
     sharded = plugin_of(given.get("fsdp_plugin"))
@@ -157,34 +156,6 @@ def _watch_own_iterations(run: DryRun, kind: type) -> None:
         if own is not None and not cls.__module__.startswith("accelerate") and cls not in run.watched_loaders:
             run.watched_loaders.add(cls)
             wrap(cls, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
-
-
-def _refuse_processes() -> None:
-    import os
-
-    import accelerate
-    from torch import multiprocessing
-
-    names = {multiprocessing: ("spawn", "start_processes"), os: ("execv", "execve", "execvp", "execvpe")}
-    names[accelerate] = ("notebook_launcher", "debug_launcher")
-    for owner, functions in names.items():
-        for name in functions:
-            wrap(owner, name, _refusing(name if owner is accelerate else f"{owner.__name__}.{name}"), optional=True)
-    for name in ("fork", "forkpty"):
-        wrap(os, name, partial(_forked_by_script, name), optional=True)
-
-
-def _forked_by_script(name: str, original: Callable[[], Any]) -> Any:
-    """Libraries may copy the process to work beside it; where the script does, a copy of it would run on as it does."""
-    if is_users_file(sys._getframe(2).f_code.co_filename):
-        _refusing(f"os.{name}")()
-    return original()
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    """In place of a function that starts processes: the dry run ends."""
-    reason = _("it starts processes of its own ({name}), which are not followed", name=name)
-    return lambda *_args, **_kwargs: stopped(reason)
 
 
 def _refuse_local_sgd() -> None:

@@ -136,9 +136,8 @@ class DryRunPhase:
         """``Accelerator.prepare``, or ``prepare_model``."""
         return original(accelerator, *args, **kwargs)
 
-    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:  # noqa: ARG002 - of no use here
+    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
         """``Accelerator.load_state`` of a folder, with these other arguments: the script resumes."""
-        self.run.script.resumed.look(accelerator, folder)
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """A loader's next batch."""

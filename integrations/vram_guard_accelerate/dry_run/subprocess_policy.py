@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 
 from vram_guard.forks.side_effects import way
 from vram_guard.language import _, marked
+from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._patching import wrap
 
 #: Programs that only report something, whatever their arguments are.
@@ -124,6 +125,32 @@ def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
             return check(partial(original, process), [type(process).__name__])
 
         wrap(process, "start", started, optional=process is None)
+
+
+def refuse_copies(stopped: Callable[[str], NoReturn]) -> None:
+    """From now on what would run the script in other processes, or another program in its place, ends the dry run.
+
+    Libraries may copy the process to work beside it; where the script does, a copy of it would run on as it does.
+
+    Args:
+        stopped: ends it, given the reason.
+    """
+    import accelerate
+    from torch import multiprocessing
+
+    def refused(name: str, *_call: Any, **_options: Any) -> NoReturn:
+        stopped(_("it starts processes of its own ({name}), which are not followed", name=name))
+
+    def copied(name: str, original: Callable[[], Any]) -> Any:
+        return refused(name) if is_users_file(sys._getframe(2).f_code.co_filename) else original()  # noqa: SLF001
+
+    names = {multiprocessing: ("spawn", "start_processes"), os: ("execv", "execve", "execvp", "execvpe")}
+    for owner, functions in {**names, accelerate: ("notebook_launcher", "debug_launcher")}.items():
+        for name in functions:
+            shown_name = name if owner is accelerate else f"{owner.__name__}.{name}"
+            wrap(owner, name, partial(refused, shown_name), optional=True)
+    for name in ("fork", "forkpty"):
+        wrap(os, name, partial(copied, f"os.{name}"), optional=True)
 
 
 def around_starts(around: Callable[..., Any]) -> None:

@@ -21,6 +21,9 @@ from vram_guard.plan.techniques import FORMS, TECHNIQUES, mixed_precision, split
 from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
 from vram_guard.proof.prove import Disproof, Proof
 from vram_guard.proof.small_steps import SmallSteps, small_steps
+from vram_guard.report.as_json import as_dict
+from vram_guard.report.html import html_report
+from vram_guard.report.text import render
 from vram_guard.techniques import Body, Recipe, find_blocks
 from vram_guard.tensors import without_modes
 from vram_guard_accelerate._precision import ACCELERATES
@@ -29,58 +32,58 @@ from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
 from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
+from vram_guard_accelerate.planning.requests import DryRunAnswer
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class ScriptPlan:
-    """A plan for a script."""
-
-    plan: Plan
-    launch_plan: LaunchPlan
-    """The same for the processes of the real launch."""
-    notes: tuple[str, ...]
-    """Remarks for a reader of the prediction, and the requests that were refused, each with its reason."""
-    only_told: str = ""
-    """The reason why the launch is not changed as the plan says; "" where it is."""
-    own_options: tuple[str, ...] = ()
-    """Words for the script's command line that make its batches smaller: nobody has tried them."""
-
-
-def decide(first: FirstBatch, settings: LaunchSettings, budget: Budget) -> ScriptPlan:
+def decide(first: FirstBatch, settings: LaunchSettings, budget: Budget, title: str) -> DryRunAnswer:
     """Plan for the script that stands at its first training batch.
 
     Args:
         first: the script.
         settings: what may be changed.
         budget: for each process.
+        title: of the page.
 
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
     """
     traces = ForkedTraces(first)
     try:
-        return _decided(first, traces, settings, budget)
+        return _decided(first, traces, settings, budget, title)
     except VramGuardError:
         if not traces.fails_at_others:
             raise
     # As written it has been followed: a script may take no other batch sizes than its own.
     only = replace(first, fails_at_others=traces.fails_at_others)
-    return _decided(only, traces, settings, budget)
+    return _decided(only, traces, settings, budget, title)
 
 
-def _decided(first: FirstBatch, traces: ForkedTraces, settings: LaunchSettings, budget: Budget) -> ScriptPlan:
+def _decided(
+    first: FirstBatch, traces: ForkedTraces, settings: LaunchSettings, budget: Budget, title: str
+) -> DryRunAnswer:
     facts = traces.first_trace().facts
     refused = dict(_refused(first, facts))
     script = _Script(first, settings, budget, traces, facts)
     made, proof = settled(script, refused)
     launch_plan = _launch_plan(made, first)
-    notes = [*first.sample.notes, *first.script.resumed.notes, *_notes(script, refused, made), *proof.notes]
+    notes = [*first.sample.notes, *_notes(script, refused, made), *proof.notes]
     told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
-    return ScriptPlan(made, launch_plan, tuple(dict.fromkeys(notes)), told, _own_options(script, made))
+    return DryRunAnswer(
+        plan=as_dict(made),
+        text=render(made),
+        brief=render(made, verbose=False),
+        page=html_report(made, title=title),
+        launch_plan=launch_plan,
+        notes=tuple(dict.fromkeys(notes)),
+        fits=made.fits,
+        changed=made.changed,
+        only_told=told,
+        own_options=_own_options(script, made),
+    )
 
 
 def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
@@ -162,6 +165,8 @@ _SAID_BY_PLANS = ("accumulate", "evaluation", "slices")
 
 def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[str]:
     """What is refused, and what the plan changes beside memory."""
+    if why := script.first.script.resuming_not_followed:
+        yield _("what resuming takes is not included: load_state was not followed ({why})", why=why)
     if 2 * script.traces.kept_outputs > made.estimate.peak_allocated:
         yield _(
             "most of the peak is outputs of an evaluation, which the Trainer keeps on the GPU until its last batch; "
@@ -190,7 +195,6 @@ def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
         batch_option=first.batch_size_option if _grows(made) and not script.options.scales_rates else "",
         loader=first.loader_place or LoaderPlace(),
         learning_rate_factor=made.learning_rate_factor,
-        resumes_grown=script.resumed.factor not in (1.0, made.learning_rate_factor),
         models=len(first.models),
         by_itself=first.by_itself,
         recipe=made.recipe,
@@ -247,19 +251,19 @@ def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
     }
     if first.by_itself:
         reasons["grow"] = _("the script trains without Accelerate, which would do it")
-    if first.sharded:
-        reasons |= _beside_shards(first)
+    if first.process is not None:
+        reasons |= _beside_shards(first, first.process.fsdp_version)
     return ((name, reason) for name, reason in reasons.items() if reason)
 
 
-def _beside_shards(first: FirstBatch) -> dict[str, str]:
+def _beside_shards(first: FirstBatch, fsdp_version: int | None) -> dict[str, str]:
     """The techniques that cannot be put on a model which Accelerate has divided."""
-    if first.engine is not None:
+    if fsdp_version is None:
         divides = _("DeepSpeed's engine trains the model, and divides it as it is launched")
         return {name: divides for name in TECHNIQUES if name not in ("grow", "checkpoint")}
     # A name that leads through a wrapper of FSDP1 is not there in a model that is not divided yet.
     nested = any("_fsdp_wrapped_module" in block.name for block in find_blocks(first.root))
-    return dict(beside_layout(f"FSDP{first.fsdp_plugin.fsdp_version}", *(() if nested else ("checkpoint",))))
+    return dict(beside_layout(f"FSDP{fsdp_version}", *(() if nested else ("checkpoint",))))
 
 
 def _why_not_grown(first: FirstBatch) -> str:

@@ -15,9 +15,6 @@ from vram_guard.codec import from_json, to_json
 from vram_guard.forks import ended, tied
 from vram_guard.forks.fork import write_all
 from vram_guard.language import _
-from vram_guard.report.as_json import as_dict
-from vram_guard.report.html import html_report
-from vram_guard.report.text import render
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._settings import LaunchSettings
 from vram_guard_accelerate.dry_run import forks, own_ranks, patches, subprocess_policy
@@ -81,21 +78,9 @@ def answer_for(first: FirstBatch, settings: LaunchSettings, budget: Budget, titl
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
     """
-    found = decide(first, settings, budget)
-    if missing := ended.not_known():
-        return DryRunFailure.of(missing)
-    return DryRunAnswer(
-        plan=as_dict(found.plan),
-        text=render(found.plan),
-        brief=render(found.plan, verbose=False),
-        page=html_report(found.plan, title=title),
-        launch_plan=found.launch_plan,
-        notes=found.notes,
-        fits=found.plan.fits,
-        changed=found.plan.changed or found.launch_plan.resumes_grown,
-        only_told=found.only_told,
-        own_options=found.own_options,
-    )
+    found = decide(first, settings, budget, title)
+    missing = ended.not_known()
+    return found if missing is None else DryRunFailure.of(missing)
 
 
 def _too_long(settings: LaunchSettings) -> str:

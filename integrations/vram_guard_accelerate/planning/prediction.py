@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from vram_guard import signals
 from vram_guard.cache import cache_folder, forget_oldest
 from vram_guard.codec import from_json, to_json
 from vram_guard.forks import ended
 from vram_guard.language import _
 from vram_guard.limits import FILES_KEPT
-from vram_guard_accelerate import _signals
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.dry_run.side_effects import SILENT_ENVIRONMENT
 from vram_guard_accelerate.launch_plan import ON_CPU
@@ -116,7 +116,7 @@ def _run_once(request: DryRunRequest, log: Path) -> tuple[DryRunAnswer | DryRunF
     with _DryRunProcess() as process, log.open("ab") as out:
         (process.folder / REQUEST).write_text(to_json(request), encoding="utf-8")
         command = [sys.executable, "-m", "vram_guard_accelerate.planning.worker", str(process.folder)]
-        with _signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
+        with signals.handled(_leave, (signal.SIGTERM, signal.SIGHUP)):
             code = process.run(command, _environment(request.environment), out)
         return read_answer(process.folder), code
 
@@ -195,7 +195,7 @@ def _how_it_ended(code: int) -> str:
 
 def _leave(number: int, _frame: Any) -> None:
     """SIGTERM and SIGHUP become exceptions, as SIGINT is one: what ends us ends the dry run too."""
-    sys.exit(_signals.EXIT_BASE + number)
+    sys.exit(signals.EXIT_BASE + number)
 
 
 def _environment(added: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Signals that end a launch. One that is ignored where it is started (nohup, a job in the background) stays ignored."""
+"""Signals that end a command; one that is ignored where it is started (nohup, a job in the background) stays so."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-#: Signals that end a launch.
+#: Signals that end a command.
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 
-#: Exit code of a launch that a signal ended: this and the signal's number, as shells have it.
+#: Exit code of a command that a signal ended: this and the signal's number, as shells have it.
 EXIT_BASE = 128
 
 
