@@ -19,23 +19,15 @@ ADVANCED: Final = (
     *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule", "monitor"),
     *("priority", "remember", "start_seconds", "target_utilization", "whole_job"),
 )
-#: What stands in ``options=PlanOptions(...)`` of :func:`vram_guard.plan`.
-PLAN_OPTIONS: Final = (
-    *("blocks", "correction", "cudnn", "dataset_size", "host_budget", "layouts", "link", "lr_rule"),
-    *("node", "refused", "settings", "target_utilization"),
-)
 
 
-def up_to_date(
-    given: Mapping[str, Any], holder: str, held: Iterable[str], kind: Callable[..., Any] = dict
-) -> dict[str, Any]:
+def up_to_date(given: Mapping[str, Any], holder: str, held: Iterable[str]) -> dict[str, Any]:
     """Arguments of which the old ones stand in the one that holds them now; each is warned of.
 
     Args:
         given: name -> value.
         holder: the argument that holds them: "advanced".
         held: the names in it.
-        kind: makes the holder's value of its parts.
 
     Example:
         >>> up_to_date({"budget": "24GiB", "advanced": {"cudnn": "off"}}, "advanced", ADVANCED)
@@ -45,10 +37,9 @@ def up_to_date(
     if not old:
         return dict(given)
     for name, value in old.items():
-        warn_of(name, f"{holder}={kind.__name__}({name}={value!r})")
+        warn_of(name, f"{holder}=dict({name}={value!r})")
     rest = {name: value for name, value in given.items() if name not in old}
-    parts = rest.get(holder) or {}
-    return {**rest, holder: kind(**{**(parts if isinstance(parts, Mapping) else vars(parts)), **old})}
+    return {**rest, holder: {**(rest.get(holder) or {}), **old}}
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
@@ -63,9 +54,7 @@ def warn_of(old: str, new: str) -> None:
     warnings.warn(f"vram_guard: {said}", FutureWarning, stacklevel=4)
 
 
-def takes_old_names(
-    holder: str, held: Iterable[str], kind: Callable[..., Any] = dict
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes_old_names(holder: str, held: Iterable[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose old arguments are found where they are now, see :func:`up_to_date`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -73,7 +62,7 @@ def takes_old_names(
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = up_to_date(kwargs, holder, held, kind)
+            given = up_to_date(kwargs, holder, held)
             for name in given.keys() - known.keys():
                 said = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
                 raise TypeError(said + suggestion(name, [*known, *held]))

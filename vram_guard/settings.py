@@ -42,7 +42,7 @@ KINDS: Final[Mapping[str, str]] = {
     "grow": "switch",
     "host_budget": "amount",
     "lang": "text",
-    "longest": "share",
+    "longest": "text",
     "longest_seconds": "number",
     "lr_rule": "text",
     "margin": "number",
@@ -198,7 +198,7 @@ def _read(kind: str, word: str) -> Any:
         return word.lower() in _ON
     if kind == "names":
         return [part.strip() for part in word.split(",") if part.strip()]
-    if kind in ("number", "share"):
+    if kind == "number":
         try:
             return float(word)
         except ValueError:
@@ -225,7 +225,6 @@ def _checked(source: str, name: str, value: Any) -> Any:
         "number": number,
         "amount": isinstance(value, str) or (number and (isinstance(value, int) or name == "gpu_memory")),
         "text": isinstance(value, str),
-        "share": isinstance(value, str) or number,
         "names": isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
     }[kind]
     if not right:
@@ -249,6 +248,5 @@ def _advice(kind: str) -> str:
         "number": _("write a number"),
         "amount": _('write an amount such as "24GiB"'),
         "text": _("write text in quotes"),
-        "share": _("write a number or text in quotes"),
         "names": _("write a list of names"),
     }[kind]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from vram_guard.old_names import PLAN_OPTIONS
 from vram_guard.plan import PlanOptions
 
 
 def in_options(given: dict[str, Any]) -> dict[str, Any]:
-    own = {name: value for name, value in given.items() if name in PLAN_OPTIONS}
+    own = {name: value for name, value in given.items() if name in {one.name for one in fields(PlanOptions)}}
     return {**{name: value for name, value in given.items() if name not in own}, "options": PlanOptions(**own)}

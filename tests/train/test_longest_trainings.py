@@ -155,13 +155,6 @@ def test_micro_batches_are_those_of_the_longest_batch(tmp_path):
     assert (4, 700) not in module.shapes
 
 
-def test_a_share_leaves_longer_batches_to_the_recovery(tmp_path, capsys):
-    guard = VramGuard(budget="1GiB", mode="report", longest=0.9)
-    fitted(guard, tmp_path, limit_train_batches=1)
-    assert guard.plan.before.peak_allocated == estimate(step_of((4, 12)), 4).peak_allocated
-    assert "90% of 225 batches are no longer" in capsys.readouterr().out
-
-
 def test_two_loaders_are_each_at_their_longest(tmp_path, capsys):
     loaders = [DataLoader(Tokens(), 4, shuffle=True, collate_fn=padded) for _ in range(2)]
 
@@ -179,8 +172,7 @@ def test_two_loaders_are_each_at_their_longest(tmp_path, capsys):
     assert "up to lengths 700" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", ["longer", 0, 2])
+@pytest.mark.parametrize("wrong", ["longer", 0, 0.99])
 def test_settings_that_make_no_sense_are_refused_before_any_work(wrong):
     with pytest.raises(Exception, match="longest must be"):
         GuardSettings(longest=wrong)
-    assert GuardSettings(longest="0.95").longest == 0.95

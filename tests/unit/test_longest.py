@@ -272,34 +272,6 @@ def test_of_a_sampler_of_batches_those_that_it_draws_are_known():
         assert found(found.size).numel() >= most, kind
 
 
-# --- a share of the batches -------------------------------------------------------------------------------------
-
-
-def test_a_share_of_the_batches_is_no_longer():
-    loader = DataLoader(Texts(), 32, shuffle=True, collate_fn=padded)
-    found = longest_batch(loader, longest=0.9)
-    longest = found(32).shape[1]
-    assert longest < max(LENGTHS)
-    batches = [max(LENGTHS[one] for one in batch) for batch in epochs(loader, 4)]
-    assert sum(one <= longest for one in batches) / len(batches) == pytest.approx(0.9, abs=0.04)
-    assert "90% of 939 batches are no longer, and longer ones are left to the recovery" in found.notes[0]
-    assert longest_batch(loader, longest=1)(32).shape[1] == max(LENGTHS)
-
-
-@pytest.mark.parametrize(
-    ("share", "length"), [(0.05, 1), (0.1, 1), (0.11, 2), (0.5, 5), (0.9, 9), (0.91, 10), (1.0, 10)]
-)
-def test_the_batch_of_a_share_is_the_smallest_that_is_no_shorter_than_so_many(share, length):
-    data = Texts([7, 3, 10, 1, 5, 9, 2, 8, 4, 6])
-    assert longest_batch(DataLoader(data, 1, collate_fn=padded), longest=share)(1).shape == (1, length)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "longest", True, float("nan"), None])
-def test_a_share_that_makes_no_sense_is_refused(wrong):
-    with pytest.raises(InvalidInputError, match="longest must be"):
-        longest_batch(DataLoader(Texts(), 2), longest=wrong)
-
-
 @pytest.mark.parametrize("wrong", [0, -1.0, "2", True, float("inf")])
 def test_seconds_that_make_no_sense_are_refused(wrong):
     with pytest.raises(InvalidInputError, match="seconds must be a number"):

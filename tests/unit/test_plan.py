@@ -468,14 +468,6 @@ def test_every_reason_has_the_figures_that_its_sentence_names() -> None:
     assert len(called) > 20
 
 
-def test_an_old_argument_works_with_a_warning_that_says_where_it_is_now() -> None:
-    with pytest.warns(FutureWarning, match=r"options=PlanOptions\(blocks="):
-        made = plan(DEEP, 16, "60MiB", margin=0, blocks=("layers.5",), options=PlanOptions(lr_rule="sqrt"))  # type: ignore[call-arg]
-    assert set(made.checkpointed_modules) <= {"layers.5"}
-    with pytest.raises(TypeError, match="blockz"):
-        plan(DEEP, 16, "60MiB", blockz=("layers.5",))  # type: ignore[call-arg]
-
-
 def test_a_number_that_lacks_a_unit_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="24 bytes"):
         plan(STEP, 16, 24)

@@ -16,11 +16,11 @@ from vram_guard.plan.checks import (
     check_amounts,
     check_cudnn,
     check_growth,
+    check_longest,
     check_loss_weight,
     check_mode,
     check_seconds,
     check_switches,
-    checked_longest,
 )
 from vram_guard.plan.pins import Pins
 from vram_guard.plan.techniques import DEFAULT_ALLOW, OFFLOADS, checked_techniques
@@ -48,8 +48,7 @@ class PlanSettings:
         lr_rule: "linear", "sqrt", "none" or "auto" ("linear" for SGD, "sqrt" for Adam-like optimizers).
         host_budget: host memory that techniques may take: "64GiB" or bytes; None: what is free now.
         longest: the batch that is planned for, where samples differ in size: "largest" that the loader can make, as far
-            as the sizes of samples can be known; a share such as 0.99: 99% of the batches are no longer, and the others
-            are left to the recovery from out-of-memory errors; "first": the largest of the first samples.
+            as the sizes of samples can be known; "first": the largest of the first samples.
         longest_seconds: that looking for it may take.
         whole_job: predict and plan also for what the training does besides its first steps: resuming, validation,
             saving, steps of later epochs that differ. False: for the first steps alone.
@@ -70,7 +69,7 @@ class PlanSettings:
     target_utilization: float = 0.8
     lr_rule: str = "linear"
     host_budget: str | int | None = None
-    longest: float | str = "largest"
+    longest: str = "largest"
     longest_seconds: float = 2.0
     whole_job: bool = True
     verbose: bool = False
@@ -82,7 +81,7 @@ class PlanSettings:
         self._keep("allow", frozenset(names) - {""})
         check_amounts(self.budget, self.gpu, self.margin, self.host_budget, self.gpu_memory)
         check_growth(self.target_utilization, self.lr_rule)
-        self._keep("longest", checked_longest(self.longest))
+        check_longest(self.longest)
         check_seconds("longest_seconds", self.longest_seconds)
         check_switches(grow=self.grow, whole_job=self.whole_job, verbose=self.verbose)
 

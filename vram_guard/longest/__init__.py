@@ -31,7 +31,6 @@ class LongestBatch:
 def longest_batch(
     loader: Any,
     *,
-    longest: float | str = "largest",
     seconds: float = 2.0,
     ranks: int = 1,
     step: TrainingStep | None = None,
@@ -44,7 +43,6 @@ def longest_batch(
 
     Args:
         loader: a DataLoader, or anything that is iterated over batch by batch.
-        longest: "largest", or the share of batches that are to be no longer, such as 0.99.
         seconds: that the search may take.
         ranks: processes among which the samples will be shared out.
         step: compares batches that are the largest in different ways (pictures and boxes) by tracing; its own batch
@@ -67,14 +65,13 @@ def longest_batch(
     from vram_guard.capture.loader import read_loader
     from vram_guard.longest.choice import choose, peak_of
     from vram_guard.longest.planned_batch import PlannedBatch
-    from vram_guard.plan.checks import check_seconds, checked_longest
+    from vram_guard.plan.checks import check_seconds
     from vram_guard.state.random_generators import random_state_kept
 
-    planned_batch = PlannedBatch(checked_longest(longest), seconds)
     check_seconds("seconds", seconds)
     ranks = checked_count("ranks", ranks)
     with random_state_kept():
         sample = read_loader(loader)
     peak = None if step is None else peak_of(step.with_(batch=sample.make))
-    chosen = choose(sample, planned_batch, ranks=ranks, peak=peak)
+    chosen = choose(sample, PlannedBatch(seconds=seconds), ranks=ranks, peak=peak)
     return LongestBatch(chosen.make, chosen.batch_size, chosen.notes)

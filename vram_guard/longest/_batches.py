@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -26,17 +25,16 @@ from vram_guard.longest._sizes import Sizes
 
 
 def batches_of(
-    part: Reading, size: int, sizes: Sizes, share: float | None, ranks: int = 1, *, by_batches: bool, seconds: float
+    part: Reading, size: int, sizes: Sizes, ranks: int = 1, *, by_batches: bool, seconds: float
 ) -> tuple[list[torch.Tensor], str]:
     """The batches of a loader whose data set has an index, as numbers of samples, and what is not known about them.
 
-    Where any samples may come together: the largest that can, or with a share those of some epochs, drawn at random.
+    Where any samples may come together: the largest that can.
 
     Args:
         part: the loader.
         size: samples in a batch, where its sampler does not decide that.
         sizes: of all samples.
-        share: None: the largest batches are asked for. A number: batches as they come.
         ranks: processes among which the framework is going to share the samples out.
         by_batches: whole batches are shared out, as Accelerate does, and not sample by sample.
         seconds: that drawing from samplers with batches of their own may take; 0: they are not drawn from.
@@ -61,8 +59,7 @@ def batches_of(
         repeats = max(repeats, 2 + size // count)  # a batch may be of two rounds
     size = min(size, len(samples) * repeats)
     said = _("the order of {sampler} is not known: any samples are taken together, each once", sampler=kind.__name__)
-    made = _drawn(samples, size) if share is not None else _largest(samples, size, repeats, sizes)
-    return made, "" if kind in random else said
+    return _largest(samples, size, repeats, sizes), "" if kind in random else said
 
 
 def _largest(samples: torch.Tensor, size: int, repeats: int, sizes: Sizes) -> list[torch.Tensor]:
@@ -80,13 +77,6 @@ def _largest(samples: torch.Tensor, size: int, repeats: int, sizes: Sizes) -> li
     mixed = torch.cat([torch.stack([ranking[0] for ranking in rankings[1:]]), rankings[0]])
     rankings.insert(0, torch.tensor(list(dict.fromkeys(mixed.tolist()))))
     return [samples[one.repeat_interleave(repeats)[:size]] for one in rankings]
-
-
-def _drawn(samples: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Batches of some epochs, drawn at random."""
-    generator = torch.Generator().manual_seed(0)
-    orders = [torch.randperm(len(samples), generator=generator) for _epoch in range(EPOCHS_FOLLOWED)]
-    return [batch for order in orders for batch in samples[order].split(size)]
 
 
 def _in_order(order: torch.Tensor, size: int, ranks: int, *, drops: bool, by_batches: bool) -> list[torch.Tensor]:
@@ -122,21 +112,17 @@ def _of_own_batches(sampler: Any, count: int, seconds: float) -> tuple[list[torc
     return made, _("{sampler} made {count} batches, and may make others", sampler=name, count=len(made))
 
 
-def candidates(batches: list[torch.Tensor], sizes: Sizes, share: float | None = None) -> list[torch.Tensor]:
-    """Batches one of which is planned for, the largest sample first in each.
+def candidates(batches: list[torch.Tensor], sizes: Sizes) -> list[torch.Tensor]:
+    """Batches one of which is planned for: each the largest in one way, the likeliest first.
 
     Args:
         batches: that can be.
         sizes: of all samples.
-        share: None: several, each the largest in one way, the likeliest first. A number: the batch than which this
-            share of the batches of some epochs is no larger.
+
+    Returns:
+        The largest sample is the first in each.
     """
     scores = _scores(batches, sizes)
-    if share is not None:
-        padded, _squares, areas, *_others = scores
-        order = areas.argsort(stable=True)
-        order = order[padded[order].argsort(stable=True)]
-        return [_sorted(batches[int(order[math.ceil(share * len(batches)) - 1])], sizes)]
     best = [(score == score.max()).nonzero().flatten() for score in scores]
     chosen = [_sorted(batches[int(numbers[scores[0][numbers].argmax()])], sizes) for numbers in best]
     different = dict.fromkeys(tuple(batch.tolist()) for batch in chosen)  # sorted alike, where they are the same

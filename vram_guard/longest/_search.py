@@ -85,17 +85,16 @@ class Search:
             self._part,
             self._size,
             sizes,
-            self._planned.share,
             self._ranks,
             by_batches=self._by_batches,
             seconds=SHARE_FOR_BATCHES * self._planned.seconds if alone else 0.0,
         )
-        chosen = candidates(batches, sizes, self._planned.share)
+        chosen = candidates(batches, sizes)
         read = [self._readable(batch.tolist()) for batch in chosen]
         if self._alike():
             return None
         after = [*([remark] if remark else []), self._source(sizes, told=told is not None)]
-        words = ["; ".join([self._words(batch, sizes, len(batches)), *after]) for batch in chosen]
+        words = ["; ".join([self._words(batch, sizes), *after]) for batch in chosen]
         return Found(
             tuple(map(LongBatch, read, map(len, chosen), words)),
             differ=len({tuple(one for one in shapes if not one.text) for shapes in self._read.values()}) > 1,
@@ -163,23 +162,12 @@ class Search:
         enough = self._past(SHARE_FOR_SIZES) or (self._past(SHARE_FOR_ALIKE) and self._alike())
         return bool(self._read) and enough
 
-    def _words(self, batch: torch.Tensor, sizes: Sizes, looked_at: int) -> str:
+    def _words(self, batch: torch.Tensor, sizes: Sizes) -> str:
         """The batch that is planned for."""
         largest = sizes.values[batch].clamp(min=0).amax(0).tolist()
         names = [f"size{name}" if name[:1] in ("", "[") else name for name in sizes.names]
-        facts = {
-            "samples": len(batch),
-            "sizes": ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True)),
-        }
-        if self._planned.share is None:
-            return _("the longest batch is planned for: {samples} samples of up to {sizes}", **facts)
-        return _(
-            "a long batch is planned for: {samples} samples of up to {sizes}; {share} of {count} batches are no "
-            "longer, and longer ones are left to the recovery from out-of-memory errors",
-            share=f"{100 * self._planned.share:.4g}%",
-            count=looked_at,
-            **facts,
-        )
+        said = ", ".join(f"{name} {size}" for name, size in zip(names, largest, strict=True))
+        return _("the longest batch is planned for: {samples} samples of up to {sizes}", samples=len(batch), sizes=said)
 
     def _source(self, sizes: Sizes, *, told: bool) -> str:
         """The place that the sizes come from."""

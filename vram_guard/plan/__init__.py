@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from vram_guard.old_names import PLAN_OPTIONS, takes_old_names
 from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
 from vram_guard.plan._request import (
@@ -36,7 +35,6 @@ __all__ = ["DEFAULT_ALLOW", "Pins", "Plan", "PlanOptions", "Rejected", "Source",
 USUAL = PlanOptions()
 
 
-@takes_old_names("options", PLAN_OPTIONS, PlanOptions)
 @collector_paused()  # the collector looks at millions of values of traces and timelines, of which none is in a cycle
 def plan(
     step: TrainingStep | Source | nn.Module | Callable[[], nn.Module],

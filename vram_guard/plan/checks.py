@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Literal, get_args
 
 from vram_guard.budget import Budget
@@ -68,26 +67,13 @@ def check_growth(target_utilization: object, lr_rule: object) -> None:
     one_of("lr_rule", lr_rule, LEARNING_RATE_RULES)
 
 
-def checked_longest(longest: object) -> float | str:
-    """The batch that is to be planned for, a share as a number.
+def check_longest(longest: object) -> None:
+    """Check which batch is to be planned for.
 
     Raises:
-        InvalidInputError: neither a word that is known nor a share in (0, 1].
+        InvalidInputError: the word is not known.
     """
-    if isinstance(longest, str):
-        with contextlib.suppress(ValueError):  # an option's
-            longest = float(longest)
-    if isinstance(longest, str) and longest in LONGEST:
-        return longest
-    if isinstance(longest, bool) or not isinstance(longest, int | float) or not 0 < longest <= 1:
-        raise InvalidInputError(
-            _(
-                'longest must be "largest", "first" or a share of the batches above 0 and at most 1 (0.99 for 99%), '
-                "not {value}",
-                value=repr(longest),
-            )
-        )
-    return float(longest)
+    one_of("longest", longest, LONGEST)
 
 
 def check_seconds(name: str, seconds: object) -> None:
