@@ -67,8 +67,9 @@ format: $(STAMP) ## let ruff put the format right
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## time a trace of three models beside MemTracker and bare FakeTensorMode, and a plan
+bench: $(STAMP) ## time a trace of three models and a plan, and ask other estimators beside ours: error and seconds
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks speed
+	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks peers
 
 gpu-measure: $(STAMP) ## train the suite on the NVIDIA GPU of this machine and record what it took
 	PYTHONPATH=.:integrations $(BIN)/python -m benchmarks gpu-measure

@@ -8,6 +8,7 @@ from importlib import import_module
 #: Name -> its module, and what it does.
 COMMANDS = {
     "speed": ("speed", "seconds of a trace and a plan"),
+    "peers": ("peers", "error and seconds beside other estimators"),
     "gpu-measure": ("gpu.measure", "train the suite on this machine's GPU and record what it took"),
     "gpu-compare": ("gpu.compare", "predict what was recorded, and replay allocator histories"),
     "gpu-operators": ("gpu.operators.command", "the requests of single operators: predict what was measured"),

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 STEPS = 2
 
 
-def run_tracked(step: TrainingStep, batch_size: int) -> None:
-    """Two iterations under ``torch.distributed._tools.mem_tracker.MemTracker``, used as its docstring says."""
+def run_tracked(step: TrainingStep, batch_size: int) -> int:
+    """The peak, in bytes, of two iterations by ``torch.distributed._tools.mem_tracker.MemTracker``.
+
+    It is used as its docstring says.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -24,6 +27,7 @@ def run_tracked(step: TrainingStep, batch_size: int) -> None:
             for _ in range(STEPS):
                 tracker.reset_mod_stats()  # it refuses a second iteration otherwise
                 _iterate(step, model, batch, optimizer)
+    return sum(int(device["Total"]) for device in tracker.get_tracker_snapshot("peak").values())
 
 
 def run_untracked(step: TrainingStep, batch_size: int) -> None:

@@ -172,6 +172,32 @@ sys.exit(code)
 """
 
 
+STEP = """
+import torch
+from vram_guard import TrainingStep
+
+
+def step(width=8):
+    return TrainingStep(
+        lambda: torch.nn.Linear(64, width), torch.ones(4, 64), lambda model, x: model(x).sum(), torch.optim.AdamW
+    )
+"""
+
+
+def test_a_plan_that_was_asked_before_is_answered_without_torch_with_the_values_that_it_was_asked_with(tmp_path):
+    (tmp_path / "steps.py").write_text(STEP)
+    words = ("-m", "vram_guard", "plan", "--step", "steps.py:step", "--batch", "8", "--gpu", "RTX 4090", "--json")
+
+    def ask(value):
+        ran = run(tmp_path, "-X", "importtime", *words, "--set", value)
+        imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+        return ran.returncode, "with torch" if "torch" in imported else "without torch"
+
+    assert [ask("width=16") for _ in range(2)] == [(0, "with torch"), (0, "without torch")]
+    assert ask("width=32") == (0, "with torch")
+    assert [ask("breadth=16")[0] for _ in range(2)] == [2, 2]
+
+
 def test_a_training_that_was_asked_before_is_answered_without_torch(tmp_path):
     """Other batches too; and anew where a file of it has changed, or what was kept is damaged or somebody else's."""
     (tmp_path / "net.py").write_text(MODEL)

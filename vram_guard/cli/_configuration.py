@@ -133,10 +133,12 @@ def described(
         )
     if "batch" not in request.numbers:
         raise no_batch(name)
-    _check_used(change, config, request.model)
+    one = Described(name, request, merged)
+    if not one.is_remembered:  # what was answered has been read
+        _check_used(change, config, request.model)
     if options is not None:
         check_read(options, of_model(kind_of(request)))
-    return Described(name, request, merged)
+    return one
 
 
 def configuration(one: Described) -> Configuration:

@@ -61,6 +61,11 @@ class Described:
         with reading():
             return step_from_config(self.request, self.config)
 
+    @property
+    def is_remembered(self) -> bool:
+        """True if the same was asked before, and nothing that the answer rests on has changed."""
+        return self._remembered is not None
+
     @cached_property
     def question(self) -> Question:
         """What is asked of the step as written, whatever the batch and the card."""
