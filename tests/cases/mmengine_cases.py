@@ -274,6 +274,15 @@ def diary(runner: Any) -> Diary:
     return next(hook for hook in runner.hooks if isinstance(hook, Diary))
 
 
+def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+    """Rates at every iteration, batches, validation and checkpoint points, losses, final weights."""
+    mine, theirs = diary(one), diary(other)
+    for what in ("rates", "batches", "validated_at", "saved_at"):
+        assert getattr(mine, what) == getattr(theirs, what), what
+    np.testing.assert_allclose(mine.losses, theirs.losses, rtol=0, atol=10 * tolerance)
+    assert torch.allclose(weights(one), weights(other), rtol=0, atol=tolerance)
+
+
 def guard(runner: Any) -> Any:
     from vram_guard_mmengine import VramGuardHook
 

@@ -173,19 +173,6 @@ def test_asked_before_launching(launched: Any, monkeypatch: Any, typed: str, sta
         assert from_json(LaunchPlan, os.environ.pop(VARIABLE)).recipe.slices is not None
 
 
-def test_what_does_not_fit_is_not_started(tmp_path: Path, cache: Path, monkeypatch: Any, capsys: Any) -> None:
-    from vram_guard.cli import main
-
-    monkeypatch.setenv("VRAM_GUARD_CACHE", str(cache))
-    out = tmp_path / "out.pt"
-    little = ("--budget", "1MiB", "--allow", "checkpoint")
-    assert main(["launch", *ONE, *little, str(TRAINING), "plain", "--out", str(out)]) == 1
-    said = capsys.readouterr().err
-    assert "Closest" in said
-    assert "is not started" in said
-    assert not out.exists()
-
-
 def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> None:
     arguments = (
         *("--output_dir", tmp_path / "out", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true"),

@@ -49,11 +49,6 @@ def config(root: Path, name: str, **changes: Any) -> Any:
     return cases.load(root, "small.py", root.parent / name, **{**SMALL, **changes})
 
 
-def same(one: Any, other: Any) -> None:
-    assert cases.diary(one).rates == cases.diary(other).rates
-    assert torch.allclose(cases.weights(one), cases.weights(other), rtol=0, atol=1e-6)
-
-
 def log_of(runner: Any) -> str:
     return next(Path(runner.log_dir).glob("*.log")).read_text()
 
@@ -69,7 +64,7 @@ def test_a_repositorys_own_registry(root: Path, plain: Any) -> None:
     assert type(runner).__name__ == "GuardRunner"
     runner.train()
     assert cases.guard(runner).plan.splits == 2
-    same(runner, plain)
+    cases.same(runner, plain)
 
 
 @pytest.mark.parametrize("door", ["runner_type", "default_hooks"])
@@ -106,7 +101,7 @@ def test_mmpretrains_default_loader_settings(root: Path, plain: Any) -> None:
     loader = {"num_workers": 1, "persistent_workers": True, "pin_memory": False}
     changes = {f"train_dataloader.{key}": value for key, value in loader.items()}
     runner = cases.train(config(root, "workers", runner_type=RUNNER, vram_guard=SPLIT, **changes))
-    same(runner, plain)
+    cases.same(runner, plain)
 
 
 def test_two_guards_are_one(root: Path, plain: Any) -> None:
@@ -114,7 +109,7 @@ def test_two_guards_are_one(root: Path, plain: Any) -> None:
     cfg.custom_hooks = [{"type": "vram_guard_mmengine.VramGuardHook", **SPLIT} for _ in range(2)]
     runner = cases.train(cfg)
     assert log_of(runner).count("this plan is applied") == 1
-    same(runner, plain)
+    cases.same(runner, plain)
 
 
 def test_a_second_training_of_the_same_process_is_not_guarded(root: Path, plain: Any) -> None:
@@ -147,7 +142,7 @@ def test_collate_functions(root: Path, collate: str) -> None:
     plain = cases.train(config(root, f"plain-{collate}", **changes))
     runner = cases.train(config(root, collate, runner_type=RUNNER, vram_guard=SPLIT, **changes))
     assert cases.guard(runner).plan.splits == 2
-    same(runner, plain)
+    cases.same(runner, plain)
 
 
 @MODELS.register_module(force=True)
@@ -291,7 +286,7 @@ def test_load_from_starts_with_its_weights_and_nothing_else(root: Path, plain: A
     other = cases.train(config(root, "plain-loaded", **changes))
     runner = cases.train(config(root, "loaded", runner_type=RUNNER, vram_guard=SPLIT, **changes))
     assert cases.diary(runner).rates == cases.diary(plain).rates
-    same(runner, other)
+    cases.same(runner, other)
     assert not torch.allclose(cases.weights(runner), cases.weights(plain), rtol=0, atol=1e-4)
 
 

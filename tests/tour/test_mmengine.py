@@ -78,16 +78,9 @@ def fitted(training: Training, tight: int) -> Any:
     return training.run("fit", budget=tight, allow=["accumulate"])
 
 
-def same(one: Any, other: Any, tolerance: float) -> None:
-    mine, theirs = cases.diary(one), cases.diary(other)
-    for what in ("rates", "batches", "validated_at", "saved_at"):
-        assert getattr(mine, what) == getattr(theirs, what), what
-    assert torch.allclose(cases.weights(one), cases.weights(other), rtol=0, atol=tolerance)
-
-
 def test_a_report_says_what_it_takes_and_changes_nothing(training: Training, reported: Any) -> None:
     assert cases.guard(reported).plan.fits
-    same(reported, training.plain, tolerance=0)
+    cases.same(reported, training.plain, tolerance=0)
 
 
 def test_strict_refuses_before_anything_is_trained(training: Training, tight: int) -> None:
@@ -98,9 +91,10 @@ def test_strict_refuses_before_anything_is_trained(training: Training, tight: in
 
 def test_it_fits_in_micro_batches_and_learns_the_same(training: Training, fitted: Any) -> None:
     plan = cases.guard(fitted).plan
+    assert type(fitted).__name__ == "GuardRunner", "as the file among its bases says"
     assert plan.fits
     assert plan.splits > 1
-    same(fitted, training.plain, tolerance=1e-6)
+    cases.same(fitted, training.plain, tolerance=1e-6)
 
 
 def test_it_resumes_from_its_checkpoint(training: Training, fitted: Any, tight: int) -> None:
@@ -115,4 +109,4 @@ def test_the_batch_that_ran_out_of_memory_runs_again_in_smaller_ones(training: T
     said = {"recover": True, "allow": ["accumulate"], "loss_weight": "mean"}
     runner = training.run("overflow", budget="8GiB", changes=changes, **said)
     assert runner.model.armed
-    same(runner, training.plain, tolerance=1e-6)
+    cases.same(runner, training.plain, tolerance=1e-6)

@@ -21,7 +21,7 @@ from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
 
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
-from vram_guard.errors import DoesNotFitError, InvalidInputError, UnsupportedStepError
+from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard_mmengine.commands import write_base
 
 pytestmark = [
@@ -79,22 +79,11 @@ def pretrain(styles: Callable[[str], Style]) -> Style:
     return styles("mmpretrain")
 
 
-def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
-    """Rates at every iteration, batches, validation and checkpoint points, losses, final weights."""
-    mine, theirs = cases.diary(one), cases.diary(other)
-    assert mine.rates == theirs.rates
-    assert mine.batches == theirs.batches
-    assert mine.validated_at == theirs.validated_at
-    assert mine.saved_at == theirs.saved_at
-    assert mine.losses == pytest.approx(theirs.losses, abs=10 * tolerance)
-    assert torch.allclose(cases.weights(one), cases.weights(other), rtol=0, atol=tolerance)
-
-
 def test_a_training_that_fits_is_bit_identical(style: Style) -> None:
     assert len(cases.diary(style.plain).rates) > 8
     assert cases.diary(style.plain).validated_at
     assert cases.diary(style.plain).saved_at
-    same(style.plain, style.whole, tolerance=0)
+    cases.same(style.plain, style.whole, tolerance=0)
     assert torch.equal(cases.weights(style.plain), cases.weights(style.whole))
 
 
@@ -103,7 +92,7 @@ def test_accumulation_leaves_everything_as_it_was(style: Style) -> None:
     plan = cases.guard(runner).plan
     assert plan.fits
     assert plan.splits > 1
-    same(style.plain, runner)
+    cases.same(style.plain, runner)
     assert "train_step" not in vars(runner.model), "the model is given back as it came"
 
 
@@ -251,7 +240,7 @@ def test_default_hooks_of_the_leaf(pretrain: Style) -> None:
     assert type(runner).__name__ == "Runner"
     assert cases.guard(runner).plan.splits > 1
     assert {"DefaultSampler"} == {type(runner.train_dataloader.sampler).__name__}
-    same(pretrain.plain, runner)
+    cases.same(pretrain.plain, runner)
 
 
 def test_new_style_configs(pretrain: Style) -> None:
@@ -272,7 +261,7 @@ def test_new_style_configs(pretrain: Style) -> None:
     write_base(lazy)
     runner = cases.train(cases.load(lazy, "leaf.py", pretrain.folder / "lazy-work"))
     assert cases.guard(runner).plan.splits > 1
-    same(pretrain.plain, runner)
+    cases.same(pretrain.plain, runner)
 
 
 # --- what is written down ---------------------------------------------------------------------------------------
@@ -302,7 +291,7 @@ def test_a_fused_optimizer_leaves_the_training_as_it_was(pretrain: Style) -> Non
     runner = cases.train(pretrain.guarded("fused", budget="1GiB", pin={"optimizer": "fused"}))
     assert cases.guard(runner).plan.recipe
     assert runner.cfg.vram_guard_plan.techniques
-    same(pretrain.plain, runner)
+    cases.same(pretrain.plain, runner)
     assert runner.optim_wrapper.param_groups[0]["fused"] is True
 
 
@@ -317,7 +306,7 @@ def test_an_optimizer_in_the_backward_pass_is_proven_and_trains_the_same(pretrai
     assert not any(getattr(weight, "_post_accumulate_grad_hooks", None) for weight in runner.model.parameters())
     clipped = cases.train(pretrain.guarded("clipped", budget="1GiB", pin=pin))
     assert cases.guard(clipped).plan is None or not cases.guard(clipped).plan.fits
-    same(pretrain.plain, clipped, tolerance=0)
+    cases.same(pretrain.plain, clipped, tolerance=0)
 
 
 def test_checkpointed_blocks_take_less_and_learn_the_same(pretrain: Style) -> None:
@@ -329,7 +318,7 @@ def test_checkpointed_blocks_take_less_and_learn_the_same(pretrain: Style) -> No
     assert plan.fits
     assert plan.checkpointed_modules
     assert plan.estimate.peak_allocated < plan.before.peak_allocated
-    same(plain, runner)
+    cases.same(plain, runner)
     assert not any("forward" in vars(module) for module in runner.model.modules()), "taken off at the end"
 
 
@@ -370,7 +359,7 @@ def test_bad_settings(pretrain: Style, settings: dict[str, Any], message: str, m
 def test_report_changes_nothing(style: Style) -> None:
     runner = cases.train(style.guarded("report", budget=style.peak - 1, mode="report", allow=["accumulate"]))
     assert cases.guard(runner).plan.changed
-    same(style.plain, runner, tolerance=0)
+    cases.same(style.plain, runner, tolerance=0)
 
 
 # --- pins -------------------------------------------------------------------------------------------------------
@@ -395,7 +384,7 @@ def test_auto_scale_lr_is_left_alone_by_accumulation(pretrain: Style) -> None:
     options = {"auto_scale_lr.enable": True}
     plain = cases.train(pretrain.cfg("auto", **options))
     assert cases.diary(plain).rates != cases.diary(pretrain.plain).rates
-    same(plain, cases.train(pretrain.guarded("auto-split", changes=options, **PINNED)))
+    cases.same(plain, cases.train(pretrain.guarded("auto-split", changes=options, **PINNED)))
 
 
 def test_a_grown_training_of_iterations_is_the_one_written_so(styles: Callable[[str], Style]) -> None:
@@ -418,19 +407,6 @@ def test_a_grown_training_of_iterations_is_the_one_written_so(styles: Callable[[
     assert f"max_iters, intervals and schedules count iterations of {size} samples" in text
 
 
-def test_a_base_file_of_new_keys(pretrain: Style) -> None:
-    path = write_base(pretrain.root)
-    assert path == pretrain.root / "_base_" / "vram_guard.py"
-    path.write_text(path.read_text() + f"\nvram_guard = dict({IN_A_FILE})\n")
-    leaf = (pretrain.root / "small.py").read_text().replace("_base_ = [", "_base_ = ['./_base_/vram_guard.py', ")
-    (pretrain.root / "guarded.py").write_text(leaf)
-    cfg = cases.load(pretrain.root, "guarded.py", pretrain.folder / "base")
-    runner = cases.train(cfg)
-    assert type(runner).__name__ == "GuardRunner"
-    assert cases.guard(runner).plan.splits > 1
-    same(pretrain.plain, runner)
-
-
 def test_cfg_options(pretrain: Style) -> None:
     """As mmengine.config.DictAction reads them from the command line."""
     import argparse
@@ -445,7 +421,7 @@ def test_cfg_options(pretrain: Style) -> None:
     ).cfg_options  # fmt: skip
     runner = cases.train(pretrain.cfg("options", **options))
     assert cases.guard(runner).plan.splits > 1
-    same(pretrain.plain, runner)
+    cases.same(pretrain.plain, runner)
 
 
 def test_mixed_precision_on_a_pretend_gpu(pretrain: Style) -> None:
@@ -469,6 +445,4 @@ def test_a_dataset_smaller_than_the_batch(pretrain: Style) -> None:
 def test_impossible_budgets(pretrain: Style) -> None:
     runner = cases.train(pretrain.guarded("tiny", budget="1MiB", allow=["accumulate"]))
     assert not cases.guard(runner).plan.fits
-    same(pretrain.plain, runner, tolerance=0)
-    with pytest.raises(DoesNotFitError):
-        cases.train(pretrain.guarded("strict", budget=pretrain.peak - 1, mode="strict", allow=["accumulate"]))
+    cases.same(pretrain.plain, runner, tolerance=0)
