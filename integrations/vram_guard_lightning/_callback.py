@@ -92,7 +92,7 @@ class VramGuard(CallbackBase):
         *,
         pin: Mapping[str, Any] | None = None,
         loss_weight: Literal["auto", "mean", "sum"] | Callable[[Any], Any] | None = None,
-        longest: float | str | None = None,
+        longest: str | None = None,
         recover: bool | None = None,
         verbose: bool | None = None,
         advanced: Mapping[str, Any] | None = None,
