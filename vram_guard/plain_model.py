@@ -241,8 +241,8 @@ def as_step(
     if isinstance(step, torch.nn.Module):
         raise InvalidInputError(
             _(
-                "a plain model needs an example batch, or input_shape=, the shape of one sample such as (3, 224, 224); "
-                "or give a TrainingStep"
+                "a plain model needs input_shape=, the shape of one sample such as (3, 224, 224), or in estimate() a "
+                "batch to call it with; or give a TrainingStep"
             )
         )
     if isinstance(step, TrainingStep):
@@ -282,24 +282,29 @@ def _loss_of_example(model: Any, batch: Any) -> torch.Tensor:
     by_name = isinstance(batch, Mapping)
     arguments = list(batch.values() if by_name else batch if isinstance(batch, (tuple, list)) else [batch])
     output = model(**batch) if by_name else model(*arguments)
-    given = next(one for one in arguments if isinstance(one, torch.Tensor))
+    given = next((one for one in arguments if isinstance(one, torch.Tensor)), None)
     return _loss_of_output(model, output, given, None)
 
 
-def _loss_of_output(model: Any, output: Any, given: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+def _loss_of_output(model: Any, output: Any, given: torch.Tensor | None, labels: torch.Tensor | None) -> torch.Tensor:
     """The model's own loss, else one of its scores.
 
     Args:
         model: that was called.
         output: what it returned.
-        given: the first tensor that it was called with.
+        given: the first tensor that it was called with; None: there is none among its arguments.
         labels: a class for each sample; None: made here.
+
+    Raises:
+        InvalidInputError: it returns no loss, and nothing says how many samples there are.
     """
     import torch
 
     own = own_loss(output)
     if own is not None:
         return own
+    if given is None:
+        raise InvalidInputError(_("the model returns no loss, and its arguments are no tensors: give loss="))
     learned = _learned(output)
     if _scores_tokens(model, given, learned[0]):
         learned, labels = [one.flatten(0, 1) for one in learned], given.flatten()

@@ -21,12 +21,20 @@ def ignored() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, Any], None], numbers: Iterable[int] = ENDING) -> Iterator[None]:
-    """Inside the block, a handler for signals that are not ignored; in the main thread only, as Python has it."""
+def handled(
+    handler: Callable[[int, Any], None], numbers: Iterable[int] = ENDING, *, even_ignored: bool = False
+) -> Iterator[None]:
+    """Inside the block, a handler for signals that are not ignored; in the main thread only, as Python has it.
+
+    Args:
+        handler: is given the signal's number and the frame.
+        numbers: of the signals.
+        even_ignored: also for those that are ignored, as shells have it for programs that they start in the background.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    own = set(numbers) - set(ignored())
+    own = set(numbers) - (set() if even_ignored else set(ignored()))
     before = {number: signal.signal(number, handler) for number in own}
     try:
         yield

@@ -126,6 +126,48 @@ def test_a_checkpoint_holds_rates_as_they_are_written(carried_out: Any, tmp_path
         accelerator.load_state(str(folder))
 
 
+@pytest.mark.parametrize("how", ["prepared", "registered", "made over the prepared optimizer"])
+@pytest.mark.parametrize("factor", [4.0, 3.0])
+def test_a_run_goes_on_from_a_checkpoint_with_or_without_the_guard_as_it_would_have(
+    how: str, factor: float, carried_out: Any, tmp_path: Path
+) -> None:
+    """Rates after a checkpoint's next step, of a schedule that the Accelerator knows in one of three ways."""
+    from accelerate import Accelerator
+
+    def training() -> tuple[Any, Any, Any]:
+        accelerator, optimizer = Accelerator(cpu=True), sgd()
+        if how == "made over the prepared optimizer":
+            prepared: Any = accelerator.prepare(optimizer)
+            schedule = LambdaLR(prepared, lambda step: 1 / (1 + step))
+            accelerator.prepare(schedule)
+        else:
+            schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            accelerator.prepare(optimizer, *([schedule] if how == "prepared" else []))
+        if how == "registered":
+            accelerator.register_for_checkpointing(schedule)
+        return accelerator, optimizer, schedule
+
+    def step(optimizer: Any, schedule: Any) -> float:
+        schedule.optimizer.step()
+        schedule.step()
+        return rate(optimizer)
+
+    carried_out(learning_rate_factor=factor)
+    accelerator, optimizer, schedule = training()
+    before = step(optimizer, schedule)
+    assert before == pytest.approx(factor * 0.1 / 2)
+    folder = Path(accelerator.save_state(str(tmp_path / "saved")))
+    assert rate(optimizer) == before  # to the last bit
+    assert torch.load(folder / "optimizer.bin")["param_groups"][0]["lr"] == pytest.approx(0.1 / 2)
+    again, other, its = training()
+    again.load_state(str(folder))
+    assert step(other, its) == pytest.approx(factor * 0.1 / 3)
+    assert step(optimizer, schedule) == pytest.approx(factor * 0.1 / 3)
+    state = "custom_checkpoint_0.pkl" if how == "registered" else "scheduler.bin"
+    saved = torch.load(folder / state, weights_only=False)
+    assert saved["base_lrs"] == pytest.approx([0.1])
+
+
 def test_later_models_follow_the_plan_where_they_are_made_as_the_first(carried_out: Any) -> None:
     """Trainings one after the other (folds); whatever else a script prepares is as written."""
     from accelerate import Accelerator

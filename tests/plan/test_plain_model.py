@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from each import each
@@ -392,6 +393,26 @@ def test_a_model_that_takes_more_than_a_picture_says_what_to_give(tmp_path: Path
     assert json.loads(video.stdout)["symbolic"]["estimate"]["breakdown"]["batch"] == 2 * 3 * 8 * 16 * 16 * 4 + 512
 
 
+class Holding(torch.optim.SGD):
+    """Steps another optimizer, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.base = torch.optim.Adam(self.param_groups)
+
+
+class OfRows(nn.Module):
+    """Called with a dictionary; it returns its loss where it is asked to."""
+
+    def __init__(self, with_loss: bool = False) -> None:
+        super().__init__()
+        self.line, self.with_loss = nn.Linear(8, 8), with_loss
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        output = self.line(batch["rows"])
+        return {"loss": output.square().mean()} if self.with_loss else output
+
+
 class Attends(nn.Module):
     """With attention, whose kernels differ between cards."""
 
@@ -434,6 +455,10 @@ def test_a_model_is_asked_with_a_batch_and_an_optimizer_that_are_there() -> None
     assert estimate(net, ids, optimizer).breakdown["optimizer_states"] == 100 * 64 * 4  # of the group with momentum
     own = estimate(net, ids, optimizer, loss=lambda model, batch: model(batch).square().mean())
     assert own.breakdown["optimizer_states"] == 100 * 64 * 4
+    assert estimate(net, np.int64(4), optimizer, input_shape="512:int64") == estimate(
+        net, 4, optimizer, input_shape="512:int64"
+    )
+    assert estimate(OfRows(with_loss=True), ({"rows": torch.ones(4, 8)},)).batch_size == 4
     assert not optimizer.state
     assert all(one.grad is None for one in net.parameters())
 
@@ -467,6 +492,10 @@ def test_an_estimate_answers_for_the_kernels_of_the_card_that_is_asked_about() -
         lambda net, ids: estimate(TrainingStep(net, ids, lambda net, x: net(x).sum()), 4, torch.optim.Adam),
         lambda net, ids: estimate(TrainingStep(net, ids, lambda net, x: net(x).sum())),
         lambda net, ids: estimate(net, ids).fits("RTX 409"),
+        lambda net, ids: estimate(net, ids, torch.optim.LBFGS(net.parameters())),  # keeps a list of weights of its own
+        lambda net, ids: estimate(net, ids, Holding(net.parameters())),
+        lambda net, ids: estimate(net, ids, losss=None),
+        lambda net, ids: estimate(OfRows(), ({"rows": torch.ones(4, 8)},)),
     ],
 )
 def test_an_example_that_makes_no_sense_is_refused(ask: Any) -> None:

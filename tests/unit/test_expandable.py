@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -27,7 +25,9 @@ def test_the_allocator_is_told_and_has_its_own_settings_again_afterwards(monkeyp
             expand_segments(applied)
             made = AllocatorSettings.from_conf(settings_of_torch())
             assert made == AllocatorSettings(expandable_segments=True, max_split_size=64 * 2**20)
-        assert settings_of_torch() == os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+        after = AllocatorSettings.from_conf(settings_of_torch())
+        assert after == AllocatorSettings.from_environment()
+        assert "expandable_segments:False" in settings_of_torch()  # torch keeps what is not named
     finally:
         torch._C._accelerator_setAllocatorSettings(own)
 
@@ -43,3 +43,7 @@ def test_memory_of_a_gpu_is_reserved_in_segments_that_grow_until_it_is_too_late(
         assert [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()] == [True]
         assert why_not_expandable(device)
         del held
+    torch.cuda.empty_cache()
+    held = torch.empty(2**24, device=device)
+    assert [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()] == [False]
+    del held

@@ -45,7 +45,8 @@ def maker_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Callab
         model: whose weights are others while it is traced.
 
     Raises:
-        InvalidInputError: the optimizer has weights that are not the model's.
+        InvalidInputError: the optimizer has weights that are not the model's, or keeps weights or another optimizer
+            besides its groups (LBFGS, SAM).
 
     Example:
         >>> net = torch.nn.Linear(4, 4)
@@ -53,10 +54,25 @@ def maker_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Callab
         >>> make(net.parameters()).defaults["momentum"]
         0.9
     """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    wrapped: Any = getattr(optimizer, "optimizer", None)
+    if "param_groups" not in vars(optimizer) and isinstance(wrapped, torch.optim.Optimizer):  # as Accelerate wraps it
+        optimizer = wrapped
     names = {id(weight): name for name, weight in model.named_parameters()}
     if any(id(weight) not in names for group in optimizer.param_groups for weight in group["params"]):
         raise InvalidInputError(
             _("the optimizer has parameters that are not the model's: make it of model.parameters()")
+        )
+    beside = [value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "defaults")]
+    if any(isinstance(leaf, torch.optim.Optimizer) or id(leaf) in names for leaf in pytree.tree_leaves(beside)):
+        raise InvalidInputError(
+            _(
+                "{optimizer} keeps weights or another optimizer besides its groups: give a function parameters -> "
+                "optimizer",
+                optimizer=type(optimizer).__name__,
+            )
         )
     groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
 

@@ -62,7 +62,7 @@ def _monitor(options: argparse.Namespace) -> int:
     with any_sampler() as sampler:
         stop = threading.Event()
         # Ctrl-C and SIGTERM (``kill``, a batch system's time limit) end the watching, not the program.
-        with handled(lambda *_signal: stop.set(), (signal.SIGINT, signal.SIGTERM)):
+        with handled(lambda *_signal: stop.set(), (signal.SIGINT, signal.SIGTERM), even_ignored=True):
             try:
                 watch(sampler, monitor, seconds=seconds or None, interval=interval, tell=show, stop=stop)
             finally:  # what was seen until an error is worth its summary too

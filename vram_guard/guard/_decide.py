@@ -49,12 +49,13 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
         reader: of the memory of the device that trains; None where PyTorch counts none.
     """
     ranks = training.ranks
+    # Asked here, as a copy of this process could not ask CUDA, and first, as ranks that exchange values reserve memory.
+    fixed_segments = why_not_expandable(training.device)
     budgets = least_budget(training, settings)
     if budgets.value is None:
         return Outcome(None, budgets.failure, budgets.error)
     least = budgets.value
     gpu = None if reader is None else reader.name()
-    fixed_segments = why_not_expandable(training.device)  # a copy of this process could not ask CUDA
 
     def work(progress: Progress) -> Decision:
         return decide_alone(training.capture(), settings, least, gpu, progress, fixed_segments)

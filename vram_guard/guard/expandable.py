@@ -51,7 +51,10 @@ def expand_segments(applied: Applied) -> None:
     if set_to is None:
         return
     name, wanted = with_expandable_segments()
-    applied.callback(set_to, os.environ.get(name, ""))
+    before = os.environ.get(name, "")
+    if "expandable_segments" not in before:  # torch leaves it as it is where it is not named
+        before = ",".join([*filter(None, [before]), "expandable_segments:False"])
+    applied.callback(set_to, before)
     set_to(wanted)
 
 

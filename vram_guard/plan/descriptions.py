@@ -61,12 +61,12 @@ class Why(Enum):
     )
     RECIPE = marked("{recipe}: only as much as is needed to fit.")
     EXPANDABLE = marked(
-        "Expandable segments are the allocator's setting {setting}: the callback, the hook and vram-guard launch make "
-        "it themselves."
+        "Expandable segments are the allocator's setting {setting}: what trains under this plan makes it before memory "
+        "is reserved."
     )
     EXPANDABLE_WOULD_FIT = marked(
-        "Expandable segments, which change no result, would make the step fit as written ({peak}): start the process "
-        "with {setting}, or allow expandable_segments."
+        "Expandable segments ({setting}), which change no result, would make the step fit as written ({peak}); they "
+        "are not among the techniques that this plan may use."
     )
     CHEAPEST = marked("The cheapest way that fits: {time}, by a model of the GPU.")
 

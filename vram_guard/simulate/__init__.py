@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from vram_guard.allocator import Placement
+from vram_guard.checks import known_names
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
 from vram_guard.limits import TRACES_KEPT
@@ -274,16 +276,21 @@ def estimate(
     """
     from vram_guard.simulate.tracing.batches import leading_size
 
-    if isinstance(batch, int):
+    if isinstance(batch, Integral):
         if batch_size is not None:
             raise InvalidInputError(_("give the samples of a batch once: as batch or as batch_size"))
-        batch, batch_size = None, batch
+        batch, batch_size = None, int(batch)
+    known_names("estimate", settings, _OF_A_STEP)
     made = cast("TrainingStep", as_step(step, input_shape, batch, optimizer=optimizer, **settings))
     if batch_size is None:
         if batch is None:
             raise InvalidInputError(_("give the batch: how many samples it has, or an example of it"))
         batch_size = leading_size(batch)
     return _OnCards(made, batch_size, compute_capability, cudnn).estimate()
+
+
+#: What may be said of the step that is made of a model.
+_OF_A_STEP = tuple(one.name for one in fields(TrainingStep) if one.name not in ("model", "batch", "optimizer"))
 
 
 @dataclass(frozen=True)

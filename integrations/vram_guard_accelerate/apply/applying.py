@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import io
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
+from vram_guard.patching import replaced
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.loaders import LoaderMatcher
@@ -184,21 +187,18 @@ class PlanInstaller:
 
     # --- learning rates ---------------------------------------------------------------------------------------
 
-    def _scale(self, accelerator: Any, factor: float | None = None) -> None:
-        """Multiply the rates of what is prepared, once each; with a factor: of all of it, by that."""
+    def _scale(self, accelerator: Any) -> None:
+        """Multiply the rates of what is prepared, once each."""
         from vram_guard.apply.learning_rate import scale_learning_rates
 
-        wanted = self.plan.learning_rate_factor if factor is None else factor
+        wanted = self.plan.learning_rate_factor
         if wanted == 1:
             return
-        optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
-        schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]  # noqa: SLF001
-        if factor is None:  # a checkpoint holds those of the Accelerator only
-            schedulers += [one for one in self._schedulers if not any(one is known for known in schedulers)]
-        for optimizer in optimizers:
-            own = [one for one in schedulers if getattr(one, "optimizer", None) is optimizer]
-            fresh = factor is not None or id(optimizer) not in self._scaled
-            late = [one for one in own if factor is not None or id(one) not in self._scaled]
+        schedulers = _distinct([*_prepared_schedulers(accelerator), *self._schedulers])
+        for optimizer in _prepared_optimizers(accelerator):
+            own = [one for one in schedulers if _optimizer_of(one) is optimizer]
+            late = [one for one in own if id(one) not in self._scaled]
+            fresh = id(optimizer) not in self._scaled
             self._scaled |= {id(optimizer), *(id(one) for one in own)}
             if fresh:
                 scale_learning_rates(optimizer, late, wanted)
@@ -211,18 +211,69 @@ class PlanInstaller:
         original(scheduler, *args, **kwargs)
         self._schedulers.add(scheduler)
 
+    def _in_checkpoint(self, accelerator: Any) -> list[tuple[Any, list[Any]]]:
+        """The optimizers of a checkpoint whose rates are scaled, each with its schedulers there."""
+        registered = [one for one in accelerator._custom_objects if one in self._schedulers]  # noqa: SLF001
+        schedulers = _distinct([*_prepared_schedulers(accelerator), *registered])
+        return [
+            (optimizer, [one for one in schedulers if _optimizer_of(one) is optimizer])
+            for optimizer in _prepared_optimizers(accelerator)
+            if id(optimizer) in self._scaled
+        ]
+
     def _save_as_written(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         """A checkpoint holds rates as the script wrote them, so that it can be loaded without the guard too."""
-        self._scale(accelerator, 1 / self.plan.learning_rate_factor)
-        try:
+        factor = self.plan.learning_rate_factor
+
+        def divided(scheduler: Any, state: Any) -> Any:
+            made = divided_schedulers([scheduler], [state], factor)
+            return state if made is None else made[0]
+
+        with contextlib.ExitStack() as stack:
+            for optimizer, schedulers in self._in_checkpoint(accelerator):
+                stack.enter_context(_state_as(optimizer, lambda _one, state: divided_optimizer(state, factor)))
+                for scheduler in schedulers:
+                    stack.enter_context(_state_as(scheduler, divided))
             return original(accelerator, *args, **kwargs)
-        finally:
-            self._scale(accelerator, self.plan.learning_rate_factor)
 
     def _load_as_written(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        from vram_guard.apply.learning_rate import scale_learning_rates
+
         loaded = original(accelerator, *args, **kwargs)
-        self._scale(accelerator, self.plan.learning_rate_factor)
+        for optimizer, schedulers in self._in_checkpoint(accelerator):
+            scale_learning_rates(optimizer, schedulers, self.plan.learning_rate_factor)
         return loaded
+
+
+def _prepared_optimizers(accelerator: Any) -> list[Any]:
+    return [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
+
+
+def _prepared_schedulers(accelerator: Any) -> list[Any]:
+    return [getattr(one, "scheduler", one) for one in accelerator._schedulers]  # noqa: SLF001
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    """The optimizer itself, also of a scheduler that was made over a prepared one."""
+    own = getattr(scheduler, "optimizer", None)
+    return getattr(own, "optimizer", own)
+
+
+def _distinct(things: Iterable[Any]) -> list[Any]:
+    return list({id(one): one for one in things}.values())
+
+
+def _state_as(thing: Any, changed: Callable[[Any, Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, ``state_dict()`` of this object is changed; the object is not."""
+    own = thing.state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = own(*args, **kwargs)
+        if isinstance(state, dict):
+            state.pop("state_dict", None)  # schedulers write down all of their attributes
+        return changed(thing, state)
+
+    return replaced(thing, {"state_dict": state_dict})
 
 
 class _WithoutValues(pickle.Pickler):

@@ -34,6 +34,7 @@ def _one_process(words: Sequence[str]) -> int:
     if os.name != "nt":  # where no process becomes another one
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what is not Python expects it
         os.execvpe(command[0], command, environment)  # noqa: S606 - the user's own script
     return subprocess.call(command, env=environment)  # noqa: S603 - the same
 

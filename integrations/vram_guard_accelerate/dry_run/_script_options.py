@@ -51,7 +51,8 @@ class ScriptOptions:
 
     def batch_size(self, size: int) -> str:
         """The option for the batch size, where its value is what the loader delivers; "" where none is."""
-        return self._with_value(NAMES["batch"], size)
+        # What is named last says most: a script may have a batch size of its sampling too.
+        return self._with_value(NAMES["batch"][::-1], size)
 
     def accumulation(self, batches_per_step: int) -> str:
         """The option for accumulation, where its value is what the loop was seen to do; "" where none is."""
