@@ -64,7 +64,7 @@ def test_what_accelerate_compiles_under_ddp_is_divided_as_in_real_processes(
     replicated: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(cases.SHARDED.parent))
-    wide = importlib.import_module("sharded").Wide(depth=3)
+    wide = importlib.import_module("sharded").Wide()
 
     def made(compiler: Any) -> Any:
         if name == "regions":  # as Accelerate's compile_regions has it
@@ -82,7 +82,7 @@ def test_what_accelerate_compiles_under_fsdp2_is_divided_as_by_torch(
 ) -> None:
     """Newer releases of torch compile its own modules too: the first and the last one here."""
     monkeypatch.syspath_prepend(str(cases.SHARDED.parent))
-    wide = importlib.import_module("sharded").Wide(depth=3)
+    wide = importlib.import_module("sharded").Wide()
 
     def made(compiler: Any) -> Any:  # compiled before it is divided, as Accelerate has it
         for part in (wide.first, *wide.blocks, wide.last) if name == "regions" else [wide]:
