@@ -18,6 +18,7 @@ TABLE: tuple[PrivateName, ...] = (
     PrivateName("accelerate.checkpointing:load_accelerator_state", "resuming"),
     PrivateName("accelerate.checkpointing:load_model", "resuming from safetensors"),
     PrivateName("accelerate.accelerator:Accelerator._schedulers", "the prepared schedulers"),
+    PrivateName("accelerate.accelerator:Accelerator._custom_objects", "schedulers that are registered for checkpoints"),
     PrivateName("accelerate.accelerator:Accelerator.native_amp", "mixed precision for prepared models"),
     PrivateName("accelerate.accelerator:Accelerator.autocast_handler", "mixed precision for prepared models"),
     PrivateName("accelerate.optimizer:patch_optimizer_step", "steps that a GradScaler skips"),
