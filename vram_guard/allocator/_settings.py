@@ -254,11 +254,12 @@ def _native(key: str, value: str) -> None:
         raise _refused(_("{option} is native or cudaMallocAsync, not {value}", option=key, value=repr(value)))
 
 
-def with_expandable_segments(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+def with_expandable_segments(environ: Mapping[str, str] | None = None, *, grow: bool = True) -> tuple[str, str]:
     """The variable, and its value, that let a new process's segments expand; its other settings stay.
 
     Args:
         environ: the environment as it is; None: this process's.
+        grow: False: the value that keeps them from it.
 
     Example:
         >>> with_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
@@ -268,7 +269,7 @@ def with_expandable_segments(environ: Mapping[str, str] | None = None) -> tuple[
     # The first name is read by every release: later ones (2.9 on: PYTORCH_ALLOC_CONF) still know it.
     name = next((name for name in VARIABLES if name in environ), VARIABLES[0])
     kept = [part for part in _SETTING.findall(environ.get(name, "")) if not part.startswith("expandable_segments")]
-    return name, ",".join([*kept, "expandable_segments:True"])
+    return name, ",".join([*kept, f"expandable_segments:{grow}"])
 
 
 #: A setting of the variable: a list in brackets holds commas of its own.

@@ -51,10 +51,9 @@ def expand_segments(applied: Applied) -> None:
     if set_to is None:
         return
     name, wanted = with_expandable_segments()
-    before = os.environ.get(name, "")
-    if "expandable_segments" not in before:  # torch leaves it as it is where it is not named
-        before = ",".join([*filter(None, [before]), "expandable_segments:False"])
-    applied.callback(set_to, before)
+    own = os.environ.get(name, "")
+    # torch leaves a setting as it is where it is not named.
+    applied.callback(set_to, own if "expandable_segments" in own else with_expandable_segments(grow=False)[1])
     set_to(wanted)
 
 
