@@ -178,6 +178,24 @@ def test_what_a_function_makes_for_itself_or_only_reads_is_not() -> None:
     assert not any(told.values()), told
 
 
+def test_an_object_of_a_library_with_the_number_of_one_that_died_is_not() -> None:
+    """Each ``with torch.no_grad():`` makes an object that writes to itself, where another one was before."""
+
+    def without_gradients() -> None:
+        for _call in range(4):
+            with torch.no_grad():
+                pass
+
+    died = [torch.no_grad() for _object in range(2_000)]
+    before = objects_before()
+    died.clear()
+    again = {id(torch.no_grad()) for _call in range(4)}
+    assert again & before, "no number is used again here"
+    with Writes(before) as writes:
+        without_gradients()
+    assert not list(writes.elsewhere(set()))
+
+
 def test_what_is_compared_elsewhere_is_not() -> None:
     known = {id(HELPERS), id(HELPERS.seen), id(HELPERS.table), (id(globals()), "COUNT")}
     told = {

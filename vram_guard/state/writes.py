@@ -165,7 +165,8 @@ class Writes:
             return
         now = vars(owner)
         for name in sorted(name for name in {**held, **now} if held.get(name, held) is not now.get(name, held)):
-            self._add(frame.f_back, f"{type(owner).__name__}.{frame.f_code.co_name}() ({name})", _UNKNOWN)
+            text = f"{type(owner).__name__}.{frame.f_code.co_name}() ({name})"
+            self._add(frame.f_back, text, owner, (id(owner), name))
 
     def _add(self, frame: FrameType, text: str, owner: Any, key: Hashable = None) -> None:
         self.is_needed = True
