@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import collections
+import cProfile
 import functools
 import gc
 import itertools
 import types
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-from vram_guard.state.collector import ObjectsKept, objects_before
+from vram_guard.forks.fork import run_in_fork
+from vram_guard.state.collector import ObjectsBefore, collector_paused
 from vram_guard.state.writes import Writes
 
+KEPT: dict[str, Any] = {}
 HELPERS = types.SimpleNamespace(calls=0, seen=[1], table={"calls": 0}, numbers=itertools.count(), words={"a"})
 QUEUE = collections.deque([1, 2])
 COUNT = 0
@@ -153,7 +154,7 @@ def reads() -> None:
 
 
 def written(function: Callable[[], None], known: set[Any]) -> list[tuple[str, str]]:
-    with Writes(objects_before()) as writes:
+    with collector_paused(), Writes(ObjectsBefore()) as writes:
         function()
     return list(writes.elsewhere(known))
 
@@ -187,12 +188,13 @@ def test_an_object_of_a_library_with_the_number_of_one_that_died_is_not() -> Non
                 pass
 
     died = [torch.no_grad() for _object in range(2_000)]
-    before = objects_before()
-    died.clear()
-    again = {id(torch.no_grad()) for _call in range(4)}
-    assert again & before, "no number is used again here"
-    with Writes(before) as writes:
-        without_gradients()
+    numbers = set(map(id, died))
+    with collector_paused():
+        before = ObjectsBefore()
+        died.clear()
+        assert {id(torch.no_grad()) for _call in range(4)} & numbers, "no number is used again here"
+        with Writes(before) as writes:
+            without_gradients()
     assert not list(writes.elsewhere(set()))
 
 
@@ -212,45 +214,52 @@ def test_functions_that_are_called_are_followed() -> None:
     assert written(outer, set()) == [("attribute", "HELPERS.calls")]
 
 
-def test_what_is_frozen_is_known_and_nothing_more_stays_frozen_with_every_look() -> None:
-    """As in a copy of a process: what is made there is let go of."""
-    frozen = gc.get_freeze_count()
-    gc.freeze()
-    try:
-        assert written(attribute, set())
-        first = gc.get_freeze_count()
-        for _look in range(3):
-            made = Kind()
-            made.itself = made  # type: ignore[attr-defined]
-            alive = weakref.ref(made)
-            del made
-            assert written(attribute, set())
-            gc.collect()
-            assert alive() is None
-        assert gc.get_freeze_count() <= first
-    finally:
-        gc.unfreeze()
-        if frozen:
-            gc.freeze()
+def test_nothing_is_frozen_afterwards() -> None:
+    """What is made later is let go of."""
+    assert written(attribute, set())
+    assert not gc.get_freeze_count()
 
 
-@pytest.mark.parametrize("are_frozen", [False, True])
-def test_no_number_goes_to_another_object_while_they_are_kept(are_frozen: bool) -> None:
+def test_a_dictionary_that_held_numbers_alone_and_one_that_was_empty_were_there_before() -> None:
+    def fills() -> None:
+        KEPT["mask"] = [1]
+
+    KEPT.clear()
+    assert written(fills, set()) == [("fills", "KEPT['mask']")]
+    KEPT.clear()
+    assert run_in_fork(lambda _progress: written(fills, set())) == [("fills", "KEPT['mask']")]
+
+
+def test_what_is_new_has_a_number_that_may_be_an_older_ones() -> None:
     """Dictionaries that die leave their numbers to new ones at once."""
-    frozen = gc.get_freeze_count()
-    listed = [{"sums": [number]} for number in range(20_000)]
-    gc.freeze()
-    objects_before()
-    if not are_frozen:
-        gc.unfreeze()
-    try:
-        listed.clear()
-        dying = [{"sums": [number]} for number in range(20_000)]
-        kept = ObjectsKept()
-        assert all(id(one) in kept for one in dying)
+    dying = [{"sums": [number]} for number in range(20_000)]
+    staying = [{"sums": [number]} for number in range(20)]
+    with collector_paused():
+        before = ObjectsBefore()
+        numbers = set(map(id, dying))
         dying.clear()
-        assert not any(id(one) in kept for one in [{"sums": [number]} for number in range(20_000)])
-    finally:
-        gc.unfreeze()
-        if frozen:
-            gc.freeze()
+        made = [{"sums": [number]} for number in range(20)]
+        assert numbers & set(map(id, made))
+        assert not any(one in before for one in made)
+        assert all(one in before for one in staying)
+
+
+def test_the_same_in_a_copy_of_the_process() -> None:
+    staying = [{"sums": [number]} for number in range(20)]
+
+    def work(_progress: object) -> tuple[bool, bool, bool]:
+        with collector_paused():
+            before = ObjectsBefore()
+            made = [{"sums": [number]} for number in range(20)]
+            gc.collect()
+            return all(one in before for one in staying), any(one in before for one in made), made[0] in before
+
+    assert run_in_fork(work) == (True, False, False)
+
+
+def test_a_profile_of_the_users_goes_on() -> None:
+    profile = cProfile.Profile()
+    with profile:
+        assert written(attribute, set())
+        reads()
+    assert any(one.code.co_name == "reads" for one in profile.getstats() if not isinstance(one.code, str))

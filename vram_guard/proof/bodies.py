@@ -30,7 +30,7 @@ from vram_guard.proof.functions import told, unknown_functions
 from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.proof.step_state import StepState
-from vram_guard.state.collector import ObjectsKept
+from vram_guard.state.collector import ObjectsBefore
 from vram_guard.state.containers import alike, contents_of, is_cache, leaves
 from vram_guard.state.forwards import INSTANCE_NORMALISATION, NORMALISATION
 from vram_guard.techniques.patched_forward import PatchedForward, arguments_by_name, has_forward, patch_forwards
@@ -320,7 +320,7 @@ class _FollowedForward(PatchedForward):
         state, functions, ran = (
             _Attributes(self.module),
             list[type](),
-            CodeRun(ObjectsKept() if self._look.writes else None),
+            CodeRun(ObjectsBefore() if self._look.writes else None),
         )
         reached = StepState(self.module, self.as_written)
         rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)

@@ -15,6 +15,8 @@ from vram_guard.user_code import is_users_file
 if TYPE_CHECKING:
     from torch import nn
 
+    from vram_guard.state.collector import ObjectsBefore
+
 #: Methods that have run before the first step.
 _BEFORE = frozenset(
     (
@@ -39,7 +41,7 @@ class CodeRun(Writes):
         before: see :class:`~vram_guard.state.writes.Writes`.
     """
 
-    def __init__(self, before: Container[int] | None = None) -> None:
+    def __init__(self, before: ObjectsBefore | None = None) -> None:
         super().__init__(before)
         self._codes: set[CodeType] = set()
         self._iterators: dict[str, None] = {}

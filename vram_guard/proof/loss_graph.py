@@ -21,7 +21,7 @@ from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
 from vram_guard.proof.step_state import StepState
 from vram_guard.simulate.tracing.batches import batch_source
-from vram_guard.state.collector import ObjectsKept
+from vram_guard.state.collector import ObjectsBefore
 from vram_guard.state.containers import parts_of
 from vram_guard.state.modules import normalisation_buffers
 from vram_guard.step import TrainingStep
@@ -176,7 +176,7 @@ class LossGraph:
         loaded = self._loaded(batch)
         given = BatchState(loaded)
         apart = SamplesApart(loaded, self._size, self._single_samples(batch), model)
-        ran, functions = CodeRun(ObjectsKept() if self._writes else None), list[type]()
+        ran, functions = CodeRun(ObjectsBefore() if self._writes else None), list[type]()
         with (
             self._effects.heard(),
             Listening() as heard,

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Container, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
-#: What is frozen in this process: how many objects there were when they were listed, and their identities.
-_frozen: tuple[int, frozenset[int]] = (0, frozenset())
-#: Objects that frozen ones hold, by their identities.
-_held: dict[int, Any] = {}
+from vram_guard.forks.exclusive import in_copy
 
 
 @contextlib.contextmanager
@@ -30,86 +27,73 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def objects_before() -> frozenset[int]:
-    """The identities of all objects that may hold others, those too that were frozen when this process was copied.
+class ObjectsBefore:
+    """The objects that were there when this was made, told from newer ones by where the collector keeps them.
 
-    One that has died since may have left its number to another: see :func:`is_held_by`.
-    """
-    if gc.get_freeze_count() > _frozen[0]:
-        with _unfrozen():
-            pass
-    return _frozen[1] | set(map(id, gc.get_objects()))
+    An object's number does not tell: it goes to another object when the first one dies. All that is there is moved out
+    of the collector's youngest generation; while the collector is paused, what is found there later is new.
 
+    In a copy of a process everything that is there is frozen. Elsewhere nothing is frozen afterwards, also what was.
 
-class ObjectsKept:
-    """As :func:`objects_before`, and as long as this lives none of them dies: no number goes to another object.
+    The collector does not know values that hold no others, and a dictionary not before it holds some: whether those
+    were there is told by what refers to them.
 
-    Not for traces, whose memory is free when the step lets go of it. Where objects are frozen, all that are there are
-    afterwards.
+    Example:
+        >>> with collector_paused():
+        ...     old, held = [], [{"calls": 0}]
+        ...     before = ObjectsBefore()
+        ...     new = []
+        ...     old in before, new in before, before.referred_to([held[0], {"calls": 0}]) == {id(held[0])}
+        (True, False, True)
     """
 
     def __init__(self) -> None:
-        is_frozen = gc.get_freeze_count() > 0
-        with collector_paused():
+        self._witness: list[object] = []
+        """One of them: where it is found among the new ones, nothing can be told."""
+        self._new: set[int] = set()
+        """Numbers of new objects, which are never those of older ones."""
+        self._asked_for: dict[int, Callable[[], object]] = {}
+        self._in_copy = in_copy()
+        gc.freeze()
+        if not self._in_copy:
             gc.unfreeze()
-            self._objects = gc.get_objects()
-            if is_frozen:
-                gc.freeze()
-        self._identities = frozenset(map(id, self._objects))
 
-    def __contains__(self, identity: object) -> bool:
-        return identity in self._identities
-
-
-def is_held_by(value: Any, objects: Container[int], but: object = None) -> bool:
-    """True if an object with one of these identities refers to a value, and another one of them to that object.
-
-    A new object may have the number of one that has died; that two of them meet is not reckoned with.
-
-    Args:
-        value: that is held.
-        objects: identities, see :func:`objects_before`. Frames do not count.
-        but: an object that does not count either.
-    """
-    if id(value) in _held or _is_held_twice(value, objects, but):
-        return True
-    if not gc.get_freeze_count():
-        return False
-    with _unfrozen():
-        is_held = _is_held_twice(value, objects, but)
-    if is_held:
-        _held[id(value)] = value
-    return is_held
-
-
-def _is_held_twice(value: Any, objects: Container[int], but: object) -> bool:
-    first = _holders(value, objects, but)
-    for one in first:  # noqa: SIM110 - a generator would itself refer to it, and might have the number of one of them
-        if _holders(one, objects, first):
+    def __contains__(self, value: object) -> bool:
+        """Of what the collector knows, see :meth:`is_told`."""
+        if id(value) in self._new:
+            return False
+        asked_for = self._asked_for.get(id(value))
+        if asked_for is not None and asked_for() is value:
             return True
-    return False
-
-
-def _holders(of: Any, objects: Container[int], but: object) -> list[Any]:
-    """Those of these objects that refer to another."""
-    return [
-        one for one in gc.get_referrers(of) if one is not but and id(one) in objects and not isinstance(one, FrameType)
-    ]
-
-
-@contextlib.contextmanager
-def _unfrozen() -> Iterator[None]:
-    """While the block runs, the collector knows of the frozen objects; it is paused, so that no finalizer is run.
-
-    Afterwards all that is there is frozen, and cycles among it are never let go of: this is done once for each process,
-    and once for each object that :func:`is_held_by` is asked for and only frozen ones hold.
-    """
-    global _frozen  # noqa: PLW0603 - one for the process
-    with collector_paused():
-        gc.unfreeze()
+        self._list()
+        if id(value) in self._new:
+            return False
         try:
-            yield
-        finally:
-            found = frozenset(map(id, gc.get_objects()))
-            gc.freeze()
-            _frozen = gc.get_freeze_count(), found
+            self._asked_for[id(value)] = weakref.ref(value)
+        except TypeError:
+            self._asked_for[id(value)] = lambda: value
+        return True
+
+    @staticmethod
+    def is_told(value: object) -> bool:
+        """True if where the collector keeps a value tells whether it is one of them."""
+        return gc.is_tracked(value) and type(value) is not dict
+
+    def referred_to(self, values: list[object]) -> set[int]:
+        """The numbers of those of these values that one of the objects refers to, frames left alone."""
+        if not values:
+            return set()
+        with collector_paused():
+            self._list()
+            if self._in_copy:
+                gc.unfreeze()
+            holders = gc.get_referrers(*values)
+            if self._in_copy:
+                gc.freeze()
+            held = [one for one in holders if not isinstance(one, FrameType) and one in self]
+            return {id(one) for one in gc.get_referents(*held)} & set(map(id, values))
+
+    def _list(self) -> None:
+        new = set(map(id, gc.get_objects() if self._in_copy else gc.get_objects(0)))
+        if id(self._witness) not in new:
+            self._new |= new

@@ -10,7 +10,6 @@ are named, and so is what cannot be told.
 from __future__ import annotations
 
 import ast
-import gc
 import linecache
 import sys
 from collections import deque
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vram_guard.state.collector import is_held_by
+from vram_guard.state.collector import ObjectsBefore
 from vram_guard.state.reached import FRAMEWORKS, RECORDERS, home_of
 from vram_guard.user_code import is_users_file
 
@@ -75,18 +74,20 @@ class Writes:
     """Takes down what the user's functions write to inside the block.
 
     Args:
-        before: identities of all objects that were there, see :func:`~vram_guard.state.collector.objects_before`; None:
-            nothing is taken down but whether they are needed.
+        before: the objects whose changes remain; None: nothing is taken down but whether they are needed. The collector
+            is paused from when it was made to the end of the block.
 
     Attributes:
         is_needed: a function writes to something, or calls what may.
     """
 
-    def __init__(self, before: Container[int] | None = None) -> None:
+    def __init__(self, before: ObjectsBefore | None = None) -> None:
         self.is_needed = False
         self._before = before
         self._found: dict[tuple[str, str], dict[Hashable, Any]] = {}
-        """Function and text -> what may have been there before, by its key, as :meth:`elsewhere` is told those."""
+        """Function and text -> what was there before, by its key, as :meth:`elsewhere` is told those."""
+        self._not_told: dict[int, Any] = {}
+        """Those of them of which it is not known yet, see ``ObjectsBefore.is_told``."""
         self._entered: dict[int, tuple[Any, dict[str, Any]]] = {}
         """Frames of libraries' methods -> their object, and what it held."""
         self._seen: dict[int, CodeType] = {}
@@ -100,7 +101,10 @@ class Writes:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        sys.setprofile(self._outer)
+        if self._outer is None or callable(self._outer):
+            sys.setprofile(self._outer)
+        else:  # cProfile's
+            self._outer.enable()
 
     def _told(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -119,7 +123,7 @@ class Writes:
                 self._enters(frame)
         elif event == "return" and self._entered:
             self._leaves(frame)
-        if self._outer is not None:
+        if callable(self._outer):
             self._outer(frame, event, argument)
 
     def begins(self, frame: FrameType) -> None:
@@ -155,7 +159,7 @@ class Writes:
         owner = _object_of(frame)
         if owner is not None:
             self.is_needed = True
-            if id(owner) in (self._before or ()):
+            if self._before is not None and owner in self._before:
                 self._entered[id(frame)] = owner, dict(vars(owner))
 
     def _leaves(self, frame: FrameType) -> None:
@@ -172,9 +176,12 @@ class Writes:
         self.is_needed = True
         if self._before is None or owner is _NONE_YET:
             return
-        # No collector lists a dictionary of numbers and text.
-        if owner is _UNKNOWN or not gc.is_tracked(owner) or id(owner) in self._before:
-            self._found.setdefault((frame.f_code.co_name, text), {})[id(owner) if key is None else key] = owner
+        if owner is not _UNKNOWN:
+            if not self._before.is_told(owner):
+                self._not_told[id(owner)] = owner
+            elif owner not in self._before:
+                return
+        self._found.setdefault((frame.f_code.co_name, text), {})[id(owner) if key is None else key] = owner
 
     def elsewhere(self, known: Container[Hashable]) -> Iterator[tuple[str, str]]:
         """Function and text of writes to what was there before and is not among what is compared.
@@ -183,12 +190,12 @@ class Writes:
             known: identities of objects whose content is compared; of variables the names, with the identity of the
                 globals where they are no closure's.
         """
-        before = self._before or ()
-        for said, owners in self._found.items():
-            # An identity may be that of an object which has died since: nothing that was there holds the new one.
-            others = (key for key in owners if key not in known)
-            if any(owners[key] is _UNKNOWN or is_held_by(owners[key], before, owners) for key in others):
-                yield said
+        others = {said: {key for key in owners if key not in known} for said, owners in self._found.items()}
+        keys = set[Any]().union(*others.values())
+        asked = [value for key, value in self._not_told.items() if key in keys]
+        held = set() if self._before is None else self._before.referred_to(asked)
+        new = self._not_told.keys() - held
+        yield from (said for said, keys in others.items() if keys - new)
 
 
 def _object_of(frame: FrameType) -> Any:
@@ -228,6 +235,7 @@ def _nodes(file: str) -> dict[int, list[ast.AST]]:
 
 def _writes(function: ast.AST) -> Iterator[Write]:
     outer: set[str] = set()
+    made = _made_in(function)
     bound: dict[str, list[int]] = {}
     """Variables that are set, but by loops, and the lines."""
     loops = {id(name) for node in ast.walk(function) if isinstance(node, ast.For) for name in ast.walk(node.target)}
@@ -241,7 +249,8 @@ def _writes(function: ast.AST) -> Iterator[Write]:
         if isinstance(node, (ast.Global, ast.Nonlocal)):
             outer.update(node.names)
         elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-            found.append((node.lineno, Write(ast.unparse(node), node.value, getattr(node, "attr", ""))))
+            if not (isinstance(node.value, ast.Name) and node.value.id in made):
+                found.append((node.lineno, Write(ast.unparse(node), node.value, getattr(node, "attr", ""))))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             bound.setdefault(node.id, []).extend([] if id(node) in loops else [node.lineno])
         elif isinstance(node, ast.Call) and _of_first(node):
@@ -250,6 +259,24 @@ def _writes(function: ast.AST) -> Iterator[Write]:
         is_set_later = one.owner is not None and any(at >= line for at in bound.get(_root(one.owner), ()))
         yield one._replace(is_set_later=is_set_later)
     yield from (Write(name, None, name) for name in sorted(outer & bound.keys()))
+
+
+def _made_in(function: ast.AST) -> set[str]:
+    """Variables that are set to containers which are written out there, and to nothing else."""
+    made = {
+        id(target): target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Dict, ast.List, ast.Set))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    others = {one.arg for one in ast.walk(function) if isinstance(one, ast.arg)}
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            others.update(node.names)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and id(node) not in made:
+            others.add(node.id)
+    return set(made.values()) - others
 
 
 def _of_first(call: ast.Call) -> bool:

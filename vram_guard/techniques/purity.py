@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from vram_guard.state.collector import objects_before
+from vram_guard.state.collector import ObjectsBefore
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import (
     LIBRARIES,
@@ -82,7 +82,7 @@ class PurityWatch:
         self.operations = operations
         self._found: dict[int, dict[StateChange, None]] = {}
         """By the step in which they were seen."""
-        self._before: tuple[int, frozenset[int]] | None = None
+        self._before: tuple[int, ObjectsBefore] | None = None
 
     def __deepcopy__(self, _memo: object) -> Self:
         """A copy of a watched model, such as an average of its weights, is watched by the same."""
@@ -95,10 +95,10 @@ class PurityWatch:
             if name in modules and has_forward(modules[name]):
                 WatchedForward(inside(modules[name]), name, self).install()
 
-    def objects_before(self) -> frozenset[int]:
-        """The identities of the objects that were there before the step that is running."""
+    def objects_before(self) -> ObjectsBefore:
+        """The objects that were there before the step that is running."""
         if self._before is None or self._before[0] != self.operations.measured:
-            self._before = self.operations.measured, objects_before()
+            self._before = self.operations.measured, ObjectsBefore()
         return self._before[1]
 
     def add(self, change: StateChange) -> None:
