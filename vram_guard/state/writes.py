@@ -13,7 +13,7 @@ import ast
 import linecache
 import sys
 from collections import deque
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from functools import cache
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,14 +90,10 @@ class Writes:
         """Those of them of which it is not known yet, see ``ObjectsBefore.is_told``."""
         self._entered: dict[int, tuple[Any, dict[str, Any]]] = {}
         """Frames of libraries' methods -> their object, and what it held."""
-        self._seen: dict[int, CodeType] = {}
-        """Every function's code, by its identity: most calls are of libraries, and a hash of code reads all of it."""
-        self._users: set[int] = set()
-        """Identities of the user's."""
 
     def __enter__(self) -> Self:
         self._outer: Any = sys.getprofile()
-        sys.setprofile(self._told)
+        sys.setprofile(self._profile(self._outer if callable(self._outer) else None))
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -106,25 +102,35 @@ class Writes:
         else:  # cProfile's
             self._outer.enable()
 
-    def _told(self, frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call" and id(code) not in self._seen:
-            self._seen[id(code)] = code
-            if is_users_file(code.co_filename):
-                self._users.add(id(code))
-                self.begins(frame)
-        if id(code) in self._users:
-            if event == "return":
-                self._returns(frame)
-            elif event == "c_call":
-                self._calls_c(frame, argument)
-        elif event == "call":
-            if frame.f_back is not None and id(frame.f_back.f_code) in self._users:
-                self._enters(frame)
-        elif event == "return" and self._entered:
-            self._leaves(frame)
-        if callable(self._outer):
-            self._outer(frame, event, argument)
+    def _profile(self, outer: Any) -> Callable[[FrameType, str, Any], None]:
+        """What Python calls at every call and return, most of which are of libraries: they are left at once."""
+        seen: dict[int, CodeType] = {}
+        """Every function's code, by its identity: a hash of code reads all of it."""
+        users: set[int] = set()
+        """Identities of the user's."""
+        entered = self._entered
+
+        def told(frame: FrameType, event: str, argument: Any) -> None:
+            code = id(frame.f_code)
+            if event == "call":
+                if code not in seen:
+                    seen[code] = frame.f_code
+                    if is_users_file(frame.f_code.co_filename):
+                        users.add(code)
+                        self.begins(frame)
+                if code not in users and frame.f_back is not None and id(frame.f_back.f_code) in users:
+                    self._enters(frame)
+            elif code in users:
+                if event == "return":
+                    self._returns(frame)
+                elif event == "c_call":
+                    self._calls_c(frame, argument)
+            elif entered and event == "return":
+                self._leaves(frame)
+            if outer is not None:
+                outer(frame, event, argument)
+
+        return told
 
     def begins(self, frame: FrameType) -> None:
         """A function of the user's is called for the first time."""
