@@ -18,7 +18,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix mutants messages known known-page reference schemas clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix messages known known-page reference schemas clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -97,9 +97,6 @@ recorded: $(STAMP) ## replay and predict what others recorded of the allocator o
 
 test-matrix: ## run the test suite on other Pythons and other releases of torch
 	tests/matrix.sh "$(MATRIX_PYTHONS)" "$(MATRIX_TORCHES)"
-
-mutants: $(STAMP) ## small faults that no test notices, a sample for each room: MUTANTS="allocator plan --sample 20"
-	$(BIN)/python -m tools.mutants $(MUTANTS)
 
 messages: $(STAMP) ## bring the translations up to date with the code and compile them
 	$(BIN)/python tools/messages.py

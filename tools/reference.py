@@ -19,10 +19,9 @@ from typing import Any
 
 import vram_guard
 from vram_guard.cli import _parser
-from vram_guard.guard.settings import GuardSettings, PlanSettings
+from vram_guard.guard.settings import ADVANCED, GuardSettings, PlanSettings
 from vram_guard.known.architectures import LENGTH_STEP, architectures, variants_of
 from vram_guard.language import speaking
-from vram_guard.old_names import ADVANCED
 from vram_guard.plan import PlanOptions
 from vram_guard.settings import KINDS
 from vram_guard_accelerate._settings import add_options

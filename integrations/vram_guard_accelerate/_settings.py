@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli import options
 from vram_guard.errors import InvalidInputError
-from vram_guard.guard.settings import PlanSettings
+from vram_guard.guard.settings import ADVANCED, PlanSettings
 from vram_guard.language import _, marked
-from vram_guard.old_names import ADVANCED
 from vram_guard.plan.checks import check_seconds
 from vram_guard.plan.techniques import DEFAULT_ALLOW
 from vram_guard.settings import filled, read

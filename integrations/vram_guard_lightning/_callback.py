@@ -11,7 +11,6 @@ from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
 from vram_guard.language import _
-from vram_guard.old_names import ADVANCED, takes_old_names
 from vram_guard.plan.checks import Mode
 from vram_guard.settings import disabled, filled
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
@@ -80,7 +79,6 @@ class VramGuard(CallbackBase):
         True
     """
 
-    @takes_old_names("advanced", [name for name in CallbackSettings.names() if name in ADVANCED])
     def __init__(
         self,
         budget: Budget | str | int | None = None,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.guard.settings import GuardSettings
+from vram_guard.guard.settings import GuardSettings, suggestion
 from vram_guard.language import _
-from vram_guard.old_names import suggestion
 
 #: MMEngine's names of hook positions (``mmengine.runner.Priority``); numbers from 0 to 100 will do as well.
 PRIORITIES = (

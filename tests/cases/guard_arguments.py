@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vram_guard.old_names import ADVANCED
+from vram_guard.guard.settings import ADVANCED
 
 
 def in_advanced(given: dict[str, Any]) -> dict[str, Any]:

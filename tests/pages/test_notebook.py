@@ -49,8 +49,8 @@ def fitted(*guards):
 CELLS = (
     SETUP,
     "plain = fitted()",
-    "guard = VramGuard(budget='1GiB', remember=False); guarded = fitted(guard)",
-    "again = VramGuard(budget='1GiB', pin={'micro_batch_size': 4}, remember=False); cut = fitted(again)",
+    "guard = VramGuard(budget='1GiB', advanced={'remember': False}); guarded = fitted(guard)",
+    "again = VramGuard(budget='1GiB', pin={'micro_batch_size': 4}, advanced={'remember': False}); cut = fitted(again)",
     "print(torch.equal(plain, guarded), torch.allclose(plain, cut), guard.plan.changed, again.plan.splits, steps)",
 )
 

@@ -353,7 +353,7 @@ class Deep(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 
-guard = VramGuard(budget="26MiB", margin=0, allow="accumulate", remember=False, whole_job=False)
+guard = VramGuard(budget="26MiB", margin=0, allow="accumulate", advanced={"remember": False, "whole_job": False})
 lightning.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, callbacks=[guard]).fit(
     Deep(), DataLoader(TensorDataset(torch.rand(2048, 128)), batch_size=1024)
 )

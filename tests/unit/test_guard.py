@@ -43,6 +43,7 @@ from vram_guard.techniques import Recipe
         ({"pin": {"micro_batch": 1}}, "did you mean 'micro_batch_size'"),
         ({"advanced": {"recover": True}}, "recover"),
         ({"advanced": 3}, "advanced"),
+        ({"remember": False}, r"did you mean advanced=dict\(remember=...\)"),
         ([], "dict"),
     ],
 )

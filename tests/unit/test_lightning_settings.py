@@ -57,8 +57,7 @@ def test_a_whole_gpu_by_its_memory(project):
         VramGuard(budget="2GiB", gpu="24GB")
     with pytest.raises(InvalidInputError, match=r"less than the .* of a CUDA context"):
         VramGuard(gpu="100MB")
-    with pytest.warns(FutureWarning, match="gpu_memory"):
-        assert VramGuard(gpu_memory=24).settings.resolved_budget().total == 24 * 10**9
+    assert VramGuard(advanced={"gpu_memory": 24}).settings.resolved_budget().total == 24 * 10**9
 
 
 def test_a_slip_in_the_settings_is_told_when_the_callback_is_made(monkeypatch):

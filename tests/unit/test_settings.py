@@ -13,7 +13,6 @@ from each import each
 
 from vram_guard import cli, settings
 from vram_guard.errors import InvalidInputError
-from vram_guard.old_names import takes_old_names
 from vram_guard.settings import disabled, filled
 
 CALCULATOR = shlex.split("estimate --batch 8 --height 128 --width 128 --hidden_dim 256 --num_layers 10")
@@ -131,21 +130,6 @@ def test_a_file_turns_it_off_and_the_variable_on_again(project, monkeypatch):
 def test_a_broken_file_turns_nothing_off(project):
     (project / "vram_guard.toml").write_text("disable = ")
     assert not disabled()
-
-
-def test_old_names_work_with_a_warning_that_says_where_they_stand_now():
-    class Guard:
-        @takes_old_names("advanced", ["cudnn", "remember"])
-        def __init__(self, gpu=None, *, advanced=None):
-            self.got = (gpu, advanced)
-
-    assert Guard("T4").got == ("T4", None)
-    with pytest.warns(FutureWarning, match=r"advanced=dict\(remember=False\)"):
-        assert Guard("T4", remember=False, advanced={"cudnn": "off"}).got == ("T4", {"cudnn": "off", "remember": False})
-    with pytest.raises(TypeError, match=r"'remembr'; did you mean 'remember'\?"):
-        Guard(remembr=False)
-    with pytest.raises(TypeError, match=r"'whatever'$"):
-        Guard(whatever=0.2)
 
 
 def answer(capsys, *arguments):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.longest.planned_batch import PlannedBatch
-from vram_guard.old_names import ADVANCED, suggestion, up_to_date
 from vram_guard.plan.checks import (
     Mode,
     check_amounts,
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from vram_guard.apply.loss_weight import LossWeight
+
+#: Settings of a guard that stand in ``advanced={...}``.
+ADVANCED: Final = (
+    *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule", "monitor"),
+    *("priority", "remember", "start_seconds", "target_utilization", "whole_job"),
+)
+
+
+def suggestion(name: object, known: Iterable[str], advanced: Iterable[str] = ()) -> str:
+    """The end of a message about an unknown name: the nearest known one, or where it belongs; "" where none is near."""
+    if name in advanced:
+        return _("; did you mean {near}?", near=f"advanced=dict({name}=...)")
+    near = get_close_matches(str(name), tuple(known), n=1)
+    return _("; did you mean {near}?", near=repr(near[0])) if near else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +152,8 @@ class PlanSettings:
             raise InvalidInputError(_("vram_guard must be a dict(...) in the config, not {value}", value=repr(given)))
         advanced = tuple(name for name in cls.names() if name in ADVANCED)
         known = tuple(name for name in cls.names() if name not in ADVANCED)
-        own = up_to_date(given, "advanced", advanced)
-        held = own.pop("advanced", None) or {}
+        own = {name: value for name, value in given.items() if name != "advanced"}
+        held = given.get("advanced") or {}
         if not isinstance(held, Mapping):
             raise InvalidInputError(_("advanced must be a mapping of settings, not {value}", value=repr(held)))
         for names, among in ((own, (*known, "advanced")), (held, advanced)):
@@ -147,7 +161,7 @@ class PlanSettings:
                 if key not in among:
                     raise InvalidInputError(
                         _("vram_guard: unknown key {key}, known are {known}", key=repr(key), known=", ".join(among))
-                        + suggestion(key, cls.names())
+                        + suggestion(key, cls.names(), advanced if among is not advanced else ())
                     )
         return {**own, **held}
 
