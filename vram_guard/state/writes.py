@@ -103,30 +103,46 @@ class Writes:
             self._outer.enable()
 
     def _profile(self, outer: Any) -> Callable[[FrameType, str, Any], None]:
-        """What Python calls at every call and return, most of which are of libraries: they are left at once."""
+        """What Python calls at every call and return, most of which are of libraries: they are left at once.
+
+        They are told by their globals. A frame's code is a question that an audit hook hears, which takes longer.
+        """
+        libraries: dict[int, dict[str, Any]] = {}
+        """Globals of libraries' modules, by their identity."""
         seen: dict[int, CodeType] = {}
-        """Every function's code, by its identity: a hash of code reads all of it."""
+        """Other code, by its identity: a hash of code reads all of it."""
         users: set[int] = set()
         """Identities of the user's."""
         entered = self._entered
 
+        def is_users(frame: FrameType) -> bool:
+            space = frame.f_globals
+            if id(space) in libraries:
+                return False
+            file = space.get("__file__")
+            if isinstance(file, str) and not is_users_file(file):
+                libraries[id(space)] = space
+                return False
+            code = frame.f_code
+            if id(code) not in seen:
+                seen[id(code)] = code
+                if is_users_file(code.co_filename):
+                    users.add(id(code))
+                    self.begins(frame)
+            return id(code) in users
+
         def told(frame: FrameType, event: str, argument: Any) -> None:
-            code = id(frame.f_code)
-            if event == "call":
-                if code not in seen:
-                    seen[code] = frame.f_code
-                    if is_users_file(frame.f_code.co_filename):
-                        users.add(code)
-                        self.begins(frame)
-                if code not in users and frame.f_back is not None and id(frame.f_back.f_code) in users:
-                    self._enters(frame)
-            elif code in users:
-                if event == "return":
-                    self._returns(frame)
-                elif event == "c_call":
-                    self._calls_c(frame, argument)
-            elif entered and event == "return":
-                self._leaves(frame)
+            if id(frame.f_globals) in libraries or not is_users(frame):
+                if event == "call":
+                    caller = frame.f_back
+                    if caller is not None and id(caller.f_globals) not in libraries and is_users(caller):
+                        self._enters(frame)
+                elif entered and event == "return":
+                    self._leaves(frame)
+            elif event == "return":
+                self._returns(frame)
+            elif event == "c_call":
+                self._calls_c(frame, argument)
             if outer is not None:
                 outer(frame, event, argument)
 

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -60,6 +60,9 @@ _BEGINNINGS = frozenset({"run_step", "_traced_step"})
 #: How the names of modules begin that hand on what they are given: our adapters' (the code that they wrap is not ours),
 #: and Accelerate's, in whose ``backward`` and ``step`` the script's own line is the one to know.
 _HANDING_ON = ("vram_guard_", "accelerate.")
+
+#: Globals of torch's modules that were met, by their identity.
+_torchs: dict[int, dict[str, Any]] = {}
 
 
 class Recorder:
@@ -652,6 +655,9 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
         while frame is not None:
+            if id(frame.f_globals) in _torchs:  # cheaper than its code, which is a question that audit hooks hear
+                frame = frame.f_back
+                continue
             code = frame.f_code
             known = labels.get(id(code))
             if known is None:
@@ -714,10 +720,12 @@ class Recorder:
 
 def _label(frame: FrameType) -> str | None:
     """The file of a frame's code; None: look further out; "": the trace itself began here, look no further."""
-    code = frame.f_code
+    code, space = frame.f_code, frame.f_globals
     name = code.co_filename
-    if str(frame.f_globals.get("__name__")).startswith(_HANDING_ON):
+    if str(space.get("__name__")).startswith(_HANDING_ON):
         return None
+    if str(space.get("__file__")).startswith(_TORCH_ROOT):
+        _torchs[id(space)] = space
     if code.co_name in _BEGINNINGS and name.startswith(_OWN_ROOT):
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
