@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from docs_blocks import files_of
-from folders import write_cogvideox
+from folders import SMALL, SMALL_TEXT, write_cogvideox
 
 from vram_guard import cli
 from vram_guard.cli import _doctor
@@ -34,7 +34,7 @@ COMMANDS = (
     "gpus nothing-like-it",
     "doctor",
     "estimate --batch 16 --height 256 --width 256 --hidden-dim 512 --num-layers 10 --gpu-memory 24",
-    "estimate --model-path CogVideoX-5b --quick --train transformer --num-frames 17 --height 32 --gpu A100",
+    "estimate --model-path small --train transformer --num-frames 3 --height 8 --width 8 --gpu A100",
     "plan model.py:net --input 8 --batch 4 --gpu 4090 --html page.html",
     "plan model.py:net --input 8 --batch 4 --gpu 4090 --margn 0.1",
 )
@@ -82,7 +82,7 @@ def in_terminal(script, language, folder, width=80):
 @pytest.mark.parametrize("language", [ENGLISH, CHINESE])
 def test_no_line_is_wider_than_the_terminal(language, tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
-    write_cogvideox(tmp_path / "CogVideoX-5b")
+    write_cogvideox(tmp_path / "small", SMALL, SMALL_TEXT)
     shown = in_terminal(SCRIPT, language, tmp_path)
     _, *runs = re.split(r"^\$ ", shown, flags=re.MULTILINE)
     assert len(runs) == len(WIDTHS) * len(COMMANDS), shown

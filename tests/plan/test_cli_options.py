@@ -111,7 +111,7 @@ BY_WAY = {("--dtype", "folder"): "float32", ("--config", "video"): "half.yaml"}
 ON = '--gpu "RTX 4090"'
 ESTIMATE = {
     "rule": "--batch 8 --height 64 --width 64 --hidden-dim 16 --num-layers 4 --gpu-memory 24",
-    "folder": f"--model-path folder --quick {ON}",
+    "folder": f"--model-path folder {ON}",
     "step": f"--model steps.py:build --batch 4 {ON}",
     "plain": f"--model steps.py:net --input 3x16x16 --batch 4 {ON}",
     "text": f"--model text.json --batch 4 {ON}",
@@ -139,9 +139,8 @@ ASKED = {
 }
 #: What says what is done anyway, or only how it is shown.
 SAME = {
-    *(("--quick", asked) for asked in ("estimate rule", "estimate folder", "gpus rule")),
+    *(("--quick", asked) for asked in ("estimate rule", "gpus rule")),
     ("--verbose", "estimate rule"),
-    ("--verbose", "estimate folder"),
     # The step fits as it is; that no learning rate is there for a rule to scale.
     *(("--allow", f"{command} {way}") for command in ("plan", "compare", "variants") for way in ASKED[command]),
     ("--lr-rule", "compare step"),

@@ -1,13 +1,13 @@
-"""What the closed forms read from a config, and their rule for activations, number by number."""
+"""What the closed forms read of a model's sizes in its config, and of the types of its weights."""
 
 from __future__ import annotations
 
+import pytest
 from each import each
 
-from vram_guard.closed_form.folder import Component
-from vram_guard.closed_form.inputs import USUAL_LENGTH, InputSizes, sample_of
-from vram_guard.closed_form.tuning import TransformerShape, Tuning
+from vram_guard.closed_form.inputs import USUAL_LENGTH, InputSizes, latent_patch, prompt_tokens, sample_shape
 from vram_guard.closed_form.weights import Weights
+from vram_guard.errors import InvalidInputError
 
 VIDEO = {
     "_class_name": "CogVideoXTransformer3DModel",
@@ -22,38 +22,26 @@ VIDEO = {
 }
 
 
-def test_a_video_model_s_sample_is_counted_as_its_latents() -> None:
+def test_a_video_model_s_sample_is_its_latents() -> None:
     # 49 frames: one latent frame for the first, and one for every four of the other 48.
-    assert sample_of(VIDEO, InputSizes()) == (13 * 60 * 90 * 16, 226 * 4096, 13 * 30 * 45 + 226)
-    assert sample_of(VIDEO, InputSizes(height=32, width=48, num_frames=2)) == (
-        2 * 32 * 48 * 16,
-        226 * 4096,
-        2 * 16 * 24 + 226,
-    )
+    assert sample_shape(VIDEO, InputSizes()) == (16, 13, 60, 90)
+    assert sample_shape(VIDEO, InputSizes(height=32, width=48, num_frames=2)) == (16, 2, 32, 48)
+    assert prompt_tokens(VIDEO) == 226
 
 
 def test_a_diffusion_model_of_images_is_given_one_frame() -> None:
-    assert sample_of({"_class_name": "UNet2DModel", "sample_size": 32}, InputSizes()) == (4 * 32 * 32, 0, 32 * 32)
+    assert sample_shape({"_class_name": "UNet2DModel", "sample_size": 32}, InputSizes()) == (4, 32, 32)
 
 
-def test_what_is_smaller_than_a_patch_is_one_token() -> None:
-    config = {"_class_name": "DiTTransformer2DModel", "sample_size": 8, "patch_size": 2}
-    assert sample_of(config, InputSizes(height=1))[2] == 4
-    assert sample_of(config, InputSizes(width=1))[2] == 4
+def test_frames_are_patched_too() -> None:
+    assert latent_patch(VIDEO) == (1, 2, 2)
+    assert latent_patch({**VIDEO, "patch_size_t": 2}) == (2, 2, 2)
+    assert latent_patch({"patch_size": [1, 2, 2]}) == (1, 2, 2)
 
 
-def test_frames_are_patched_too_and_the_last_patch_may_be_partial() -> None:
-    patched = {**VIDEO, "patch_size_t": 2}
-    assert sample_of(patched, InputSizes())[2] == 7 * 30 * 45 + 226
-
-
-def test_a_vision_model_puts_one_token_beside_its_patches() -> None:
-    assert sample_of({"image_size": 224, "patch_size": 16}, InputSizes()) == (3 * 224 * 224, 0, 14 * 14 + 1)
-    assert sample_of({"image_size": [64, 96], "num_channels": 1, "patch_size": [8, 16]}, InputSizes()) == (
-        64 * 96,
-        0,
-        8 * 6 + 1,
-    )
+def test_a_vision_model_is_given_pictures() -> None:
+    assert sample_shape({"image_size": 224, "patch_size": 16}, InputSizes()) == (3, 224, 224)
+    assert sample_shape({"image_size": [64, 96], "num_channels": 1}, InputSizes()) == (1, 64, 96)
 
 
 @each(
@@ -69,17 +57,25 @@ def test_a_vision_model_puts_one_token_beside_its_patches() -> None:
 def test_a_language_model_is_trained_with_its_context_up_to_a_usual_length(
     config: dict[str, int], given: int | None, tokens: int
 ) -> None:
-    assert sample_of(config, InputSizes(seq_length=given)) == (0, 0, tokens)
+    assert sample_shape(config, InputSizes(seq_length=given)) == (tokens,)
 
 
-@each(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_activations_are_those_of_the_cited_equation(dtype: str, size: int) -> None:
-    trained = (Component("x", {}, Weights({"F32": 10})),)
-    tuning = Tuning(trained, (), 3, dtype, shape=TransformerShape(layers=5, hidden=64, tokens=7))
-    numbers = 3 * 7 * 64
-    one_layer = 34 * numbers * size // 2  # Korthikanti et al. 2022: 34 bytes in 16 bit
-    assert tuning.activations() == 5 * one_layer
-    assert Tuning((), trained, 3, dtype, shape=tuning.shape).activations() == 0
+@each(
+    "entry",
+    [
+        {"sample_size": "big"},
+        {"sample_size": [1, 2, 3, 4]},
+        {"in_channels": -5},
+        {"in_channels": 2**63},
+        {"patch_size": [2, 0]},
+        {"sample_frames": 1.5},
+        {"max_text_seq_length": True},
+    ],
+)
+def test_nonsense_numbers_are_refused_by_their_names(entry: dict[str, object]) -> None:
+    config = {"_class_name": "X", "text_embed_dim": 8, **entry}
+    with pytest.raises(InvalidInputError, match=next(iter(entry))):
+        print(sample_shape(config, InputSizes()), latent_patch(config), prompt_tokens(config))
 
 
 @each(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from folders import write_cogvideox
+from folders import write_safetensors
 from json_answers import SCHEMAS, held_against
 from pretended_nvml import GIB, Card
 from test_monitor import machine
@@ -75,21 +75,10 @@ def test_answers_are_as_the_schema_says(name, typed, folder, capsys):
 
 
 def test_the_answer_about_a_folder(tmp_path, capsys):
-    write_cogvideox(tmp_path / "model")
-    words = [
-        "--quick",
-        "--gpu",
-        "T4",
-        "--batch",
-        "2",
-        "--height",
-        "4",
-        "--width",
-        "4",
-        "--num-frames",
-        "5",
-    ]
-    assert cli.main(["estimate", "--model-path", str(tmp_path / "model"), *words, "--json"]) in (0, 1)
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100, "n_positions": 64}))
+    write_safetensors(tmp_path / "model.safetensors", {"transformer.wte.weight": ("F32", (100, 32))})
+    assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4", "--recommend", "--json"]) == 0
     assert held_against("estimate --model-path", json.loads(capsys.readouterr().out)) == []
 
 

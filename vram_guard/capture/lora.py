@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from vram_guard.closed_form.tuning import PRECISION_OF, SPELLINGS
+from vram_guard.closed_form.dtypes import PRECISION_OF, SPELLINGS
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.quiet import quiet_imports

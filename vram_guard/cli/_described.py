@@ -11,8 +11,8 @@ from vram_guard.capture.config_step import named_config, sizes_of, step_from_con
 from vram_guard.capture.lora import weights_of
 from vram_guard.capture.named_optimizer import WORDS, checked_optimizer
 from vram_guard.cli.printing import tell
+from vram_guard.closed_form.dtypes import PRECISION_OF
 from vram_guard.closed_form.inputs import sample_shape, sizes_read
-from vram_guard.closed_form.tuning import PRECISION_OF
 from vram_guard.codec import to_plain
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.known.architectures import Variant, architecture, timelines_of

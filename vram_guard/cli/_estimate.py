@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         description=_(
             "Estimate training memory. From numbers or a config: a rule of thumb, and also the symbolic "
             "answer where the config names a model that can be built. From a folder (--model-path): "
-            "parameters, gradients and optimizer states by component, without loading weights."
+            "its components, and the symbolic answer for training one of them, without loading weights."
         ),
         epilog=_(
             "Exit codes: 0 it fits, 1 it does not, 2 bad usage, 3 no answer. "

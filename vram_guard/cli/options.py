@@ -80,12 +80,12 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "precision": _Option("P", marked("32-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true, 16-true")),
     "qlora": _Option("A=1,B=2", marked("LoRA, and the weights beside it in 4 bits by bitsandbytes"), bare=True),
     "num-layers": _Option("N", marked("number of layers")),
-    "quick": _Option("", marked("the closed form alone: no model is built")),
+    "quick": _Option("", marked("the rule of thumb alone: no model is built")),
     "seq-length": _Option(
         "N", marked("time steps or tokens (default: 1; of a text model by name its context, 512 at most)")
     ),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
-    "train": _Option("NAMES", marked('components to train ("none": inference)'), several=True),
+    "train": _Option("NAMES", marked("the component to train"), several=True),
     "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
     "width": _Option("N", marked("width of the input")),
 }

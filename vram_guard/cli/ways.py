@@ -32,7 +32,7 @@ RULE: Final = ConfigKind(
 FOLDER: Final = ConfigKind(
     marked("a model folder (--model-path)"),
     NUMBERS & {"height", "width", "num_frames", "seq_length"}
-    | {"model_path", "train", "frozen", "recommend", "dtype", "batch", "quick"}
+    | {"model_path", "train", "frozen", "recommend", "dtype", "batch"}
     | _TRACE,
 )
 CARDS: Final = ConfigKind(marked("the list of GPUs"), frozenset({"margin"}))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vram_guard.closed_form.inputs import InputSizes, sample_shape
 from vram_guard.closed_form.weights import Weights, read_weights
 from vram_guard.config_file import load_json
 from vram_guard.errors import InvalidInputError
@@ -51,7 +52,7 @@ class ModelFolder:
         return max(self.components, key=lambda name: self.components[name].weights.parameters)
 
     def chosen(self, option: str, wanted: Sequence[str]) -> tuple[Component, ...]:
-        """The components of these names; none for "none".
+        """The components of these names; none for "none" alone.
 
         Raises:
             InvalidInputError: there is no such component.
@@ -71,6 +72,24 @@ class ModelFolder:
                     )
                 )
         return tuple(self.components[name] for name in dict.fromkeys(wanted))
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """A training of one model of a folder."""
+
+    trained: Component
+    frozen: tuple[Component, ...]
+    """What lies on the GPU beside it; the trained one is among them where a frozen copy of it does."""
+    batch: int
+    dtype: str
+    """Of all weights."""
+    sizes: InputSizes
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """Shape of one sample: (tokens,), or (channels, frames, height, width); without frames for pictures."""
+        return sample_shape(self.trained.config, self.sizes)
 
 
 def read_folder(path: Path) -> ModelFolder:

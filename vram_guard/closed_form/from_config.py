@@ -180,7 +180,7 @@ def _wanted_precision(options: Mapping[str, Any]) -> tuple[str | None, str | Non
     Raises:
         InvalidInputError: a word is not known, or two of the options contradict each other.
     """
-    from vram_guard.closed_form.tuning import PRECISION_OF, checked_dtype
+    from vram_guard.closed_form.dtypes import PRECISION_OF, checked_dtype
 
     precision, dtype, lora, qlora = (options.get(name) for name in ("precision", "dtype", "lora", "qlora"))
     precision = None if precision is None else precision_word("--precision", precision)

@@ -149,27 +149,3 @@ def sample_shape(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, ...
         channels = whole(config, "in_channels", LATENT_CHANNELS)
         return (channels, *((frames,) if is_video(config) else ()), height, width)
     return image_size(config, sizes) if sees_pictures(config) else (sequence_length(config, sizes),)
-
-
-def sample_of(config: Mapping[str, Any], sizes: InputSizes) -> tuple[int, int, int]:
-    """Of one sample: (numbers of the model's input, numbers of its encoded prompt, tokens inside the model).
-
-    A diffusion model cuts latents into patches and puts the prompt beside them; a language model is given whole
-    numbers, one a token, which hardly count; a vision model cuts images into patches and puts one token beside them.
-
-    Raises:
-        InvalidInputError: a number of the config is none.
-    """
-    if isinstance(config.get("_class_name"), str):
-        frames, height, width = latent_size(config, sizes)
-        numbers = frames * height * width * whole(config, "in_channels", LATENT_CHANNELS)
-        across, down, along = latent_patch(config)
-        text = text_width(config)
-        prompt = 0 if text is None else prompt_tokens(config)
-        tokens = -(-frames // across) * max(height // down, 1) * max(width // along, 1)
-        return numbers, prompt * (text or 0), tokens + prompt
-    if sees_pictures(config):
-        channels, height, width = image_size(config, sizes)
-        down, along = whole_sides(config, "patch_size")
-        return channels * height * width, 0, max(height // down, 1) * max(width // along, 1) + 1
-    return 0, 0, sequence_length(config, sizes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _, marked
+from vram_guard.language import _
 from vram_guard.report.as_json import as_dict
 from vram_guard.report.columns import columns
 from vram_guard.report.text import render
@@ -16,22 +16,11 @@ from vram_guard.terminal import terminal_width
 if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.calculator import Calculation
-    from vram_guard.closed_form.folder import Component, ModelFolder
-    from vram_guard.closed_form.tuning import Tuning
+    from vram_guard.closed_form.folder import Component, FineTuning, ModelFolder
     from vram_guard.plan import Plan
     from vram_guard.timeline import Estimate
 
 LINE = "=" * 60
-
-_PARTS = {
-    "trained parameters": marked("parameters, trained"),
-    "frozen parameters": marked("parameters, frozen"),
-    "gradients": marked("gradients"),
-    "optimizer states": marked("optimizer states (AdamW)"),
-    "batch": marked("batch"),
-    "text encoding": marked("text encoding"),
-    "activations": marked("activations (rule of thumb)"),
-}
 
 
 def amount(count: int) -> str:
@@ -41,23 +30,15 @@ def amount(count: int) -> str:
     return f"{count / 10**6:.3f} MB ({count / 2**20:.3f} MiB)"
 
 
-def verdict_lines(total: int, allowed: int, *, complete: bool = True) -> Iterator[str]:
-    """A sum against what it may take.
-
-    Args:
-        total: in bytes.
-        allowed: in bytes.
-        complete: False where the sum is a lower bound.
-    """
+def verdict_lines(total: int, allowed: int) -> Iterator[str]:
+    """A sum against what it may take, both in bytes."""
     share = f"{abs(allowed - total) / allowed:.1%}" if allowed else "-"
     if total > allowed:
         yield _("❌ does not fit, by the rule of thumb")
         yield _("   too much: {amount} ({share})", amount=amount(total - allowed), share=share)
-    elif complete:
+    else:
         yield _("✅ fits, by the rule of thumb")
         yield _("   to spare: {amount} ({share})", amount=amount(allowed - total), share=share)
-    else:
-        yield _("❓ not known to fit: no rule is known for this network's activations")
 
 
 # --- the calculator -----------------------------------------------------------------------------------------------
@@ -151,8 +132,8 @@ def calculator_dict(answer: Calculation) -> dict[str, Any]:
 # --- a folder with a model ----------------------------------------------------------------------------------------
 
 
-def folder_lines(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> Iterator[str]:
-    """The components with parameters and dtypes, the memory of the training part by part, and whether it fits."""
+def folder_lines(folder: ModelFolder, tuning: FineTuning) -> Iterator[str]:
+    """The components with parameters and dtypes, and which of them is trained how."""
     yield _("📂 model folder: {path}", path=folder.path)
     if folder.class_name:
         yield _("✓ pipeline: {name}", name=folder.class_name)
@@ -163,27 +144,10 @@ def folder_lines(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> 
     if pickles:
         yield _("   ⚠ pickles, not opened (loading one runs what is in it): {names}", names=", ".join(pickles))
     yield ""
-    trained = ", ".join(one.name for one in tuning.trained) or _("none")
     frozen = ", ".join(one.name for one in tuning.frozen) or _("none")
-    yield _("🔢 training {trained}; frozen: {frozen}", trained=trained, frozen=frozen)
+    yield _("🔢 training {trained}; frozen: {frozen}", trained=tuning.trained.name, frozen=frozen)
     yield _("   batch {batch}, {dtype}", batch=tuning.batch, dtype=tuning.dtype)
-    if tuning.sample:
-        yield _("   one sample: {shape}", shape="×".join(map(str, tuning.sample)))
-    rows = [
-        (_(_PARTS[name]), _("no rule known") if held is None else amount(held))
-        for name, held in tuning.parts().items()
-        if held != 0
-    ]
-    total = amount(tuning.total) if tuning.complete else _("at least {amount}", amount=amount(tuning.total))
-    yield from _aligned([*rows, (_("in all"), total)])
-    yield ""
-    if budget is None:
-        yield _("no GPU here: give --gpu, --budget or --gpu-memory to check whether it fits")
-        return
-    yield _("✓ GPU: {budget}", budget=budget.explain())
-    yield from verdict_lines(tuning.total, budget.usable, complete=tuning.complete)
-    if tuning.complete and tuning.total <= budget.usable:
-        yield _("   - largest batch: {count}", count=tuning.largest_batch(budget.usable))
+    yield _("   one sample: {shape}", shape="×".join(map(str, tuning.sample)))
 
 
 def _component_row(component: Component) -> tuple[str, ...]:
@@ -201,9 +165,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return columns(rows, to_the_right=lambda index, cell: index > 0 and cell[:1].isdigit(), indent=3, width=width)
 
 
-def folder_dict(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> dict[str, Any]:
-    """The folder and its closed form for programs; amounts are ints of bytes, null where no rule is known."""
-    known = budget is not None and tuning.complete
+def folder_dict(folder: ModelFolder, tuning: FineTuning) -> dict[str, Any]:
+    """The folder and what is trained of it, for programs; amounts are ints of bytes."""
     return {
         "path": str(folder.path),
         "class_name": folder.class_name or None,
@@ -218,23 +181,15 @@ def folder_dict(folder: ModelFolder, tuning: Tuning, budget: Budget | None) -> d
             }
             for one in folder.components.values()
         },
-        "closed_form": {
-            "method": "closed form",
-            "trained": [one.name for one in tuning.trained],
-            "frozen": [one.name for one in tuning.frozen],
-            "batch": tuning.batch,
-            "dtype": tuning.dtype,
-            "sample": list(tuning.sample),
-            "parts": tuning.parts(),
-            "total_bytes": tuning.total,
-            "lower_bound": not tuning.complete,
-            **({} if budget is None else {"largest_batch": tuning.largest_batch(budget.usable) if known else None}),
-        },
-        "usable": None if budget is None else budget.usable,
+        "trained": tuning.trained.name,
+        "frozen": [one.name for one in tuning.frozen],
+        "batch": tuning.batch,
+        "dtype": tuning.dtype,
+        "sample": list(tuning.sample),
     }
 
 
-# --- the symbolic answer beside them ------------------------------------------------------------------------------
+# --- the symbolic answer ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
