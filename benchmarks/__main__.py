@@ -12,7 +12,6 @@ COMMANDS = {
     "gpu-measure": ("gpu.measure", "train the suite on this machine's GPU and record what it took"),
     "gpu-compare": ("gpu.compare", "predict what was recorded, and replay allocator histories"),
     "gpu-operators": ("gpu.operators.command", "the requests of single operators: predict what was measured"),
-    "gpu-guarded": ("gpu.guarded", "train under guards on this machine's GPU"),
     "margin": ("gpu.margin", "the safety margin that follows from predictions and measurements"),
     "published": ("published.command", "predict what others measured and published"),
     "recorded": ("recorded.command", "replay and predict allocator histories that others recorded"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from benchmarks.gpu.guarded import FOLDER as GUARDED
 from benchmarks.gpu.table import GROUPS, allocated_error, card_of, sums
 from benchmarks.harness.pages import DOCS, MIB, fill
 from benchmarks.harness.records import Results, Row
@@ -18,7 +16,6 @@ T = TypeVar("T")
 def write_page(results: Results, docs: Path = DOCS) -> None:
     """Fill in the page. A training that was measured on several GPUs has a row for each, one below the other."""
     rows = [row for row in _one_below_the_other(results.rows, lambda row: row.name) if row.has_peak]
-    guarded = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(GUARDED.glob("guarded*.json"))]
     histories = [row.details["history"] for row in results.rows if "history" in row.details]
     same = sum(one["same_segments"] for one in histories)
 
@@ -34,7 +31,6 @@ def write_page(results: Results, docs: Path = DOCS) -> None:
             "histories": f"Of {len(histories)} recorded allocator histories, {same} were replayed segment by segment "
             "from their requests alone: what differs below lies in the requests.",
             "summary": sums(rows),
-            "guarded": _guarded(guarded),
             **{group: [_told(row) for row in rows if row.details["group"] == group] for group in GROUPS},
         },
         docs,
@@ -58,15 +54,6 @@ def _told(row: Row) -> tuple[str, ...]:
         f"{(row.measured or 0) / MIB:,.0f}",
         f"{row.error:+.2%}",
     )
-
-
-def _guarded(runs: Iterable[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """The trainings that ended."""
-    found = [(row, _card(run["environment"]["gpu"])) for run in runs for row in run["rows"] if "error" not in row]
-    for row, card in _one_below_the_other(found, lambda one: (one[0]["name"], one[0]["budget"])):
-        predicted, measured = row["predicted"][1], row["measured"][1]
-        sizes = f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured - 1:+.2%}"
-        yield row["name"], row["budget"], card, row["plan"] or "as written", *sizes
 
 
 def _card(gpu: str) -> str:

@@ -10,38 +10,17 @@ from typing import Any
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options, asked_budget, counted, listed
 from vram_guard.cli.parsing import Parser
-from vram_guard.cli.printing import print_json, print_now
+from vram_guard.cli.printing import print_json
 from vram_guard.closed_form.from_config import precision_word
 from vram_guard.config_file import load_config
 from vram_guard.errors import InvalidInputError, MissingLibraryError
-from vram_guard.files import write_atomically
 from vram_guard.language import _
-
-#: Only keys that no other base file has: MMEngine refuses two sibling bases with a key in common.
-BASE = """# The guard, for any config that has this file in its _base_ list (or imports it inside read_base()).
-# It predicts the memory of a training step before anything is built, and makes the smallest change that fits.
-runner_type = "vram_guard_mmengine.GuardRunner"
-vram_guard = dict(
-    # budget="24GiB",       # what PyTorch may reserve; with neither budget nor gpu: what is free on the GPU here
-    # gpu="RTX 4090",       # a whole card by name
-    # mode="fit",           # "report": only say; "strict": stop where the training does not fit as written
-    # grow=True,            # fill what is left with a larger batch, and scale the learning rate with it
-)
-"""
 
 
 def add(commands: Any) -> None:
     """The subcommands."""
     mmengine = commands.add_parser("mmengine", help=_("vram_guard in OpenMMLab's configs"))
     own = mmengine.add_subparsers(title=_("commands"), metavar="COMMAND", required=True)
-    init = own.add_parser(
-        "init",
-        help=_("write _base_/vram_guard.py"),
-        description=_("Write vram_guard's base config into a folder of configs."),
-    )
-    init.add_argument("--configs", default="configs", metavar="DIR", help=_("the folder of configs (default: configs)"))
-    init.add_argument("--force", action="store_true", help=_("replace an existing file"))
-    init.set_defaults(run=_init)
     _add_compare(own)
 
 
@@ -117,27 +96,3 @@ def _config(options: argparse.Namespace) -> Any:
         parser.add_argument("--cfg-options", nargs="+", action=DictAction)
         cfg.merge_from_dict(parser.parse_args(["--cfg-options", *options.cfg_options]).cfg_options)
     return cfg
-
-
-def _init(options: argparse.Namespace) -> int:
-    path = write_base(Path(options.configs), force=options.force)
-    hint = _("Add it to a config's _base_ list, or import it inside read_base(); its comments name settings.")
-    print_now([_("wrote {path}", path=path), hint])
-    return 0
-
-
-def write_base(configs: Path, *, force: bool = False) -> Path:
-    """Write ``configs/_base_/vram_guard.py``, whole or not at all; its path.
-
-    Raises:
-        InvalidInputError: there is no such folder, the file is there with other contents, or it cannot be written.
-    """
-    if not configs.is_dir():
-        raise InvalidInputError(
-            _("{path} is not a folder: name the folder of configs with --configs DIR", path=configs)
-        )
-    path = configs / "_base_" / "vram_guard.py"
-    if path.exists() and not force and path.read_text(encoding="utf-8") != BASE:
-        raise InvalidInputError(_("{path} exists already, with other contents: --force replaces it", path=path))
-    write_atomically(path, BASE)
-    return path

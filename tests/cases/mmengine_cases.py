@@ -168,6 +168,13 @@ def write_configs(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def write_base(root: Path) -> None:
+    """The guard's file among those that configs are based on."""
+    write_configs(
+        root, {"_base_/vram_guard.py": "runner_type = 'vram_guard_mmengine.GuardRunner'\nvram_guard = dict()\n"}
+    )
+
+
 RUNTIME = """
 default_scope = 'mmengine'
 default_hooks = dict(

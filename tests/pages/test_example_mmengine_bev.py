@@ -16,8 +16,6 @@ from vram_guard_mmengine import GuardRunner  # noqa: F401, I001 - first: it know
 import numpy as np
 import torch
 
-from vram_guard_mmengine.commands import BASE
-
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "mmengine_bev"
 
@@ -32,10 +30,6 @@ def _on_the_path():
 def environment():
     paths = [str(EXAMPLE), str(ROOT), str(ROOT / "integrations"), *filter(None, sys.path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-
-
-def test_the_base_file_is_what_init_writes():
-    assert (EXAMPLE / "configs" / "_base_" / "vram_guard.py").read_text(encoding="utf-8") == BASE
 
 
 def test_a_car_is_seen_where_the_map_has_it():

@@ -16,7 +16,6 @@ import torch
 from mmengine.registry import MODELS
 
 from vram_guard.errors import DoesNotFitError
-from vram_guard_mmengine.commands import write_base
 
 
 @MODELS.register_module(force=True)
@@ -45,7 +44,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.root = cases.write_configs(folder / "configs", cases.MMPRETRAIN)
-        write_base(self.root)
+        cases.write_base(self.root)
         leaf = self.root / "small.py"
         (self.root / "guarded.py").write_text(
             leaf.read_text().replace("_base_ = [", "_base_ = ['./_base_/vram_guard.py', ")

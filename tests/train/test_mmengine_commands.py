@@ -15,7 +15,6 @@ from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it kn
 import mmengine_cases as cases
 
 from vram_guard import cli
-from vram_guard_mmengine import commands
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +72,3 @@ def test_what_cannot_be_compared_is_told_in_a_line(
         path.write_text(text)
     assert cli.main(["mmengine", "compare", str(path), "--budget", "1GiB", *options]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_base_config_is_written_and_named(tmp_path: Path, capsys: Any) -> None:
-    for _time in range(2):
-        assert cli.main(["mmengine", "init", "--configs", str(tmp_path)]) == 0
-        assert "vram_guard.py" in capsys.readouterr().out
-    written = tmp_path / "_base_" / "vram_guard.py"
-    assert written.read_text() == commands.BASE
-    assert written.stat().st_mode & 0o777 == 0o644
-    written.write_text("mine = 1\n")
-    assert cli.main(["mmengine", "init", "--configs", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert cli.main(["mmengine", "init", "--configs", str(tmp_path), "--force"]) == 0
-    assert written.read_text() == commands.BASE
-    assert cli.main(["mmengine", "init", "--configs", str(tmp_path / "nowhere")]) == 2

@@ -22,7 +22,6 @@ from mmengine.logging import HistoryBuffer
 
 from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
-from vram_guard_mmengine.commands import write_base
 
 pytestmark = [
     # MMEngine loads checkpoints so; torch 2.4 and 2.5 warn of it, later ones load weights only.
@@ -258,7 +257,7 @@ def test_new_style_configs(pretrain: Style) -> None:
         "    from ._base_.runtime import *\n    from ._base_.vram_guard import *\n"
         f"vram_guard.update({IN_A_FILE})\n",
     })  # fmt: skip
-    write_base(lazy)
+    cases.write_base(lazy)
     runner = cases.train(cases.load(lazy, "leaf.py", pretrain.folder / "lazy-work"))
     assert cases.guard(runner).plan.splits > 1
     cases.same(pretrain.plain, runner)

@@ -36,7 +36,7 @@ def test_without_a_command_the_help_is_shown(capsys):
     [
         ("mmengine", "compare", "nowhere.py", "--lang", "zh"),
         ("mmengine", "--lang", "zh", "compare", "nowhere.py"),
-        ("mmengine", "init", "--configs", "nowhere", "--lang=zh"),
+        ("mmengine", "compare", "nowhere.py", "--lang=zh"),
         ("estimate", "--config", "nowhere.yaml", "--language", "zh"),
         ("gpus", "--lang", "zh", "RTX 9999"),
         ("variants", "nowhere:a", "--batch", "2", "--gpu", "T4", "--lang", "zh"),

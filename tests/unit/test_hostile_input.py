@@ -172,8 +172,6 @@ OTHERS = (
     "plan ok.yaml --gpu 4090 --snapshot folder",
     "mmengine",
     "mmengine compare",
-    "mmengine init --configs missing",
-    "mmengine init --configs ok.yaml",
     "plan ok.yaml --gpu 4090 --html folder",
     "plan ok.yaml --gpu 4090 --plot folder",
     "plan ok.yaml --gpu 4090 --plot x.docx",
