@@ -72,8 +72,6 @@ def checked(
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[Estimate, Timeline, Budget]:
     """The estimate that :func:`assert_fits` judges, its timeline, and the budget for its tier."""
-    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
-
     size = checked_count("batch_size", batch_size)
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
     if isinstance(step, str):
@@ -88,13 +86,7 @@ def checked(
     from vram_guard.simulate import trace
 
     resolved = budget_of_rank(resolved, step.layout)
-    capability = resolved.compute_capability or ASSUMED_COMPUTE_CAPABILITY
-    timeline = trace(
-        step,
-        compute_capability=capability,
-        multiprocessors=resolved.multiprocessors,
-        placement=resolved.placement,
-    )
+    timeline = trace(step, budget=resolved)
     estimate = timeline.at(size, settings=settings or AllocatorSettings.from_environment())
     return estimate, timeline, resolved.for_tier(estimate.tier, estimate.network)
 

@@ -67,8 +67,7 @@ def predicted(
     """
     start = time.perf_counter()
     gpu = find_gpu(card)
-    known: dict[str, Any] = {"compute_capability": gpu.compute_capability, "multiprocessors": gpu.multiprocessors}
-    timeline = trace_at(step, size, **known, placement=gpu.placement)
+    timeline = trace_at(step, size, compute_capability=gpu.compute_capability).on(gpu.multiprocessors, gpu.placement)
     fields = answer(timeline)
     seconds = time.perf_counter() - start
     upper = timeline.at(size).peak_upper or None

@@ -91,10 +91,10 @@ def name(records: Sequence[Record]) -> str:
 def predict(records: Sequence[Record]) -> list[Row]:
     """The figures of one training."""
     gpu, recipe = find_gpu(CARD), TRAININGS[records[0]["recipe"]]
-    known: dict[str, Any] = {"compute_capability": gpu.compute_capability, "multiprocessors": gpu.multiprocessors}
     start = time.perf_counter()
     with flash_attention():
-        timeline = trace_at(recipe.step(), recipe.batch, **known, placement=gpu.placement)
+        timeline = trace_at(recipe.step(), recipe.batch, compute_capability=gpu.compute_capability)
+    timeline = timeline.on(gpu.multiprocessors, gpu.placement)
     seconds = time.perf_counter() - start
     parts = {"steady": timeline, "first step": until_second_step(timeline)}
     return [_row(record, parts[record["moment"]], recipe.batch, seconds) for record in records]

@@ -416,6 +416,24 @@ def test_parameters_on_the_host_are_composed_of_two_traces_at_their_own_size() -
     assert not traces.known(Option("32-true", 1, Recipe(checkpoint=blocks[:3], parameters_on_host=blocks)), BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_micro_batches_with_parameters_on_the_host_grow_as_without_other_techniques() -> None:
+    source = source_of(step(*MODELS["layers"]), AMPERE)
+    asked: list[int] = []
+
+    def counted(request: Any) -> Timeline:
+        asked.append(request.batch_size)
+        return source.trace(request)
+
+    traces = Traces(replace(source, trace=counted), BATCH, lambda _line: None)
+    blocks = tuple(block.name for block in find_blocks(source.model))
+    traces.compose_with(blocks, blocks)
+    options = [Option("32-true", splits, Recipe(checkpoint=blocks[:2], parameters_on_host=blocks)) for splits in (2, 4)]
+    said = [traces(option).at(BATCH // option.splits) for option in options]
+    assert len(asked) == 3  # two without checkpointed blocks, and one with all
+    assert said == [traces.direct(option, BATCH // option.splits).at(BATCH // option.splits) for option in options]
+
+
 class Conditioned(nn.Module):
     """Layers that learn, behind frozen ones that run twice."""
 

@@ -193,7 +193,7 @@ def test_gradients_of_biases_follow_the_law_at_every_size_and_on_every_card() ->
         assert [buffer, semaphores, 0] == reduction((size, 1024), {0})
         assert timeline.at(size).peak_reserved == estimate(step, size).peak_reserved
         for multiprocessors in (56, 108):
-            direct = trace_at(step, size, multiprocessors=multiprocessors)
+            direct = trace_at(step, size).on(multiprocessors)
             assert direct.sizes(size) == timeline.on(multiprocessors).sizes(size)
     assert timeline.on(20).at(8192).peak_reserved < timeline.at(8192).peak_reserved
 

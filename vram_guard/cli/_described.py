@@ -122,13 +122,10 @@ class Described:
         if known is not None:
             return known.on(budget.multiprocessors, budget.placement), budget
 
-        def trace(step: TrainingStep) -> Timeline:
-            from vram_guard.plan.on_card import traced_on_card
-
-            return traced_on_card(step, budget, cudnn=cudnn)
-
-        timeline = self.traced(trace)
         from vram_guard.plan.layout_facts import budget_of_rank
+        from vram_guard.simulate import trace
+
+        timeline = self.traced(lambda step: trace(step, budget=budget, cudnn=cudnn))
 
         return timeline, budget_of_rank(budget, self.step.layout)
 

@@ -130,15 +130,15 @@ def _symbolic(tuning: FineTuning, budget: Budget | None, cudnn: str | None, *, r
     from vram_guard.capture.hugging_face import tuning_of
     from vram_guard.closed_form.dtypes import PRECISION_OF
     from vram_guard.plan import PlanOptions, plan
-    from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import TECHNIQUES
     from vram_guard.report.closed_form import SymbolicAnswer
+    from vram_guard.simulate import trace
 
     twin = "original" if tuning.trained in tuning.frozen else ""
     frozen = {("original" if one is tuning.trained else one.name): one.config for one in tuning.frozen}
     precision: Any = PRECISION_OF[tuning.dtype]
     step = tuning_of(tuning.trained.config, frozen, twin=twin, sizes=tuning.sizes, precision=precision)
-    timeline = traced_on_card(step, budget, cudnn=cudnn)
+    timeline = trace(step, budget=budget, cudnn=cudnn)
     largest = None if budget is None else timeline.max_batch_size(budget, limit=4096)
     made = None
     if recommend and budget is not None:

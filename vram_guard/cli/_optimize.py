@@ -129,15 +129,15 @@ def _batch(
     """The batch size, predicted or measured, in the precision that the config will have."""
     from vram_guard.optimize.batch import choose_batch, chosen_by_measurement
     from vram_guard.plan.layout_facts import budget_of_rank
-    from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import mixed_precision
+    from vram_guard.simulate import trace
 
     budget = budget_of_rank(budget, step.layout)
     batch_size: int = found["batch_size"][0].value
     accumulate: int = found["accumulate"][0].value if "accumulate" in found else 1
     target, _why = mixed_precision(precision, budget.compute_capability)
     step = step.with_(precision=target or precision, accumulate=1)
-    timeline = traced_on_card(step, budget)
+    timeline = trace(step, budget=budget)
     if options.benchmark:
         results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
         return chosen_by_measurement(results, accumulate, device, timeline.optimizer), results

@@ -154,14 +154,9 @@ def _foreseen(captured: CapturedEvaluation, settings: GuardSettings, budget: Bud
     allocator = AllocatorSettings.from_environment()
 
     def follow(size: int) -> Timeline:
-        return trace_at(
-            captured.step,
-            size,
-            compute_capability=budget.compute_capability or DEFAULT_CAPABILITY,
-            multiprocessors=budget.multiprocessors,
-            placement=budget.placement,
-            cudnn=settings.cudnn,
-        )
+        capability = budget.compute_capability or DEFAULT_CAPABILITY
+        traced = trace_at(captured.step, size, compute_capability=capability, cudnn=settings.cudnn)
+        return traced.on(budget.multiprocessors, budget.placement)
 
     size, smaller = captured.batch_size, 0
     with random_state_kept(), captured.symbolic_run():

@@ -198,9 +198,10 @@ class Composer:
             first = bool(every.recipe.checkpoint) and self._first_suffices(none)
             if not first and treated == _treated(every.recipe):
                 return self._law(every)
+            untreated = self._law(none)  # first: others grow with the batch as it does
             other = self._law(replace(every, part="first")) if first else self._law(every)
             units, moved = blocks.checkpoint | blocks.offload, bool(none.recipe.offload_activations)
-            self._mixtures[bases] = BlockMixture(self._law(none), other, units, moved=moved)
+            self._mixtures[bases] = BlockMixture(untreated, other, units, moved=moved)
         return self._mixtures[bases].of(treated)
 
     def _first_suffices(self, request: TraceRequest) -> bool:

@@ -333,8 +333,8 @@ def _found(
 ) -> dict[str, Any]:
     """Fields of a row that have to be worked for."""
     from vram_guard.plan import PlanOptions, plan
-    from vram_guard.plan.on_card import traced_on_card
     from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
+    from vram_guard.simulate import trace
     from vram_guard.simulate.tracing.run import with_built_model
 
     say(_("building the model"))
@@ -347,7 +347,7 @@ def _found(
         say(_("looking for the largest batch"))
         timeline = made.timeline_before
         if step.job is not None:  # followed at the one size; the law spares a trace for each size that is tried
-            timeline = traced_on_card(step, budget, cudnn=cudnn)
+            timeline = trace(step, budget=budget, cudnn=cudnn)
         found["largest_batch_size"] = timeline.max_batch_size(budget, settings=settings, limit=limit)
     return found
 

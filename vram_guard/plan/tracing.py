@@ -252,10 +252,13 @@ class Traces:
     def _law_like_untreated(self, request: TraceRequest) -> Timeline | None:
         """What a step allocates under techniques grows with the batch as without them, as far as sizes tell.
 
-        Its work is left out: nothing asks for that before the option is traced directly.
+        FSDP2 gathers weights of its own: such a step grows as one without other techniques that gathers them too. Its
+        work is left out: nothing asks for that before the option is traced directly.
         """
-        known = self._traced.get(replace(request, recipe=AS_WRITTEN, slices=1, part="whole"))
-        if known is None or known.retrace is not None or not request.recipe:
+        untreated = AS_WRITTEN.with_(parameters_on_host=request.recipe.parameters_on_host)
+        slices = 1 if self._compose.cuts(request.recipe) else request.slices
+        known = self._traced.get(replace(request, recipe=untreated, slices=slices, part="whole"))
+        if known is None or known.retrace is not None or request.recipe == untreated:
             return None
         whole = self._at(request)(_UNLIKE_WEIGHTS)
         return of_every_size(replace(whole, work=()), replace(known, work=()))

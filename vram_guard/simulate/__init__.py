@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.budget import Budget
+    from vram_guard.simulate.device.capability import Capability, Version
 
 P = ParamSpec("P")
 
@@ -47,6 +48,7 @@ def trace(
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
     placement: Placement | None = None,
+    budget: Budget | None = None,
     check_at: int | None = None,
     checked: bool = True,
     cudnn: str | None = None,
@@ -68,6 +70,7 @@ def trace(
             a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
         placement: where CUDA puts new segments on the GPU that is meant: "below" or "above" the earlier ones
             (``Budget.placement``); None: not known, and the larger peak of both counts.
+        budget: whose card is meant, in place of these three; an amount alone has none.
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
         checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
         cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
@@ -87,18 +90,17 @@ def trace(
         (1024000, 2048000)
     """
     from vram_guard.simulate.device.capability import Capability
-    from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
-    from vram_guard.simulate.tracing.run import run_step, with_built_model
+    from vram_guard.simulate.operators.cudnn_choice import checked_choice
+    from vram_guard.simulate.tracing.run import with_built_model
 
-    choice = checked_choice(cudnn)
-    step = cast("TrainingStep", as_step(step, input_shape))
+    checked_choice(cudnn)
+    if budget is not None:
+        compute_capability = budget.compute_capability or compute_capability
+        multiprocessors, placement = budget.multiprocessors, budget.placement
     capability = Capability(compute_capability)
-    step = with_built_model(step, capability)
-
-    def run(size: int) -> Timeline:
-        return run_step(step, size, capability)
-
-    timeline = law(under(choice, run), check_at=check_at, checked=checked).on(multiprocessors, placement)
+    step = with_built_model(cast("TrainingStep", as_step(step, input_shape)), capability)
+    run = _run_on(step, capability, cudnn)
+    timeline = law(run, check_at=check_at, checked=checked).on(multiprocessors, placement)
     # A trace that is yet to come may ask more.
     return timeline if timeline.retrace is not None else replace(timeline, asked=capability.answers)
 
@@ -179,8 +181,6 @@ def trace_at(
     batch_size: int,
     *,
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
-    multiprocessors: int | None = None,
-    placement: Placement | None = None,
     cudnn: str | None = None,
 ) -> Timeline:
     """The step traced at one batch size alone, see :func:`traced_at`; the arguments are those of :func:`trace`.
@@ -190,15 +190,15 @@ def trace_at(
         UnsupportedStepError: the step cannot be run symbolically at all.
         Exception: whatever the user's own code raises, with its own traceback.
     """
+    return traced_at(_run_on(step, compute_capability, cudnn), checked_count("batch_size", batch_size))
+
+
+def _run_on(step: TrainingStep, capability: Capability | Version, cudnn: str | None) -> Callable[[int], Timeline]:
+    """A batch size -> the step traced at it, on a GPU of this capability."""
     from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
     from vram_guard.simulate.tracing.run import run_step
 
-    checked_count("batch_size", batch_size)
-
-    def run(size: int) -> Timeline:
-        return run_step(step, size, compute_capability).on(multiprocessors, placement)
-
-    return traced_at(under(checked_choice(cudnn), run), batch_size)
+    return under(checked_choice(cudnn), lambda size: run_step(step, size, capability))
 
 
 def holds_at(direct: Timeline, merged: Timeline, batch_size: int) -> bool:
@@ -286,7 +286,7 @@ def estimate(
         if batch is None:
             raise InvalidInputError(_("give the batch: how many samples it has, or an example of it"))
         batch_size = leading_size(batch)
-    return _OnCards(made, batch_size, compute_capability, cudnn).estimate()
+    return _OnCards(made, checked_count("batch_size", batch_size), compute_capability, cudnn).estimate()
 
 
 #: What may be said of the step that is made of a model.
@@ -305,25 +305,16 @@ class _OnCards:
 
     def estimate(self, budget: Budget | None = None) -> Estimate:
         """On the card of a budget; without one, or of an amount alone, on a card of the capability that was asked."""
+        from vram_guard.simulate.device.capability import Capability
+
         capability = self.capability if budget is None else budget.compute_capability or self.capability
         known = (one.of_capability(capability) for one in self.timelines)
         timeline = next((one for one in known if one is not None), None)
         if timeline is None:
-            timeline = self._traced(capability)
+            asked = Capability(capability)
+            timeline = _run_on(self.step, asked, self.cudnn)(self.batch_size)
+            timeline = replace(timeline, asked=asked.answers)
             self.timelines.append(timeline)
         if budget is not None:
             timeline = timeline.on(budget.multiprocessors, budget.placement)
         return replace(timeline.at(self.batch_size), elsewhere=self.estimate)
-
-    def _traced(self, compute_capability: tuple[int, int]) -> Timeline:
-        from vram_guard.simulate.device.capability import Capability
-        from vram_guard.simulate.operators.cudnn_choice import checked_choice, under
-        from vram_guard.simulate.tracing.run import run_step
-
-        capability = Capability(compute_capability)
-
-        def run(size: int) -> Timeline:
-            return run_step(self.step, size, capability)
-
-        timeline = under(checked_choice(self.cudnn), run)(checked_count("batch_size", self.batch_size))
-        return replace(timeline, asked=capability.answers)
