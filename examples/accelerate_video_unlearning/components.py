@@ -9,7 +9,6 @@ count: parameters from round figures, gradients and two moments for everything, 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from unlearning import Unlearning, kept_share
 
 from vram_guard import TrainingStep, plan, trace
+from vram_guard.report import render
 
 if TYPE_CHECKING:
     from vram_guard import Estimate
@@ -119,7 +119,7 @@ def main() -> None:
         with console.status(f"planning for {name}") as status:
             made = plan(step, options.batch_size, gpu=name, progress=status.update)
         console.print(f"\n[bold]{name}[/bold]")
-        console.print(replace(made, rejected=()).explain(), highlight=False, markup=False)
+        console.print(render(made, verbose=False), highlight=False, markup=False)
 
 
 def _table(found: dict[str, float], estimate: Estimate, *, guided: bool) -> Table:

@@ -239,7 +239,7 @@ def test_nothing_fits_changes_nothing_and_names_the_nearest_miss() -> None:
     assert nearest is not None
     assert nearest.option == "bf16-mixed, 64 micro-batches of 1"
     assert nearest.missing == min(option.missing for option in plan.rejected)
-    assert f"{nearest.missing} bytes" in plan.explain()
+    assert f"{nearest.missing} bytes" in " ".join(plan.reasons)
 
 
 def test_a_lower_bound_is_never_a_promise() -> None:

@@ -415,4 +415,4 @@ def test_float16_whose_scaler_does_not_work_with_the_optimizer_is_never_planned(
         made = of(optimizer, budget=tight, mode="report").plan
         assert made is not None
         assert (made.precision, made.fits) == (planned, planned != "32-true")
-        assert ("LBFGS does not work with the gradient scaling" in made.explain()) is (optimizer == "lbfgs")
+        assert ("LBFGS does not work with the gradient scaling" in " ".join(made.reasons)) is (optimizer == "lbfgs")

@@ -282,11 +282,18 @@ def test_a_users_own_error_is_named_by_its_line_and_ends_a_strict_training_alone
 def begun(training: FakeTraining, **given: Any) -> Guard:
     """A guard whose decision was made."""
     guard = Guard(training, GuardSettings(budget="1GiB", **given))
-    plan = SimpleNamespace(fits=True, changed=True, recipe=Recipe(), explain=lambda: "The plan.")
+    plan = SimpleNamespace(fits=True, changed=True, recipe=Recipe())
     guard.decision = SimpleNamespace(plan=plan, refused={}, unproven="", spare=None)  # type: ignore[assignment]
     return guard
 
 
+@pytest.fixture
+def _rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans that :func:`begun` makes up have no figures to report."""
+    monkeypatch.setattr("vram_guard.guard.guard.render", lambda _plan, **_how: "The plan.")
+
+
+@pytest.mark.usefixtures("_rendered")
 def test_an_error_of_several_processes_is_not_recovered_and_stops_with_the_plan() -> None:
     training = FakeTraining()
     guard = begun(training)
@@ -299,6 +306,7 @@ def test_an_error_of_several_processes_is_not_recovered_and_stops_with_the_plan(
             raise error
 
 
+@pytest.mark.usefixtures("_rendered")
 def test_a_training_without_a_prediction_is_left_and_recovers_as_the_user_says() -> None:
     training = FakeTraining()
     guard = Guard(training, GuardSettings(budget="1GiB"))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from vram_guard.limits import TRACES_KEPT
 from vram_guard.plan import PlanOptions, plan
 from vram_guard.plan.descriptions import Why
 from vram_guard.plan.techniques import resident_batch
+from vram_guard.report.text import render
 from vram_guard.simulate import trace
 
 ROOT = Path(__file__).parents[2]
@@ -443,12 +444,12 @@ def test_what_an_adapter_refuses_is_the_reason_that_is_given() -> None:
 def test_a_plan_is_read_in_the_language_of_its_reader() -> None:
     made = plan(STEP, 64, "60MiB", margin=0)
     with speaking("en"):
-        english = made.explain()
+        english = render(made)
     with speaking("zh"):
-        chinese = made.explain()
+        chinese = render(made)
         assert any("微批" in reason for reason in made.reasons)
     with speaking("en"):
-        assert made.explain() == english != chinese
+        assert render(made) == english != chinese
 
 
 def test_every_reason_has_the_figures_that_its_sentence_names() -> None:

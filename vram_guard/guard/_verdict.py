@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.language import _
+from vram_guard.report.text import render
 from vram_guard.user_code import leads_to_stand_ins, said_of_failure
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def judge(plan: Plan, mode: Mode) -> str:
         said = _("the training does not fit as written.")
         if plan.fits:
             said += " " + _("The plan that would make it fit:")
-        raise DoesNotFitError(f"{said}\n{plan.explain()}")
+        raise DoesNotFitError(f"{said}\n{render(plan, verbose=False)}")
     if mode == "fit" and not plan.fits:
         said = (
             _("the pinned settings are not applied.")

@@ -18,6 +18,7 @@ from vram_guard.guard.expandable import expand_segments
 from vram_guard.language import _
 from vram_guard.limits import FIRST_STEPS
 from vram_guard.report.html import html_report, where_to_read_on
+from vram_guard.report.text import render
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.units import format_bytes
 from vram_guard.watch.first_steps import FirstSteps, Measured
@@ -198,7 +199,7 @@ class Guard:
 
     def prediction(self) -> str:
         """The last part of the message of an out-of-memory error."""
-        return "" if self.plan is None else _("What was predicted:") + f"\n{self.plan.explain()}"
+        return "" if self.plan is None else _("What was predicted:") + f"\n{render(self.plan, verbose=False)}"
 
     def training_starts(self) -> None:
         """Everything is built, and the first step comes next: say if memory is gone that the plan reckoned with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -37,7 +37,7 @@ ADVANCED: Final = (
 )
 
 
-def suggestion(name: object, known: Iterable[str], advanced: Iterable[str] = ()) -> str:
+def suggestion(name: object, known: Iterable[str], advanced: Collection[str] = ()) -> str:
     """The end of a message about an unknown name: the nearest known one, or where it belongs; "" where none is near."""
     if name in advanced:
         return _("; did you mean {near}?", near=f"advanced=dict({name}=...)")

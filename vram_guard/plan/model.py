@@ -258,45 +258,6 @@ class Plan:
             return _("fits as written, not as pinned")
         return _("not known to fit: only a lower bound")
 
-    def explain(self) -> str:
-        """The plan in plain words, several lines: verdict, changes, reasons, what was rejected."""
-        lines = [self._first_line(), ""]
-        changes = [
-            _("{name}: {before} -> {after}", name=name, before=before, after=after)
-            for name, before, after in self.changes()
-        ]
-        lines += [f"  {change}" for change in changes or [_("nothing changes")]]
-        if self.slowdown is not None and self.changed:
-            lines.append("  " + _("step time, modelled: x {factor}", factor=f"{self.slowdown:.2f}"))
-        lines += ["", _("Why:"), *(f"  - {reason}" for reason in self.reasons)]
-        if self.estimate.tier == "partly symbolic":  # the reasons point to them
-            lines += ["", _("Notes:"), *(f"  - {note}" for note in self.estimate.notes)]
-        if self.rejected:
-            lines += ["", _("Alternatives considered:"), *self._alternatives()]
-        return "\n".join(lines)
-
-    def _alternatives(self) -> list[str]:
-        """One line for each reason, with the first option that it kept out."""
-        kept_out: dict[str, list[str]] = {}
-        for option in self.rejected:
-            kept_out.setdefault(option.why, []).append(option.option)
-        lines = []
-        for why, (first, *more) in kept_out.items():
-            which = _("{option} (and {count} more)", option=first, count=len(more)) if more else first
-            lines.append("  - " + _("{option}: {why}", option=which, why=why))
-        return lines
-
-    def _first_line(self) -> str:
-        peak, usable = format_bytes(self.peak), format_bytes(self.budget.usable)
-        if self.fits:
-            spare = format_bytes(self.budget.usable - self.peak)
-            return _("Fits: {peak} of {usable}, {spare} to spare.", peak=peak, usable=usable, spare=spare)
-        if self.peak > self.budget.usable:
-            return _("Does not fit: {peak} needed, {usable} usable.", peak=peak, usable=usable)
-        if self.only_pins_fail:
-            return _("Fits as written ({peak} of {usable}), not as pinned.", peak=peak, usable=usable)
-        return _("Not known to fit: at least {peak} needed, {usable} usable.", peak=peak, usable=usable)
-
 
 def nearest(rejected: Iterable[Rejected]) -> Rejected | None:
     """The option that came closest to the budget; None where bytes were the reason for none of them.

@@ -213,11 +213,10 @@ class SymbolicAnswer:
         """The answer, line by line; verbose: the whole report."""
         yield _("🔬 symbolic: the step of this very model, replayed through PyTorch's allocator")
         width = terminal_width(sys.stdout)
-        yield from render(self.estimate, budget=self.budget, width=width, verbose=verbose).splitlines()
+        answer = self.estimate if self.plan is None else self.plan
+        yield from render(answer, budget=self.budget, width=width, verbose=verbose).splitlines()
         if self.largest_batch is not None:
             yield _("   - largest batch: {count}", count=self.largest_batch)
-        if self.plan is not None:
-            yield from ("", self.plan.explain())
 
     def as_dict(self) -> dict[str, Any]:
         """The answer for programs, without its plan; amounts are ints of bytes."""
