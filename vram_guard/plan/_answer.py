@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vram_guard.allocator import with_expandable_segments
 from vram_guard.plan._option import Option
-from vram_guard.plan.descriptions import Reason, RecipeText, RelativeTime, Why
+from vram_guard.plan.descriptions import Reason, RelativeTime, Why
 from vram_guard.plan.learning_rate import learning_rate_factor
 from vram_guard.plan.model import Plan, Rejected, nearest
 from vram_guard.plan.search_space import Candidate, Request
@@ -63,12 +63,7 @@ def unchanged(
     return make_plan(request, before, before, request.as_written, request.batch_size, True, why, rejected, 1.0)
 
 
-def fits_reasons(before: Candidate) -> tuple[Reason, ...]:
-    """The reasons of a plan that changes nothing."""
-    return (Reason(Why.FITS), *tier_reasons(before.estimate), *_batch_reasons(before))
-
-
-def _batch_reasons(before: Candidate) -> tuple[Reason, ...]:
+def batch_reasons(before: Candidate) -> tuple[Reason, ...]:
     """A remark on a step whose batches do not grow with their size: most likely a mistake, which fits everywhere."""
     timeline, samples = before.timeline, before.estimate.batch_size
     if samples == 1 or timeline.retrace is not None or timeline.traced == (samples,):  # of this batch alone
@@ -79,11 +74,6 @@ def _batch_reasons(before: Candidate) -> tuple[Reason, ...]:
         size for block in timeline.blocks for size in (block.size, *(block.scratch.quantities if block.scratch else ()))
     )
     return () if any(size.per_sample for size in sizes) else (Reason(Why.SAME_FOR_EVERY_BATCH, samples=samples),)
-
-
-def tier_reasons(estimate: Estimate) -> tuple[Reason, ...]:
-    """Remarks on an answer that is not exact."""
-    return (Reason(Why.SIZES_ARE_BOUNDS),) if estimate.tier == "partly symbolic" else ()
 
 
 def changed(
@@ -113,15 +103,13 @@ def changed(
         if uses_batch_norm(after.timeline):
             samples = request.batch_size // option.splits
             why.append(Reason(Why.BATCH_NORM, samples=samples, batch=request.batch_size))
-    if option.recipe:
-        why.append(Reason(Why.RECIPE, recipe=RecipeText(option.recipe)))
     if option.recipe.expandable_segments:
         why.append(Reason(Why.EXPANDABLE, setting="=".join(with_expandable_segments())))
     why += (*request.why_not_checkpointed, *request.left_out)
     cheaper = any(option.reason.kind is Why.CHEAPER_AND_MORE_CHANGES for option in rejected)
     kind = Why.CHANGES_LEAST if cheaper else Why.CHEAPEST
     why += [Reason(kind, time=RelativeTime(slowdown)), *_modelled_on(request, after)]
-    why += [*tier_reasons(after.estimate), *_batch_reasons(before)]
+    why += batch_reasons(before)
     return make_plan(request, before, after, option, request.batch_size, True, tuple(why), rejected, slowdown)
 
 
@@ -157,7 +145,7 @@ def nothing_fits(request: Request, before: Candidate, rejected: tuple[Rejected, 
     if request.batch_size == 1:
         why.append(Reason(Why.ONE_SAMPLE))
     no_blocks = () if fits else request.why_no_blocks
-    why += (*_batch_reasons(before), *request.why_not_checkpointed, *no_blocks, *request.left_out)
+    why += (*batch_reasons(before), *request.why_not_checkpointed, *no_blocks, *request.left_out)
     why.append(Reason(Why.UNCHANGED))
     return _as_written(request, before, tuple(why), rejected)
 

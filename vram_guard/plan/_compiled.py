@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from vram_guard.language import Message, _
-from vram_guard.plan._answer import as_known, fits_reasons, make_plan, shortage, tier_reasons, unchanged
+from vram_guard.plan._answer import as_known, batch_reasons, make_plan, shortage, unchanged
 from vram_guard.plan._option import Option
-from vram_guard.plan.descriptions import Reason, RecipeText, Why
+from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.model import CompiledStep, Plan, Rejected
 from vram_guard.plan.search_space import Candidate, Request
 from vram_guard.plan.source import Source, TraceRequest
@@ -77,7 +77,7 @@ def _followed(
     before = compiled(request.as_written, request.batch_size) if _as_written(made) or not made.fits_as_written else None
     if before is not None and request.fits(before.estimate) and not made.fits_as_written:
         # The compiled step fits where the eager one does not: nothing has to change.
-        found = unchanged(request, before, fits_reasons(before), made.rejected)
+        found = unchanged(request, before, batch_reasons(before), made.rejected)
         return replace(found, compiled=_beside(made.before, before))
     rejected: tuple[Rejected, ...] = ()
     if budgeted and before is not None and not request.fits(before.estimate):
@@ -92,8 +92,7 @@ def _followed(
         if again.fits:
             chosen, made = compiled(_option(again), again.micro_batch_size), again
     eager, fits = made.estimate, made.fits and request.fits(chosen.estimate)
-    of_eager = {Why.SIZES_ARE_BOUNDS} if chosen.estimate.tier == "symbolic" else set()
-    reasons = tuple(reason for reason in made.reason_values if reason.kind not in of_eager)
+    reasons = made.reason_values
     if before is not None and not request.fits(before.estimate):  # what is short is short of the compiled step's bytes
         short = shortage(request, before.estimate)
         made = replace(made, rejected=as_known(request, before.estimate, made.rejected))
@@ -158,12 +157,7 @@ def _largest_budget(request: Request, compiled: _Compiled) -> tuple[Option | Non
 def _under_budget(
     made: Plan, request: Request, before: Candidate, option: Option, after: Candidate, rejected: tuple[Rejected, ...]
 ) -> Plan:
-    why = (
-        shortage(request, before.estimate),
-        Reason(Why.RECIPE, recipe=RecipeText(option.recipe)),
-        Reason(Why.LEAST_RECOMPUTED),
-        *tier_reasons(after.estimate),
-    )
+    why = (shortage(request, before.estimate), Reason(Why.LEAST_RECOMPUTED))
     found = make_plan(request, before, after, option, request.batch_size, True, why, rejected)
     return replace(found, compiled=_beside(made.before, after))
 

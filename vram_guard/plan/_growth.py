@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vram_guard.language import Message
-from vram_guard.plan._answer import fits_reasons, make_plan, tier_reasons, unchanged
+from vram_guard.plan._answer import batch_reasons, make_plan, unchanged
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
 from vram_guard.plan.learning_rate import learning_rate_factor, like_adam, rule_for
@@ -26,7 +26,7 @@ def grown(request: Request, before: Candidate) -> Plan:
     limit = min(request.usable(before.estimate), target)
     share = {"share": f"{request.target_utilization:.0%}", "total": Amount(request.budget.total)}
     if request.corrected(before.estimate) > limit:
-        return unchanged(request, before, (*fits_reasons(before), Reason(Why.ABOVE_TARGET, **share)))
+        return unchanged(request, before, (*batch_reasons(before), Reason(Why.ABOVE_TARGET, **share)))
     most, why_not_more = _most_growth(request)
     best, factor = before, 1
     rejected: list[Rejected] = []
@@ -45,7 +45,7 @@ def grown(request: Request, before: Candidate) -> Plan:
         why = Reason(Why.CANNOT_GROW)
         if rejected:
             why = Reason(Why.CANNOT_GROW_TO, option=rejected[0].tried, why=rejected[0].reason)
-        return unchanged(request, before, (*fits_reasons(before), why), tuple(rejected))
+        return unchanged(request, before, (*batch_reasons(before), why), tuple(rejected))
     size = factor * request.batch_size
     used = Reason(
         Why.GROWN,
@@ -55,7 +55,7 @@ def grown(request: Request, before: Candidate) -> Plan:
         grown=size,
         **share,
     )
-    reasons = (used, *_learning_rate_reasons(request, factor, best.timeline.optimizer), *tier_reasons(best.estimate))
+    reasons = (used, *_learning_rate_reasons(request, factor, best.timeline.optimizer))
     return make_plan(request, before, best, request.as_written, size, True, reasons, tuple(rejected))
 
 

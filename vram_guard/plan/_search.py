@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vram_guard.language import _
 from vram_guard.limits import MOST_NEIGHBOURS
 from vram_guard.plan._activations import peak_outside
-from vram_guard.plan._answer import changed, fits_reasons, nothing_fits, unchanged
+from vram_guard.plan._answer import batch_reasons, changed, nothing_fits, unchanged
 from vram_guard.plan._growth import grown
 from vram_guard.plan._option import Option
 from vram_guard.plan._order import TOLERANCE, Key, key, treated
@@ -380,7 +380,7 @@ def search(
         if by_law and not request.fits(before.estimate):
             timelines.distrust(as_written)
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
-        return _grown(request, timelines, before) if request.grow else unchanged(request, before, fits_reasons(before))
+        return _grown(request, timelines, before) if request.grow else unchanged(request, before, batch_reasons(before))
     # A step that could not be followed: neither could any change of it.
     try:
         best = None if before.estimate.tier == "formula" else _proven(trial)
@@ -410,7 +410,7 @@ def _grown(request: Request, timelines: Timelines, before: Candidate) -> Plan:
     except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
         why = Reason(Why.FAILS, error=f"{type(error).__name__}: {error}")
         failed = Rejected(request.as_written.of(size), None, 0, why)
-        return unchanged(request, before, fits_reasons(before), (failed,))
+        return unchanged(request, before, batch_reasons(before), (failed,))
 
 
 class _Best(NamedTuple):

@@ -132,7 +132,7 @@ def _with_evaluation(
     why = (
         _too_large(request, uncut, phase),
         Reason(Why.EVALUATION_CUT, phase=phase_words(phase), size=cut.size, batch=cut.asked),
-        *(one for one in made.reason_values if one.kind is not Why.FITS),
+        *made.reason_values,
     )
     evaluation = SmallerEvaluation(phase.name, cut.asked, cut.size)
     return replace(followed, evaluation=evaluation, reason_values=why)

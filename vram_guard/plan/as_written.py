@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vram_guard.plan._answer import fits_reasons
+from vram_guard.plan._answer import batch_reasons
 from vram_guard.plan._request import environment_settings
 from vram_guard.plan.model import Plan
 from vram_guard.plan.search_space import Candidate
@@ -48,7 +48,7 @@ def plan_as_written(timeline: Timeline, batch_size: int, budget: Budget) -> Plan
         estimate=found.estimate,
         before=found.estimate,
         budget=budget.for_tier(found.estimate.tier, found.estimate.network),
-        reason_values=fits_reasons(found),
+        reason_values=batch_reasons(found),
         rejected=(),
         slowdown=1.0,
         timeline=timeline,

@@ -20,18 +20,15 @@ class Why(Enum):
     """Kinds of reasons; the value is the sentence, in English."""
 
     # what the step as written takes
-    FITS = marked("The step fits as written.")
     PINNED = marked("The step fits as written; the pinned settings are applied nevertheless.")
     PINS_DO_NOT_FIT = marked("The step fits as written; with the pinned settings it does not.")
     PINS_REFUSED = marked("The pinned settings are not possible in this step: {why}.")
     ONLY_BOUNDED = marked("The step as written could only be bounded from below, so it is not known to fit.")
     SHORTAGE = marked("As written the step needs {peak}, {missing} more than the {usable} that may be used.")
     MARGINS = marked("The safety margin is measured on runs of the same kind: {before} as written, {after} as planned.")
-    FITS_SPREAD = marked("Spread so, nothing else has to change.")
     SHORTAGE_SPREAD = marked(
         "Spread so, and otherwise as written, each GPU needs {peak}, {missing} more than the {usable} that may be used."
     )
-    SIZES_ARE_BOUNDS = marked("Some sizes are bounds, not exact: see the notes.")
     SAME_FOR_EVERY_BATCH = marked(
         "The step takes the same memory with {samples} samples as with any other number: check that its batch has as "
         "many samples as are asked for."
@@ -59,7 +56,6 @@ class Why(Enum):
         "Batch normalisation takes its statistics over a micro-batch ({samples} samples instead of {batch}), and its "
         "running statistics move on with each: the result is close to the unsplit one, not equal."
     )
-    RECIPE = marked("{recipe}: only as much as is needed to fit.")
     EXPANDABLE = marked(
         "Expandable segments are the allocator's setting {setting}: what trains under this plan makes it before memory "
         "is reserved."
@@ -74,7 +70,6 @@ class Why(Enum):
         "Of the ways that fit and that a model of the GPU cannot tell apart, the one that changes least: {time}."
     )
     MODELLED_ON = marked("Step times are modelled on the slowest GPU of compute capability {version} ({name}).")
-    SPREAD = marked("{layout}: the cheapest way that fits on these GPUs, by a model of the GPU and of the links.")
 
     # the whole job
     PHASE_TOO_LARGE = marked(
@@ -186,10 +181,9 @@ class Why(Enum):
 #: Reasons that only explain the figures and the change that a short report shows beside them.
 EXPLANATIONS = frozenset(
     {
-        *(Why.FITS, Why.SHORTAGE, Why.MARGINS, Why.FITS_SPREAD, Why.SHORTAGE_SPREAD, Why.RECIPE, Why.MICRO_BATCHES),
-        *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.SPREAD, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
+        *(Why.SHORTAGE, Why.MARGINS, Why.SHORTAGE_SPREAD, Why.MICRO_BATCHES),
+        *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
         *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
-        Why.SIZES_ARE_BOUNDS,
     }
 )
 
@@ -235,16 +229,6 @@ def longer(factor: float, *, fits: bool) -> Reason:
     if shown == "1.00":
         return Reason(Why.AS_LONG if fits else Why.NO_FIT_AND_AS_LONG)
     return Reason(Why.COSTS_MORE_THAN if fits else Why.NO_FIT_AND_SLOWER, factor=shown)
-
-
-@dataclass(frozen=True)
-class RecipeText:
-    """A recipe that is put into words where it is shown."""
-
-    recipe: Recipe
-
-    def __str__(self) -> str:
-        return _("; ").join(recipe_words(self.recipe))
 
 
 _FORMS = {

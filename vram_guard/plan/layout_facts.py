@@ -119,8 +119,7 @@ def failure(error: Exception) -> Message | str:
 
 def spread_reason(reason: Reason) -> Reason:
     """The same reason where "as written" means: spread in the way that was chosen."""
-    kinds = {Why.FITS: Why.FITS_SPREAD, Why.SHORTAGE: Why.SHORTAGE_SPREAD}
-    return Reason(kinds[reason.kind], **dict(reason.values)) if reason.kind in kinds else reason
+    return Reason(Why.SHORTAGE_SPREAD, **dict(reason.values)) if reason.kind is Why.SHORTAGE else reason
 
 
 def why_not(plan: Plan) -> Reason:

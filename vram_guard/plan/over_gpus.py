@@ -287,9 +287,7 @@ class SpreadSearch:
         )
         if layout is None:
             return SpreadPlan(made, spread)
-        first = [Reason(Why.SPREAD, layout=LayoutText(layout))] if made.fits else []
-        why = (*first, *map(spread_reason, made.reason_values))
-        return SpreadPlan(replace(made, reason_values=why), spread)
+        return SpreadPlan(replace(made, reason_values=tuple(map(spread_reason, made.reason_values))), spread)
 
     # --- as few as suffice ----------------------------------------------------------------------------------------
 

@@ -167,7 +167,7 @@ class Content:
         yield Section.listed(_("Memory that grows"), self.leaks())
         yield Section("", self._brief_facts())
         yield Section.listed("", self._brief_reasons())
-        # Of an answer that is not exact, whose reasons point to them.
+        # Of an answer that is not exact, which points to them.
         if self.estimate.tier == "partly symbolic":
             yield Section.listed(_("Notes"), _at_most(NAMED, list(map(str, self.estimate.notes))))
 
