@@ -7,18 +7,23 @@ that torch does on first use; "cpu" is processor time, which other work on the m
 "first" is the first call in its process, "again" the second; it runs two optimizer steps at two batch sizes, which
 gives every batch size. ``MemTracker`` (used as its docstring says) and ``FakeTensorMode`` (nothing recorded: the floor)
 run two steps at one size; the ratios are those of whole answers, second calls, in one process. The plan may take every
-technique, under a budget that is far too small for the step as written. The exit status is 1 where a plan takes longer
-than its limit.
+technique, under a budget that is far too small for the step as written. "guard" is what the Lightning callback adds to
+a training that fits as written, until its first batch, in processor time. The exit status is 1 where a plan takes
+longer than its limit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.harness.command import arguments_of, chosen
 from benchmarks.harness.environment import environment
@@ -39,6 +44,8 @@ class Asked(NamedTuple):
     step: TrainingStep
     budget: str
     batch_size: int
+    guarded: bool = True
+    """False: its weights have no place on a usual machine, and a guard wants real ones."""
 
 
 #: Of AdamW; ``foreach`` is what CUDA would choose, given to every tool alike.
@@ -59,7 +66,11 @@ MODELS = {
         64,
     ),
     "llama7b": Asked(
-        "Llama-7B, 2048 tokens", step_of(language.llama_7b, _OF_LLAMA, batches.own_loss, **SETTINGS), "24GiB", 4
+        "Llama-7B, 2048 tokens",
+        step_of(language.llama_7b, _OF_LLAMA, batches.own_loss, **SETTINGS),
+        "24GiB",
+        4,
+        guarded=False,
     ),
 }
 LONGEST_PLAN = 30.0
@@ -71,16 +82,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results = Results(environment=environment())
     peers = f"{'MemTracker':>12}{'ratio':>7}{'bare fake':>11}{'ratio':>7}"
-    print(f"{'model':<26}{'first s':>9}{'again s':>9}{peers}{'plan s':>9}{'cpu s':>9}{'traces':>8}  plan")
+    print(f"{'model':<26}{'first s':>9}{'again s':>9}{peers}{'plan s':>9}{'cpu s':>9}{'traces':>8}{'guard':>8}  plan")
     for name in chosen(MODELS, options.only):
         row = Row(**ask(answered, name, limit=None).checked())
-        results.rows.append(row)
         facts = row.details
+        facts["guard"] = ask(guarded, name, limit=None).checked() if MODELS[name].guarded else None
+        results.rows.append(row)
         changes = "; ".join(f"{change}: {after}" for change, _, after in facts["changes"]) or "nothing fits"
         ours, tracker, bare = (facts[each] for each in ("again", "tracker", "bare"))
         beside = f"{tracker:>12.2f}{tracker / ours:>6.1f}x{bare:>11.2f}{bare / ours:>6.1f}x"
         times = f"{facts['first']:>9.2f}{ours:>9.2f}{beside}{row.seconds:>9.1f}{facts['cpu_seconds']:>9.1f}"
-        print(f"{row.source:<26}{times}{facts['traces']:>8}  {changes}", flush=True)
+        guard = "-" if facts["guard"] is None else f"{facts['guard']:.2f}"
+        print(f"{row.source:<26}{times}{facts['traces']:>8}{guard:>8}  {changes}", flush=True)
     if options.json:
         write(results, options.json)
     return int(any((row.seconds or 0.0) > LONGEST_PLAN for row in results.rows))
@@ -115,6 +128,46 @@ def answered(model: str) -> dict[str, Any]:
     }
     peak, tier = made.peak, made.estimate.tier
     return asdict(Row(asked.title, asked.budget, None, peak, tier, wall, fits=made.fits, details=details))
+
+
+def guarded(model: str) -> float:
+    """In a worker: processor seconds of the Lightning callback before the first batch."""
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, StackDataset
+
+    from vram_guard_lightning import VramGuard
+
+    asked = MODELS[model]
+    build: Any = asked.step.model
+    batches_of: Any = asked.step.batch
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+
+        def training_step(self, batch: Any) -> Any:
+            return asked.step.loss(self.net, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), **SETTINGS)
+
+        def on_train_start(self) -> None:
+            raise KeyboardInterrupt  # Lightning ends the training then
+
+    module = Module()
+    data = DataLoader(StackDataset(**batches_of(4 * asked.batch_size)), asked.batch_size)
+    taken = list[float]()
+    for guards in ([VramGuard("80GiB", advanced={"remember": False})], []):
+        callbacks: list[Any] = guards
+        trainer = Trainer(
+            accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        )
+        before = _processor_seconds()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(KeyboardInterrupt, SystemExit):
+            trainer.fit(module, data)
+        taken.append(_processor_seconds() - before)
+    return taken[0] - taken[1]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
