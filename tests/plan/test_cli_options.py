@@ -147,8 +147,9 @@ SAME = {
     # Of the page that is kept.
     *(("--title", f"plan {way}") for way in ASKED["plan"]),
 }
-#: One number of the rule of thumb alone: those that are missing are named.
-LACKING = {("--hidden-dim", "gpus cards"), ("--config", "gpus rule")}
+#: One number of the rule of thumb alone: those that are missing are named. A config whose step does not read numbers
+#: that are given: these are named.
+LACKING = {("--hidden-dim", "gpus cards"), ("--config", "gpus rule"), ("--config", "estimate rule")}
 #: Options whose values are seen in what is written for people alone.
 SHOWN = {"--json", "--title", "--verbose"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import gpu_memory, number
@@ -12,9 +11,8 @@ from vram_guard.cli._described import Described
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
-from vram_guard.cli.printing import Notes, print_json, print_now, say
+from vram_guard.cli.printing import print_json, print_now, say, tell
 from vram_guard.cli.ways import RULE, check_needed, check_read, of_model
-from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.state.collector import collector_paused
 
@@ -30,9 +28,9 @@ def add(commands: Any) -> None:
         "estimate",
         help=_("estimate training memory from numbers, a config or a model folder"),
         description=_(
-            "Estimate training memory. From numbers or a config: a rule of thumb, and also the symbolic "
-            "answer where the config names a model that can be built. From a folder (--model-path): "
-            "its components, and the symbolic answer for training one of them, without loading weights."
+            "Estimate training memory. From numbers or a config: a rule of thumb, or the symbolic answer where "
+            "a model that can be built is named. From a folder (--model-path): its components, and the symbolic "
+            "answer for training one of them, without loading weights."
         ),
         epilog=_(
             "Exit codes: 0 it fits, 1 it does not, 2 bad usage, 3 no answer. "
@@ -65,36 +63,25 @@ def _estimate(options: argparse.Namespace) -> int:
     config = {} if options.config is None else load_config(options.config)
     request, amounts = _request(options, config)
     is_built, remark = is_traced(request, config, quick=options.quick)
-    kind = of_model(kind_of(request)) if is_built else RULE
-    # Beside a step of the user's own stands the rule of thumb for the same numbers; other models have their own sizes.
-    by_rule = not is_built or (":" in (request.model or "") and not request.missing())
-    check_read(options, kind._replace(reads=kind.reads | RULE.reads) if by_rule else kind)
+    check_read(options, of_model(kind_of(request)) if is_built else RULE)
     if not is_built and options.gpu is not None and not {"gpu_memory", "budget"}.isdisjoint(options.given):
         check_needed(options, ("gpu",), needs=_("a model that is built (--model)"))
     if is_built and "batch" not in request.numbers:
         raise no_batch(request.model or "")
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
-    calculation = Calculation(request.network(), memory, share) if by_rule else None
-    notes = Notes(verbose=bool(options.verbose))
-    if remark:
-        notes.add(remark)
-    one = Described(request.model or "", request, config) if is_built else None
-    if one is not None:
+    notes = [remark] if remark else []
+    for note in notes:
+        tell(note)
+    calculation = symbolic = one = None
+    if is_built:
+        one = Described(request.model or "", request, config)
         one.check(budget.compute_capability, cudnn=options.cudnn)
+    else:
+        calculation = Calculation(request.network(), memory, share)
     if not options.json:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
-        if calculation is not None:
-            print_now(calculator_lines(calculation, memory_source=source))
-    symbolic = None
     if one is not None:
-        ask = partial(_symbolic, one, budget, options.cudnn)
-        # Beside an answer of the rule of thumb, a step that fails is a remark; alone, it is the command's error.
-        symbolic = ask() if calculation is None else notes.attempt(ask)
-    if calculation is None and symbolic is None:
-        raise UnsupportedStepError(
-            _("no answer: the model's step could not be run (see above), and the rule of thumb lacks numbers")
-        )
-    # The symbolic answer, where there is one, decides: it knows the network.
+        symbolic = _symbolic(one, budget, options.cudnn)
     fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
     if options.json:
         answer = {
@@ -109,8 +96,10 @@ def _estimate(options: argparse.Namespace) -> int:
         }
         print_json(answer)
     else:
+        if calculation is not None:
+            print_now([*calculator_lines(calculation, memory_source=source), ""])
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
-    if symbolic is not None and one is not None:
+    if one is not None:
         one.tell_assumed()
     return EXIT_DONE if fits else EXIT_DOES_NOT_FIT
 
@@ -141,7 +130,6 @@ def _symbolic(one: Described, budget: Budget, cudnn: str | None) -> SymbolicAnsw
 def _print_verdict(symbolic: SymbolicAnswer | None, *, fits: bool, verbose: bool) -> None:
     from vram_guard.report.closed_form import LINE
 
-    say()
     if symbolic is not None:
         print_now([*symbolic.lines(verbose=verbose), ""])
     if fits and symbolic is not None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
-from vram_guard.cli._failures import failure_of_users_code
-from vram_guard.errors import VramGuardError
 from vram_guard.language import _
 from vram_guard.printable import printable
 from vram_guard.report.columns import columns
@@ -18,41 +15,6 @@ from vram_guard.terminal import fitting, terminal_width
 
 #: The format of every ``--json`` answer; raised when a key changes its meaning or goes away.
 JSON_SCHEMA = 1
-
-_Answer = TypeVar("_Answer")
-
-
-class Notes(list[str]):
-    """Remarks on an answer: printed on standard error at once, and kept for the JSON.
-
-    Args:
-        verbose: whether tracebacks are shown of what could not be answered.
-    """
-
-    def __init__(self, *, verbose: bool = False) -> None:
-        super().__init__()
-        self._verbose = verbose
-
-    def add(self, text: str) -> None:
-        """Print and keep a remark."""
-        self.append(text)
-        tell(text)
-
-    def attempt(self, make: Callable[[], _Answer]) -> _Answer | None:
-        """The symbolic answer that ``make`` returns; None, and a remark with the reason, where it raises.
-
-        Code that is not ours runs in it (the user's, a library's on guessed inputs), and may raise anything.
-        """
-        try:
-            return make()
-        except VramGuardError as error:
-            reason = str(error)
-        except Exception as error:  # noqa: BLE001 - see above
-            reason = failure_of_users_code(error) or f"{type(error).__name__}: {error}"
-            if self._verbose:
-                traceback.print_exception(error)
-        self.add(_("no symbolic answer: {reason}", reason=reason))
-        return None
 
 
 def say(text: str = "", file: TextIO | None = None, *, wrap: bool = True) -> None:
