@@ -180,6 +180,7 @@ def run(capsys, *words):
     return code, *(re.sub(r"/\S*reports/\S*|[0-9.]+ (ms|samples/s)|\+-\S+%", "", one) for one in (said.out, said.err))
 
 
+@pytest.mark.timeout(900)  # three hundred answers: on a busy machine that takes more than other tests may
 @each(("command", "way"), [(command, way) for command, ways in ASKED.items() for way in ways])
 def test_an_option_is_read_or_refused_by_its_name(place, monkeypatch, capsys, command, way):
     monkeypatch.chdir(place)
