@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 from vram_guard.allocator import Placement
 from vram_guard.budget import GPU
@@ -74,13 +75,26 @@ def on_every_gpu(
         seen[id(timeline.events)][size] = peak
         return peak
 
+    @cache
+    def least_at(capability: tuple[int, int], size: int) -> int:
+        """Bytes that are asked for and not given back, at the most, on any such card: no replay reserves less."""
+        here = timeline_for(capability).exact(size)
+        sizes = [0 if block.unknown else block.size.at(size) for block in here.blocks]
+        return max(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in here.events), default=0)
+
     def one(gpu: GPU) -> OnGpu:
         card = gpu.compute_capability, gpu.multiprocessors, gpu.placement
         timeline = timeline_for(gpu.compute_capability)
         tier, network = timeline.tier, timeline.network
         budget = Budget.of(gpu, margin).for_tier(tier, network)
         near = max((size for size, peak in seen[id(timeline.events)].items() if peak <= budget.usable), default=1)
-        largest = largest_that_fits(lambda size: budget.holds(peak_at(card, size), tier, network), limit, near)
+
+        def fits(size: int) -> bool:
+            if not budget.holds(least_at(gpu.compute_capability, size), tier, network):
+                return False  # as most sizes that do not fit: that takes no replay
+            return budget.holds(peak_at(card, size), tier, network)
+
+        largest = largest_that_fits(fits, limit, near)
         return OnGpu(gpu, budget.usable, largest, peak_at(card, max(largest, 1)), tier != "formula")
 
     return tuple(map(one, gpus))
