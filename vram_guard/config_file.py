@@ -89,13 +89,13 @@ def load_toml(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> di
     return table
 
 
-def load_json(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> dict[str, Any]:
+def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON file's object.
 
     Raises:
-        InvalidInputError: it cannot be read, is larger than ``largest`` bytes, or no JSON object.
+        InvalidInputError: it cannot be read, is too large for a config, or no JSON object.
     """
-    text = read_text(path, largest)
+    text = read_text(path, LARGEST_CONFIG)
     try:
         loaded = json.loads(text)
     except (ValueError, RecursionError) as error:

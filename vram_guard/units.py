@@ -162,9 +162,9 @@ def _said(name: str, value: object) -> dict[str, str]:
     return {"name": name, "value": _shown(value), "advice": _(_ADVICE)}
 
 
-def _shown(value: object, longest: int = 60) -> str:
+def _shown(value: object) -> str:
     """``value`` for a message, whatever its length (a pasted file, an int of a million digits)."""
     if isinstance(value, int) and value.bit_length() > 256:
         return _("an int of {count} bits", count=value.bit_length())
     text = repr(value)
-    return text if len(text) <= longest else text[:longest] + "..."
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -44,14 +44,14 @@ def differences(wanted: Form, known: Form, size: str) -> int | None:
     return len(known - named - {size})
 
 
-def nearest_names(name: str, names: list[str], count: int = 3) -> list[str]:
-    """Up to ``count`` of ``names`` that look most like ``name``, and are by their numbers no larger cards."""
+def nearest_names(name: str, names: list[str]) -> list[str]:
+    """Up to three of ``names`` that look most like ``name``, and are by their numbers no larger cards."""
     # "4O90", and "H 100"
     typed = re.sub("(?<=[0-9])o(?=[0-9])", "0", re.sub(r"\b([a-z]{1,2}) (?=[0-9])", r"\1", name.lower()))
     asked = form_of(typed)
     plain = {" ".join(sorted(form_of(known))): known for known in names if not _larger(form_of(known), asked)}
     wanted = " ".join(sorted(asked))
-    return [plain[near] for near in difflib.get_close_matches(wanted, plain, n=count, cutoff=0.5)]
+    return [plain[near] for near in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.5)]
 
 
 def _larger(known: Form, wanted: Form) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -13,7 +12,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 _LEADING_NUMBER = re.compile(r"[+-]?[0-9]+")
 
 
-def visible_devices(environment: Mapping[str, str] | None = None) -> list[int] | list[str] | None:
+def visible_devices() -> list[int] | list[str] | None:
     """The devices that CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order.
 
     Returns:
@@ -21,7 +20,7 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> list[int] |
         "GPU-" or "MIG-" (possibly shortened). As in CUDA, the first entry that is not valid ends the list,
         and an entry given twice empties it. An empty list means that no device is visible.
     """
-    text = (os.environ if environment is None else environment).get(VISIBLE)
+    text = os.environ.get(VISIBLE)
     if text is None:
         return None
     entries = [entry.strip() for entry in text.split(",")]
@@ -31,9 +30,9 @@ def visible_devices(environment: Mapping[str, str] | None = None) -> list[int] |
     return _unique(_leading_numbers(entries))
 
 
-def ordered_by_bus(environment: Mapping[str, str] | None = None) -> bool:
+def ordered_by_bus() -> bool:
     """True if CUDA numbers the devices by PCI bus; its default is "fastest first"."""
-    return (os.environ if environment is None else environment).get(ORDER) == "PCI_BUS_ID"
+    return os.environ.get(ORDER) == "PCI_BUS_ID"
 
 
 def _leading(entries: list[str], prefix: str) -> list[str]:

@@ -121,13 +121,13 @@ def _refuse_plain(name: str, made: object) -> None:
         )
 
 
-def load_steps(name: str, arguments: Mapping[str, Any] | None = None) -> dict[str, TrainingStep]:
+def load_steps(name: str) -> dict[str, TrainingStep]:
     """Several steps from one name: a mapping of names to steps (or a callable that returns one), or a single step.
 
     Raises:
         InvalidInputError: as :func:`load_step`.
     """
-    made = load_value(name, arguments)
+    made = load_value(name)
     if isinstance(made, TrainingStep):
         return {name.rpartition(":")[2]: made}
     if not isinstance(made, Mapping) or not made:

@@ -17,16 +17,14 @@ from vram_guard.terminal import fitting, terminal_width
 JSON_SCHEMA = 1
 
 
-def say(text: str = "", file: TextIO | None = None, *, wrap: bool = True) -> None:
+def say(text: str = "", file: TextIO | None = None) -> None:
     """Text on standard output, where no other stream is given; nothing is in it that a terminal would obey.
 
     Args:
         text: one line or several.
         file: another stream.
-        wrap: whether no line is longer than a terminal is wide; False for lines that a program reads.
     """
-    text = printable(text)
-    print(fitting(text, file or sys.stdout) if wrap else text, file=file)
+    print(fitting(printable(text), file or sys.stdout), file=file)
 
 
 def tell(text: str) -> None:

@@ -142,16 +142,11 @@ def other_draws_of_slices() -> str:
     return _("random numbers that the model draws (dropout) are drawn for each slice, from the same distributions")
 
 
-def unless_said(why: str, setting: str = "") -> str:
-    """The words for micro-batches that nothing proves: they are left out unless the user asks for them.
-
-    Args:
-        why: nothing proves them.
-        setting: with which the user says so; "": ``loss_weight`` of a callback or a hook.
-    """
+def unless_said(why: str) -> str:
+    """The words for micro-batches that nothing proves, and why: they are left out unless the user asks for them."""
     return _(
         "{why}; they are not applied as they may be another training. If you know that they are not, say how your "
         "loss adds up with {setting}",
         why=why,
-        setting=setting or _("loss_weight ('mean', 'sum', or a count of the batch)"),
+        setting=_("loss_weight ('mean', 'sum', or a count of the batch)"),
     )

@@ -36,6 +36,8 @@ LINE_HEIGHT = 13
 _CAPTION, _LEGEND, _SWATCH, _SIGN = 30, 28, 24, 6.2
 #: Phases narrower than this share of the width have no room for their name.
 LEAST_LABELLED = 0.05
+#: Values along an axis.
+MOST_TICKS = 7
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -192,10 +194,10 @@ def _peak(chart: Chart, scale: _Scale) -> Iterator[str]:
         yield _text(line, beside, y + LINE_HEIGHT * number, anchor, "ink")
 
 
-def _round_values(end: float, most: int = 7) -> list[float]:
-    """At most ``most`` values from 0 to ``end``, 1, 2 or 5 times a power of ten apart."""
-    power = 10.0 ** math.floor(math.log10(max(end, 1e-9) / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if end / (power * factor) <= most)
+def _round_values(end: float) -> list[float]:
+    """A few values from 0 to ``end``, 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10(max(end, 1e-9) / MOST_TICKS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if end / (power * factor) <= MOST_TICKS)
     return [*accumulate([step] * int(end / step), initial=0.0)]
 
 

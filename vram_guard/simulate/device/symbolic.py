@@ -25,12 +25,11 @@ def any_symbolic(values: Any) -> bool:
     return any(is_symbolic(tensor) for tensor in tensors_in(values))
 
 
-def symbolic_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def symbolic_like(tensor: torch.Tensor) -> torch.Tensor:
     """A symbolic tensor of this shape; with its strides where they leave no gaps, as ``Tensor.to`` keeps them."""
-    dtype = dtype or tensor.dtype
     if is_dense(tensor):
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
-    return torch.empty(tensor.size(), dtype=dtype, device="meta")
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")
 
 
 def address_of(tensor: torch.Tensor) -> int:
