@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
 LIGHTNING = ("losses", "state", "blocks", "hooks", "batches", "loaders", "trainers", "unseen", "later", "hidden")
 
 
-def suites() -> Iterator[tuple[Any, list[Any]]]:
-    """Every framework's suite with its cases."""
+def of_lightning(name: str) -> list[Any]:
+    """The cases that a module registers."""
     from . import lightning
 
-    for name in LIGHTNING:
-        yield lightning.SUITE, lightning.of(importlib.import_module(f"{__name__}.lightning_{name}"))
-    from . import mmengine
+    return lightning.of(importlib.import_module(f"{__name__}.lightning_{name}"))
 
-    importlib.import_module(f"{__name__}.mmengine_cases")
-    yield mmengine.SUITE, mmengine.CASES
+
+def suites() -> Iterator[tuple[Any, list[Any]]]:
+    """Every framework's suites with their cases."""
+    from . import bridge, lightning
+
+    for name in LIGHTNING:
+        yield lightning.SUITE, of_lightning(name)
+    for name in ("mmengine", "accelerate") if hasattr(os, "fork") else ("mmengine",):
+        framework = importlib.import_module(f"{__name__}.{name}")
+        importlib.import_module(f"{__name__}.{name}_cases")
+        yield framework.SUITE, framework.CASES
+        yield framework.BRIDGED, list(map(framework.of_lightning, bridge.bridged()))

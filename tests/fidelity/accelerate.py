@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,19 +13,34 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from guard_arguments import in_advanced
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from vram_guard.units import parse_bytes
 from vram_guard_accelerate import guard
 
-from .harness import FIT, TIGHT, Case, Outcome, generator_states, listening, refusal
+from . import bridge, lightning
+from .harness import (
+    CHECKPOINT,
+    FIT,
+    MICRO,
+    REPORT,
+    SLICES,
+    TIGHT,
+    Case,
+    Outcome,
+    Suite,
+    generator_states,
+    in_copy,
+    listening,
+    notes,
+    refusal,
+)
+from .lightning import Training, widen
 
 CASES: list[Case] = []
 #: Fits slices of half the batch, and not the whole.
 SMALL = "45MiB"
-GUARDS: dict[str, dict[str, Any]] = {
-    FIT: {"budget": "64GiB"},
-    TIGHT: {"budget": SMALL},
-}
 
 
 class Body(nn.Module):
@@ -58,8 +76,27 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(40, 256, 4, generator=generator), torch.randint(0, 10, (40,), generator=generator))
 
 
+def _guarded(prepare: Callable[[], Any], outcome: Outcome, mode: str | None, budget: int | str) -> Any:
+    """What ``prepare`` returns; mode None: without the guard."""
+    if mode is None:
+        return prepare()
+    with guard(**in_advanced({"budget": budget, "margin": 0.0, "allow": ["slices"]})) as watch:
+        prepared = prepare()
+    _hear(outcome, watch.text)
+    outcome.applied = bool(watch.fits) and "nothing changes" not in watch.text
+    return prepared
+
+
+def _hear(outcome: Outcome, text: str) -> None:
+    """A report's sentences, and the bytes of the step as written."""
+    outcome.words += notes(text)
+    found = re.search(r"peak reserved +(\S+ \w+)", text)
+    outcome.peak = parse_bytes(found[1]) if found else 0
+
+
 def loop(
     model: nn.Module,
+    outcome: Outcome,
     mode: str | None,
     loss_of: Callable[..., torch.Tensor] | None = None,
     *,
@@ -72,12 +109,7 @@ def loop(
     loader = DataLoader(data(), batch_size=16, shuffle=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
     prepare = lambda: accelerator.prepare(model, optimizer, loader, scheduler)  # noqa: E731
-    if mode is None:
-        model, optimizer, loader, scheduler = prepare()
-    else:
-        with guard(**in_advanced({**GUARDS[mode], "margin": 0.0, "allow": ["slices"]})) as watch:
-            model, optimizer, loader, scheduler = prepare()
-        print("\n".join(f"  - {line.strip(' •-')}" for line in watch.text.splitlines()))
+    model, optimizer, loader, scheduler = _guarded(prepare, outcome, mode, SMALL if mode == TIGHT else "64GiB")
     losses = []
     for _ in range(2):
         for x, y in loader:
@@ -105,14 +137,14 @@ def case(name: str, says: str = "", *, modes: tuple[str, ...] = (), **how: Any) 
     """Register ``loss(model, out, y)`` of a model that returns its loss, or a model's class."""
 
     def register(thing: Any) -> Any:
-        def make() -> Callable[[str | None], dict[str, Any]]:
+        def make() -> Callable[..., dict[str, Any]]:
             class Returning(Network):
                 def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
                     out = super().forward(x)
                     return {"loss": thing(self, out, labels), "logits": out}
 
             kind = thing if isinstance(thing, type) else Returning
-            return lambda mode: loop(kind(), mode, **how)
+            return lambda outcome, mode, **_size: loop(kind(), outcome, mode, **how)
 
         usual = (FIT, TIGHT) if len(CASES) < 3 or "counter" in name else (TIGHT,)
         # Relative to the largest entry: a mean over a sequence of 256 rounds more than a small perceptron.
@@ -122,17 +154,83 @@ def case(name: str, says: str = "", *, modes: tuple[str, ...] = (), **how: Any) 
     return register
 
 
-def train(about: Case, mode: str | None) -> Outcome:
-    """One training in this process."""
+class Bridged(nn.Module):
+    """Lightning's module as a model that returns its loss."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.module.loss(batch)}
+
+
+def of_lightning(case: Case) -> Case:
+    """A case of Lightning's as one of Accelerate's, where nothing is cut but forwards."""
+    modes = dict.fromkeys(
+        {REPORT: FIT, MICRO: SLICES, TIGHT: SLICES, CHECKPOINT: SLICES}.get(mode, mode) for mode in case.modes
+    )
+    if CHECKPOINT in case.modes and not case.says:  # too small: its blocks in slices need no less
+        modes = {FIT: None}
+    says = f"{case.says or '(?!)'}|slices of the batch are not possible here"  # and why
+    train = lambda: functools.partial(_trained, bridge.parts(case))  # noqa: E731
+    return replace(case, make=train, modes=tuple(modes), says=says, exact=False, tolerance=case.tolerance or 1e-4)
+
+
+def _trained(run: Training, outcome: Outcome, mode: str | None, *, heavy: bool, peak: int) -> dict[str, Any]:
+    widen(run.module, heavy=heavy)
+    accelerator = Accelerator(cpu=True)
+    optimizer = run.module.configure_optimizers()
+    prepare = lambda: accelerator.prepare(Bridged(run.module), optimizer, run.data)  # noqa: E731
+    model, optimizer, data = _guarded(prepare, outcome, mode, int(0.6 * peak) or "64GiB")
+    losses = []
+    for at, batch in enumerate(data):
+        loss = model(batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        bridge.told(run, batch, at)
+    return {
+        "weights": {name: value.clone() for name, value in run.module.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "losses": losses,
+        "generators": generator_states(),
+        "effects": (run.module.effects, run.effects()),
+    }
+
+
+def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) -> Outcome:
+    """One training, in a copy of this process."""
+    return in_copy(lambda: _outcome(about, mode, heavy=heavy, peak=peak))
+
+
+def _outcome(about: Case, mode: str | None, **size: Any) -> Outcome:
     outcome = Outcome()
     set_seed(0)
     run = about.make()
     with listening(outcome):
         try:
-            outcome.record = run(mode)
+            outcome.record = run(outcome, mode, **size)
         except Exception as error:
             if mode is None:
                 raise
-            outcome.words += refusal(error)
-    outcome.applied = outcome.record is not None and any("slices of the batch, " in line for line in outcome.words)
+            _hear(outcome, str(error))
+            outcome.words += [] if outcome.peak else refusal(error)
     return outcome
+
+
+class OfOneBudget(Suite):
+    """Whose trainings are all of one size."""
+
+    def guarded(self, case: Case, mode: str) -> Outcome:
+        return self.train(case, mode)
+
+
+def _control() -> Callable[..., dict[str, Any]]:
+    loss_of = lambda m, x, y: F.cross_entropy(m(x), y)  # noqa: E731
+    return lambda outcome, mode, **_size: loop(Network(), outcome, mode, loss_of)
+
+
+SUITE = OfOneBudget("Accelerate", train, {}, Case("control", _control))
+BRIDGED = Suite("Accelerate", train, {}, of_lightning(lightning.SUITE.control))

@@ -31,50 +31,6 @@ def accumulated(m, out, y):
     return F.cross_entropy(out, y)
 
 
-@case("class weights")
-class ClassWeights(Network):
-    """In a buffer of the model."""
-
-    def __init__(self):
-        super().__init__()
-        self.criterion = nn.CrossEntropyLoss(weight=WEIGHTS.clone())
-
-    def forward(self, x, labels):
-        out = super().forward(x)
-        return {"loss": self.criterion(out, labels), "logits": out}
-
-
-@case("class weights of the file", LOSS)
-def class_weights_of_the_file(m, out, y):
-    return F.cross_entropy(out, y, weight=WEIGHTS)
-
-
-@case("ignoring 0", LOSS)
-def ignoring(m, out, y):
-    return F.cross_entropy(out, y, ignore_index=0)
-
-
-@case("masked mean", LOSS)
-def masked(m, out, y):
-    return (F.cross_entropy(out, y, reduction="none") * (y < 5)).sum() / (y < 5).sum()
-
-
-@case("root", LOSS)
-def root(m, out, y):
-    return F.mse_loss(out, F.one_hot(y, 10).float()).sqrt()
-
-
-@case("sum", LOSS)
-def summed(m, out, y):
-    return F.cross_entropy(out, y, reduction="sum") / 100
-
-
-@case("contrastive in the model", LOSS)
-def contrastive(m, out, y):
-    z = F.normalize(out, dim=-1)
-    return F.cross_entropy(z @ z.T, torch.arange(len(out), device=out.device))
-
-
 @case("two towers in the model", LOSS)
 class Towers(Network):
     def __init__(self):
@@ -85,37 +41,6 @@ class Towers(Network):
         one, two = F.normalize(super().forward(x), dim=-1), F.normalize(self.text(y), dim=-1)
         scores, own = self.scale.exp() * one @ two.T, torch.arange(len(x), device=x.device)
         return {"loss": (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2}
-
-
-@case("counter in the model", r"\bcalls\b|state|attribute")
-class Counting(Network):
-    calls = 0
-
-    def __init__(self):
-        super().__init__()
-        self.effects = []
-
-    def forward(self, x, y):
-        self.calls += 1
-        self.effects.append(self.calls)
-        return {"loss": F.cross_entropy(super().forward(x), y) / (1 + self.calls / 4)}
-
-
-@case("dropout", r"dropout|random")
-class Dropped(Network):
-    def forward(self, x, y):
-        return {"loss": F.cross_entropy(F.dropout(super().forward(x), 0.3, self.training), y)}
-
-
-@case("batch normalisation", r"normali[sz]ation|running|statistic")
-class Normalised(Network):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x, y):
-        # Of what comes in: after the blocks, their biases would have gradients of rounding alone.
-        return {"loss": F.cross_entropy(super().forward(self.norm(x.flatten(0, 1)).view_as(x)), y)}
 
 
 def opposed(m: nn.Module, x: torch.Tensor, _y: torch.Tensor) -> torch.Tensor:
@@ -141,11 +66,6 @@ def of_outputs(name: str) -> Callable[[Any], Any]:
 @of_outputs("centred by the batch")
 def centred(m, out, y):
     return F.cross_entropy(out - out.detach().mean(0), y)
-
-
-@of_outputs("hard examples")
-def hard(m, out, y):
-    return F.cross_entropy(out, y, reduction="none").topk(max(1, len(out) // 4)).values.mean()
 
 
 def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
@@ -175,31 +95,6 @@ def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
 @within("inputs shifted in place")
 def inputs_shifted(m, x, y):
     return x.sub_(x.mean((0, 1))), y
-
-
-@within("queue of outputs", says=STATE)
-def queued(m, x, y):
-    with torch.no_grad():
-        m.queue.copy_(torch.cat([m.teacher(x.mean(1)), m.queue])[:32])
-    return x + 0.1 * m.queue.mean(), y
-
-
-@within("teacher that follows", says=STATE)
-def followed(m, x, y):
-    with torch.no_grad():
-        m.teacher.weight.lerp_(m.body.first.weight[:10, :4], 0.1)
-    return x + 0.1 * m.teacher(x).mean(-1, keepdim=True), y
-
-
-@within("counter that cools down", says=STATE)
-def cooling(m, x, y):
-    m.count += 1
-    return x / (1 + m.count / 10), y
-
-
-@within("noise", says=r"random|draw|noise")
-def noisy(m, x, y):
-    return x + 0.01 * torch.randn_like(x), y
 
 
 # --- losses of the script, over what a model makes of its batch -----------------------------------------------------

@@ -19,8 +19,11 @@ import enum
 import functools
 import io
 import os
+import pickle
 import random
 import re
+import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -244,6 +247,28 @@ def refusal(error: Exception) -> list[str]:
     """The sentences of an error that kept a training from beginning: each is judged by itself, as in a report."""
     parts = re.split(r"\n\s*\n|\n(?=\s*[•*-] )", f"{type(error).__name__}: {error}")
     return [" ".join(part.split()).strip(" •*-") for part in parts if part.strip()]
+
+
+def in_copy(train: Callable[[], Outcome]) -> Outcome:
+    """What a training comes to in a copy of this process, which it may leave in any state."""
+    with tempfile.TemporaryFile() as answer:  # a pipe would be held open by what the copy leaves running
+        process = os.fork()
+        if process == 0:
+            try:
+                torch.set_num_threads(1)  # the threads of a pool are not copied
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                found = pickle.dumps(train())
+            except BaseException:  # noqa: BLE001 - the copy ends here, whatever it was
+                found = pickle.dumps(traceback.format_exc())
+            answer.write(found)
+            answer.flush()
+            os._exit(0)
+        os.waitpid(process, 0)
+        answer.seek(0)
+        found = answer.read()
+    outcome = pickle.loads(found) if found else "this training's process died"
+    assert isinstance(outcome, Outcome), outcome
+    return outcome
 
 
 def seed(number: int = 3) -> None:

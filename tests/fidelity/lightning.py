@@ -145,6 +145,13 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
+def widen(model: nn.Module, *, heavy: bool) -> None:
+    """Make every such network heavy, or not; as no code that is looked at as a script's changes an attribute."""
+    for part in model.modules():
+        if isinstance(part, Net):
+            vars(part)["heavy"] = heavy
+
+
 class Base(pl.LightningModule):
     """Squared errors of a perceptron under SGD with momentum; a case overrides what it is about."""
 
@@ -212,8 +219,8 @@ def of(module: Any) -> list[Case]:
 # --- the driver ---------------------------------------------------------------------------------------------
 
 
-#: Checkpoints of trainings that name no folder.
-_FOLDER = tempfile.TemporaryDirectory()
+#: What trainings leave that name no folder.
+FOLDER = tempfile.TemporaryDirectory()
 
 
 class Log(Logger):
@@ -224,7 +231,7 @@ class Log(Logger):
         self.rows: list[Any] = []
 
     name = version = "kept"  # type: ignore[assignment]
-    save_dir = _FOLDER.name  # type: ignore[assignment]
+    save_dir = FOLDER.name  # type: ignore[assignment]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         mine = {name: float(value) for name, value in metrics.items() if not name.startswith("vram_guard")}
@@ -286,9 +293,7 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
     seed()
     made = about.make()
     run = made if isinstance(made, Training) else Training(made)
-    for part in run.module.modules():
-        if isinstance(part, Net):
-            part.heavy = heavy
+    widen(run.module, heavy=heavy)
     watch = guard(mode, about, peak) if mode else None
     recorder, log = Recorder(), Log()
     with listening(outcome):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .harness import FIT, MICRO, REPORT, TIGHT
-from .lightning import Base, Net, Pairs, Training, case, drawn, loader
+from .lightning import FOLDER, Base, Net, Pairs, Training, case, drawn, loader
 
 DRAWS = r"random|draw|dropout|generator"
 
@@ -261,8 +261,7 @@ def global_list():
 
 @state("file that is appended to", r"file\S*", "writ\\w*", r"lines\S*", "training_step")
 def file():
-    folder = tempfile.TemporaryDirectory()
-    path = Path(folder.name) / "lines.txt"
+    path = Path(tempfile.mkdtemp(dir=FOLDER.name)) / "lines.txt"
     path.touch()
 
     class Writing(Base):
@@ -271,12 +270,7 @@ def file():
                 lines.write(f"{len(batch[0])}\n")
             return super().loss(batch)
 
-    def effects() -> str:
-        text = path.read_text()
-        folder.cleanup()
-        return text
-
-    return Training(Writing(), effects=effects)
+    return Training(Writing(), effects=path.read_text)
 
 
 @state("centre of the outputs", "centre")

@@ -516,12 +516,12 @@ class ReadBack(Base):
 
 @unseen("spikes skipped by a kept loss")
 class Spikes(Base):
-    last = None
+    previous = None
 
     def loss(self, batch):
         loss = super().loss(batch)
-        scale = 1.0 if self.last is None or loss.detach() < 1.5 * self.last else 0.0
-        self.last = loss.detach()
+        scale = 1.0 if self.previous is None or loss.detach() < 1.5 * self.previous else 0.0
+        self.previous = loss.detach()
         return loss * scale
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 import vram_guard_mmengine
 
+from . import bridge, lightning
 from .harness import (
     CHECKPOINT,
     FIT,
@@ -38,7 +39,7 @@ from .harness import (
     seed,
     unchanged,
 )
-from .lightning import FIELDS, BlockNet, Net, PureBlock
+from .lightning import BLOCKS, FIELDS, BlockNet, Net, PureBlock, widen
 
 CASES: list[Case] = []
 _NUMBERS = itertools.count()
@@ -100,6 +101,41 @@ def case(name: str, *modes: str, **about: Any) -> Callable[[Any], Any]:
     return register
 
 
+class Bridged(BaseModel):
+    """Lightning's module as a part of a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.effects = module, module.effects
+
+    def forward(self, inputs: Any, mode: str = "loss") -> Any:
+        return {"loss": self.module.loss(inputs)}
+
+
+class Tells(Hook):
+    """What a case of Lightning's does after each batch."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        bridge.told(self.run, data_batch["inputs"], batch_idx)
+
+
+def of_lightning(case: Case) -> Case:
+    """A case of Lightning's as one of MMEngine's."""
+
+    def make() -> Training:
+        run = bridge.parts(case)
+        own = run.data.collate_fn
+        run.data.collate_fn = lambda samples: {"inputs": own(samples)}
+        return Training(Bridged(run.module), {"train_dataloader": run.data}, run.effects, [Tells(run)])
+
+    # Hooks are played when it is planned: that the loss becomes another one is known then.
+    played = {"says": "sqrt", "exact": False} if case.name == "later a list of the process" else {}
+    return replace(case, make=make, **played)
+
+
 class Recorder(Hook):
     """What hooks see: losses of iterations, rates, how often each was called."""
 
@@ -118,7 +154,7 @@ class Recorder(Hook):
         self.counts["epoch"] += 1
 
 
-def guard(mode: str, about: Case, peak: int) -> Any:
+def guard(mode: str, about: Case, peak: int, *, recover: bool) -> Any:
     settings: dict[str, Any] = {
         REPORT: {"mode": "report"},
         FIT: {},
@@ -127,7 +163,9 @@ def guard(mode: str, about: Case, peak: int) -> Any:
         SLICES: {"budget": int(0.6 * peak) or "64GiB", "margin": 0.0, "allow": ["slices"]},
         TIGHT: {"budget": int(0.9 * peak), "margin": 0.0, "allow": ["accumulate", "checkpoint", "offload", "foreach"]},
     }[mode]
-    return vram_guard_mmengine.VramGuardHook(**in_advanced({"budget": "64GiB", "remember": False, **settings}))
+    return vram_guard_mmengine.VramGuardHook(
+        **in_advanced({"budget": "64GiB", "remember": False, "recover": recover, **settings})
+    )
 
 
 class _Lines(logging.Handler):
@@ -143,9 +181,7 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
     seed()
     made = about.make()
     run = made if isinstance(made, Training) else Training(made)
-    for part in run.model.modules():
-        if isinstance(part, Net):
-            part.heavy = heavy
+    widen(run.model, heavy=heavy)
     loader = {
         "batch_size": 8,
         "num_workers": 0,
@@ -159,7 +195,8 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
         "default_hooks": {"logger": None, "checkpoint": None, "runtime_info": {"type": "RuntimeInfoHook"}},
         **run.config,
     }
-    config["train_dataloader"] = {**loader, **run.config.get("train_dataloader", {})}
+    given = run.config.get("train_dataloader", {})
+    config["train_dataloader"] = {**loader, **given} if isinstance(given, dict) else given
     with tempfile.TemporaryDirectory() as folder, listening(outcome):
         runner = Runner(
             model=run.model,
@@ -175,7 +212,8 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
         for one in run.hooks:
             runner.register_hook(one)
         if mode:
-            watch = guard(mode, about, peak)
+            # By default here, a loss that becomes another one ends the training with an error of that name.
+            watch = guard(mode, about, peak, recover=isinstance(run.model, Bridged))
             runner.register_hook(watch)
         try:
             runner.train()
@@ -224,3 +262,4 @@ def _control(net: Callable[[], nn.Module]) -> Case:
 
 
 SUITE = Suite("MMEngine", train, {CHECKPOINT: _control(lambda: BlockNet(PureBlock))}, _control(Net))
+BRIDGED = Suite("MMEngine", train, {CHECKPOINT: of_lightning(BLOCKS)}, of_lightning(lightning.SUITE.control))

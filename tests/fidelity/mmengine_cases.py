@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,69 +12,8 @@ from mmengine.registry import DATASETS
 from torch import nn
 from torch.nn import functional as F
 
-from . import lightning_losses
-from .harness import CHECKPOINT, FIT, MICRO, REPORT, TIGHT, unchanged
-from .lightning import BlockNet, PureBlock
-from .lightning_losses import CAUSE, WEIGHTS, flat
-from .lightning_state import DRAWS
+from .harness import FIT, MICRO, REPORT, TIGHT
 from .mmengine import Base, FidelityRows, Training, case
-
-
-def rows(*names: str, **more: Any) -> dict[str, Any]:
-    return {"train_dataloader": {"dataset": {"type": "FidelityRows", "names": names}, **more}}
-
-
-def loss(
-    *fields: str, exact: bool = False, tight: bool = False, hooks: Any = (), **buffers: Any
-) -> Callable[[Any], Any]:
-    """Register a loss ``function(model, out, batch)``."""
-
-    def register(function: Callable[..., torch.Tensor]) -> Any:
-        def make() -> Training:
-            class OfLoss(Base):
-                def loss(self, out: torch.Tensor, b: Any) -> torch.Tensor:
-                    return function(self, out, b)
-
-            model = OfLoss()
-            for own, value in buffers.items():
-                model.register_buffer(own, value.clone())
-            return Training(model, rows(*fields), hooks=[one() for one in hooks])
-
-        name = function.__name__
-        says = "" if exact else CAUSE
-        case(f"loss {name}", unchanged(name), MICRO, *([TIGHT] if tight else []), says=says, exact=exact)(make)
-        return function
-
-    return register
-
-
-# The same losses as under Lightning.
-loss("x", "label", exact=True, tight=True)(lightning_losses.cross_entropy)
-loss("x", "label")(lightning_losses.class_weights_of_the_file)
-loss("tokens", "mask", exact=True)(lightning_losses.masked_mean)
-loss("x", "y", tight=True)(lightning_losses.root_mean_square)
-loss("x", "y")(lightning_losses.sum_by_eight)
-loss("x", "label")(lightning_losses.dice_of_the_batch)
-loss("x", "x2", tight=True)(lightning_losses.contrastive)
-loss("x", "rank")(lightning_losses.pairs_ranked)
-loss("x", "label")(lightning_losses.by_positives)
-
-
-class Reweighs(Hook):
-    """Changes the weights of the classes after each batch."""
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        runner.model.w[batch_idx % 4] *= 5
-
-
-@loss("x", "label", exact=True, tight=True, hooks=[Reweighs], w=WEIGHTS)
-def class_weights(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=m.w)
-
-
-@loss("tokens", "token_255", exact=True)
-def ignoring_255(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255)
 
 
 @case("several losses and accuracy", exact=True)
@@ -95,55 +33,6 @@ class LogVars(Base):
     def losses(self, x, b):
         out = self.net(x)
         return {"loss": F.mse_loss(out, b["y"]), "length": torch.tensor(float(len(x))), "spread": out.std().detach()}
-
-
-@case("counter", REPORT, FIT, MICRO, says=r"\bcalls\b")
-class Counter(Base):
-    calls = 0
-
-    def losses(self, x, b):
-        self.calls += 1
-        self.effects.append(self.calls)
-        return {"loss": self.loss(self.net(x), b) * min(1.0, self.calls / 3)}
-
-
-@case("queue", REPORT, FIT, MICRO, says=r"\bqueue\b")
-class Queue(Base):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(16, 4))
-
-    def loss(self, out, b):
-        loss = F.mse_loss(out, b["y"]) + 0.1 * (out @ self.queue.clone().T).square().mean()
-        self.queue.copy_(torch.cat([out.detach(), self.queue])[:16])
-        return loss
-
-
-@case("teacher averaged in the step", REPORT, FIT, MICRO, says=r"\bteacher\b")
-class Teacher(Base):
-    def __init__(self):
-        super().__init__()
-        self.teacher = nn.Linear(6, 4).requires_grad_(requires_grad=False)
-        self.student = nn.Linear(6, 4)
-
-    def losses(self, x, b):
-        with torch.no_grad():
-            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                mine.lerp_(theirs, 0.1)
-        return {"loss": F.mse_loss(self.student(x), b["y"]) + F.mse_loss(self.student(x), self.teacher(x))}
-
-
-@case("helper object", REPORT, FIT, MICRO, says=r"\bmeter\b|Meter|closure")
-def helper():
-    meter = {"seen": 0, "sizes": []}
-
-    class Helped(Base):
-        def losses(self, x, b):
-            meter["seen"] += len(x)
-            meter["sizes"].append(len(x))
-            return super().losses(x, b)
-
-    return Training(Helped(), effects=lambda: meter)
 
 
 @DATASETS.register_module(force=True)
@@ -177,36 +66,6 @@ class DrawsItself(FidelityRows):
 @case("dataset with a generator", REPORT, FIT, MICRO, exact=True)
 def draws_itself():
     return Training(Base(), {"train_dataloader": {"dataset": {"type": "DrawsItself"}}})
-
-
-@case("batch normalisation", REPORT, FIT, MICRO, says=r"normali[sz]ation|running|statistic")
-class Normalised(Base):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def losses(self, x, b):
-        return super().losses(self.norm(x), b)
-
-
-@case("noise", says=DRAWS)
-class Noisy(Base):
-    def losses(self, x, b):
-        return super().losses(x + 0.3 * torch.randn_like(x) * random.uniform(0.5, 1) * float(np.random.rand()), b)
-
-
-@case("generator of the model", REPORT, FIT, MICRO, says=DRAWS)
-def own_generator():
-    class Own(Base):
-        def __init__(self):
-            super().__init__()
-            self.rng = np.random.default_rng(3)
-
-        def losses(self, x, b):
-            return super().losses(x * float(self.rng.uniform(0.5, 1.5)), b)
-
-    model = Own()
-    return Training(model, effects=lambda: repr(model.rng.bit_generator.state))
 
 
 @case("train_step of its own", says=r"train_step")
@@ -375,40 +234,3 @@ def left_in_the_batch():
 
     found: list[float] = []
     return Training(Leaves(), hooks=[Reads()], effects=lambda: str(found))
-
-
-class FrozenPart(Base):
-    def __init__(self):
-        super().__init__()
-        self.net.first.requires_grad_(requires_grad=False)
-
-
-configured("frozen part", make=FrozenPart)
-
-
-def blocks(name: str, block: type[nn.Module], *, exact: bool = False) -> None:
-    def make() -> Base:
-        model = Base()
-        model.net = BlockNet(block)
-        return model
-
-    says = "" if exact else r"block|checkpoint|recomput|pure"
-    case(f"block {name}", unchanged(name), CHECKPOINT, says=says)(make)
-
-
-class PythonRandom(PureBlock):
-    def change(self, x):
-        return x * random.uniform(0.2, 2)
-
-
-class Calls(PureBlock):
-    calls = 0
-
-    def change(self, x):
-        self.calls += 1
-        return x / self.calls
-
-
-blocks("pure", PureBlock, exact=True)
-blocks("Python random", PythonRandom)
-blocks("call counter", Calls)

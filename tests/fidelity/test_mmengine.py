@@ -8,13 +8,18 @@ pytest.importorskip("lightning")
 pytest.importorskip("mmengine")
 from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's own imports warn of
 
-from fidelity import mmengine_cases
+from fidelity import bridge, mmengine_cases
 from fidelity.harness import check, every
-from fidelity.mmengine import CASES, SUITE
+from fidelity.mmengine import BRIDGED, CASES, SUITE, of_lightning
 
 assert mmengine_cases
 
 
 @every(SUITE, CASES)
 def test_no_silent_difference(suite, case, mode):
+    check(suite, case, mode)
+
+
+@every(BRIDGED, map(of_lightning, bridge.by_turns(1)))
+def test_no_silent_difference_from_lightnings_cases(suite, case, mode):
     check(suite, case, mode)

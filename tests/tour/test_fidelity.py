@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 
 pytest.importorskip("lightning")
 pytest.importorskip("mmengine")
+pytest.importorskip("accelerate")
 from vram_guard_mmengine import VramGuardHook  # noqa: F401, I001 - first: it knows what MMEngine's own imports warn of
 
 from fidelity import suites
 from fidelity.harness import MICRO, check
+
+
+#: Frameworks whose trainings run in copies of the process.
+FORKS = {"Accelerate"} if hasattr(os, "fork") else set()
 
 
 def sample() -> Iterator[tuple[Any, Any, str]]:
@@ -39,4 +45,4 @@ def test_no_silent_difference(suite: Any, case: Any, mode: str) -> None:
 
 def test_the_sample_has_every_kind_of_row() -> None:
     assert {(bool(case.says), case.exact) for _, case, _ in ROWS} >= {(False, False), (False, True), (True, False)}
-    assert {suite.framework for suite, _, _ in ROWS} == {"Lightning", "MMEngine"}
+    assert {suite.framework for suite, _, _ in ROWS} == {"Lightning", "MMEngine"} | FORKS

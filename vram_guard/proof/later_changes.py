@@ -76,7 +76,7 @@ class CodeRun(Writes):
             others: functions that run between steps, beside those of the model.
         """
         read = {name for code in self._codes for name in _attributes(code, "LOAD")}
-        functions = [*functions_of(model.modules()), *others]
+        functions = list(dict.fromkeys([*functions_of(model.modules()), *others]))
         iterators = dict(self._iterators)
         for part in model.modules():
             iterators.update((name, None) for name in read & vars(part).keys() if _goes_on(vars(part)[name]))
@@ -100,13 +100,16 @@ def functions_of(objects: Iterable[object]) -> list[FunctionType]:
 def functions_around() -> list[FunctionType]:
     """Functions of the user's that are running, and those of the imported modules that they may call."""
     known: dict[str, list[FunctionType]] = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and is_users_file(file):
-            for value in list(vars(module).values()):
-                for function in _methods(value) if isinstance(value, type) else (value,):
-                    if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
-                        known.setdefault(function.__name__, []).append(function)
+    modules = {name: module for name, module in list(sys.modules.items()) if _is_users(module)}
+    for module in modules.values():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename):
+                known.setdefault(value.__name__, []).append(value)
+            kinds = (value if isinstance(value, type) else type(value)).__mro__
+            for function in [one for kind in kinds if kind.__module__ in modules for one in _methods(kind)]:
+                # What is called by no name of its own (``__call__``) belongs to who names the class, or an object.
+                called = name if function.__name__.startswith("__") else function.__name__
+                known.setdefault(called, []).append(function)
     found = list[FunctionType]()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what calls is what runs between steps
     while frame is not None:
@@ -122,21 +125,27 @@ def functions_around() -> list[FunctionType]:
     return found
 
 
+def _is_users(module: Any) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_users_file(file)
+
+
 def _goes_on(value: Any) -> bool:
     kind = type(value)
     return hasattr(kind, "__next__") and hasattr(kind, "__iter__")
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
-    for method in vars(kind).values():
-        method = getattr(method, "__func__", getattr(method, "fget", method))  # noqa: PLW2901 - out of its descriptor
-        method = getattr(method, "__wrapped__", method)  # noqa: PLW2901 - as no_grad wraps it
-        if isinstance(method, FunctionType) and is_users_file(method.__code__.co_filename):
-            yield method
+    for given in vars(kind).values():
+        of_descriptor = [getattr(given, name, None) for name in ("__func__", "fget", "fset", "fdel")]
+        for method in [one for one in of_descriptor if one is not None] or [given]:
+            function = getattr(method, "__wrapped__", method)  # as no_grad wraps it
+            if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
+                yield function
 
 
 def _between_steps(functions: Iterable[FunctionType]) -> list[FunctionType]:
-    """Those that are not called before the first step alone."""
+    """Those that are not called before the first step alone, as far as names tell: one that others call too is not."""
     functions = list(functions)
     before, waiting = set(_BEFORE), list(_BEFORE)
     while waiting:
@@ -144,7 +153,9 @@ def _between_steps(functions: Iterable[FunctionType]) -> list[FunctionType]:
         called = {used for one in functions if one.__name__ == name for used in _attributes(one.__code__, "LOAD")}
         waiting += called - before
         before |= called
-    return [one for one in functions if one.__name__ not in before]
+    between = [one for one in functions if one.__name__ not in before]
+    again = {name for one in between for name in _attributes(one.__code__, "NAME")} - _BEFORE
+    return between + [one for one in functions if one.__name__ in before & again]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -157,7 +168,7 @@ def _names(code: CodeType) -> Iterator[str]:
 _OPERATIONS = {
     "LOAD": ("LOAD_ATTR", "LOAD_METHOD"),
     "STORE": ("STORE_ATTR", "DELETE_ATTR"),
-    "NAME": ("LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME", "LOAD_GLOBAL"),
+    "NAME": ("LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME", "LOAD_GLOBAL", "STORE_ATTR"),
 }
 
 

@@ -1,0 +1,57 @@
+"""What a step reads and a script's other code changes between two steps, however that code is called."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from vram_guard.proof.later_changes import CodeRun, functions_around
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_call = self.by_setter = 1.0
+        self.begin()
+        self.put(1.0)
+
+    def begin(self) -> None:
+        self.set_once = 1.0
+
+    def put(self, value: float) -> None:
+        self.by_method = value
+
+    @property
+    def rate(self) -> float:
+        return self.by_setter
+
+    @rate.setter
+    def rate(self, value: float) -> None:
+        self.by_setter = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by_call * self.by_setter * self.by_method * self.set_once
+
+
+class Halves:
+    def __init__(self, net: Net) -> None:
+        self.net = net
+
+    def __call__(self) -> None:
+        self.net.by_call *= 0.5
+
+
+def test_changes_by_calls_setters_and_methods_that_a_constructor_calls_too() -> None:
+    net = Net()
+    halve = Halves(net)
+    with CodeRun() as ran:
+        net(torch.ones(2))
+    found = list(ran.changed_later(net, functions_around()))
+    halve()
+    net.rate = 0.5
+    net.put(0.5)
+    assert sorted(found) == [
+        "the step reads by_call, which Halves.__call__ changes",
+        "the step reads by_method, which Net.put changes",
+        "the step reads by_setter, which Net.rate changes",
+    ]
