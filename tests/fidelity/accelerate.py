@@ -91,7 +91,7 @@ def _hear(outcome: Outcome, text: str) -> None:
     """A report's sentences, and the bytes of the step as written."""
     outcome.words += notes(text)
     found = re.search(r"peak reserved +(\S+ \w+)", text)
-    outcome.peak = parse_bytes(found[1]) if found else 0
+    outcome.peak = parse_bytes(found[1]) if found else outcome.peak
 
 
 def loop(
@@ -215,8 +215,10 @@ def _outcome(about: Case, mode: str | None, **size: Any) -> Outcome:
         except Exception as error:
             if mode is None:
                 raise
+            planned, outcome.peak = outcome.peak, 0
             _hear(outcome, str(error))
             outcome.words += [] if outcome.peak else refusal(error)
+            outcome.peak, outcome.applied = outcome.peak or planned, False
     return outcome
 
 
