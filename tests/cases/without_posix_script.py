@@ -58,7 +58,7 @@ def mmengine(folder: Path) -> Any:
     root = cases.write_configs(folder / "configs", cases.MMPRETRAIN)
     runner, budget = "vram_guard_mmengine.GuardRunner", "1GiB"
     for _turn in range(2):
-        settings = {"budget": budget, "margin": 0, "remember": False}
+        settings = {"budget": budget, "margin": 0, "advanced": {"remember": False}}
         with contextlib.redirect_stdout(io.StringIO()):
             trained = cases.train(
                 cases.load(root, "small.py", folder / "work", runner_type=runner, vram_guard=settings)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,7 +207,16 @@ def train(about: Case, mode: str | None, *, heavy: bool = False, peak: int = 0) 
     return in_copy(lambda: _outcome(about, mode, heavy=heavy, peak=peak))
 
 
+def _forget_other_tests() -> None:
+    """As in a script's process: the functions of other tests' modules are none that this training could call."""
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.name.startswith("test_") and file.parent != Path(__file__).parent:
+            del sys.modules[name]
+
+
 def _outcome(about: Case, mode: str | None, **size: Any) -> Outcome:
+    _forget_other_tests()
     outcome = Outcome()
     set_seed(0)
     run = about.make()

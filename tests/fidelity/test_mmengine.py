@@ -23,3 +23,7 @@ def test_no_silent_difference(suite, case, mode):
 @every(BRIDGED, map(of_lightning, bridge.by_turns(1)))
 def test_no_silent_difference_from_lightnings_cases(suite, case, mode):
     check(suite, case, mode)
+
+
+def test_most_of_lightnings_cases_need_no_trainer():
+    assert len(bridge.bridged()) > 280

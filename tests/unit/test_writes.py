@@ -7,11 +7,14 @@ import cProfile
 import functools
 import gc
 import itertools
+import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from vram_guard.forks.fork import run_in_fork
@@ -19,6 +22,8 @@ from vram_guard.state.collector import ObjectsBefore, collector_paused
 from vram_guard.state.writes import Writes
 
 KEPT: dict[str, Any] = {}
+COUNTS = {"n": 0}
+ARRAYS: dict[str, Any] = {"calls": np.zeros(1), "pair": (0, np.zeros(1))}
 HELPERS = types.SimpleNamespace(calls=0, seen=[1], table={"calls": 0}, numbers=itertools.count(), words={"a"})
 QUEUE = collections.deque([1, 2])
 COUNT = 0
@@ -244,6 +249,38 @@ def test_what_is_new_has_a_number_that_may_be_an_older_ones() -> None:
         assert all(one in before for one in staying)
 
 
+def test_lists_that_are_written_to_and_let_go_of_are_not_kept() -> None:
+    class Large:
+        pass
+
+    with collector_paused():
+        holder = types.SimpleNamespace(found=[Large()])
+        before = ObjectsBefore()
+        assert holder.found in before
+        alive = weakref.ref(holder.found[0])
+        holder.found = []
+        assert alive() is None
+
+
+def test_new_dictionaries_are_not_kept() -> None:
+    class Large:
+        pass
+
+    kept: list[weakref.ref[Large]] = []
+
+    def fills() -> None:
+        made: dict[str, Any] = dict.fromkeys(["one"], Large())
+        made.update(other=Large())
+        kept.extend(map(weakref.ref, made.values()))
+
+    with collector_paused():
+        before = ObjectsBefore()
+        with Writes(before) as writes:
+            fills()
+        assert [one() for one in kept] == [None, None]
+    assert not list(writes.elsewhere({id(kept)}))
+
+
 def test_the_same_in_a_copy_of_the_process() -> None:
     staying = [{"sums": [number]} for number in range(20)]
 
@@ -255,6 +292,65 @@ def test_the_same_in_a_copy_of_the_process() -> None:
             return all(one in before for one in staying), any(one in before for one in made), made[0] in before
 
     assert run_in_fork(work) == (True, False, False)
+
+
+def test_arrays_in_what_the_collector_does_not_know() -> None:
+    def counts() -> None:
+        ARRAYS["calls"][0] += 1
+
+    def counts_in_pair() -> None:
+        ARRAYS["pair"][1][0] += 1
+
+    def of_its_own() -> None:
+        made = np.zeros(2)
+        made[0] += 1
+
+    assert written(counts, set())
+    assert written(counts_in_pair, set())
+    assert not written(of_its_own, set())
+    assert run_in_fork(lambda _progress: bool(written(counts, set())) and not written(of_its_own, set()))
+
+
+def test_a_name_that_is_bound_in_another_way_too() -> None:
+    def nested() -> None:
+        def inner() -> Any:
+            COUNTS = {}  # noqa: N806 - it hides the module's
+            return len(COUNTS)
+
+        inner()
+        COUNTS["n"] += 1
+
+    def imported() -> None:
+        try:
+            import collections as found
+        except ImportError:
+            found = {}  # type: ignore[assignment]
+        found.counted_here = 1  # type: ignore[attr-defined]
+
+    def generates() -> Any:
+        made: dict[str, int] = {}
+        while True:
+            yield made
+            made["n"] = 1
+
+    generator = generates()
+    next(generator)
+    assert written(nested, set())
+    assert written(imported, set())
+    assert written(lambda: generator.send(None), set())
+
+
+def test_functions_in_threads_and_without_source() -> None:
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=attribute)
+        thread.start()
+        thread.join()
+
+    space: dict[str, Any] = {"HELPERS": HELPERS}
+    exec(compile("def made():\n    HELPERS.calls = 1", "/home/somebody/made.py", "exec"), space)
+    assert ("attribute", "HELPERS.calls") in written(in_a_thread, set())
+    assert written(space["made"], set())
+    assert threading.getprofile() is None
 
 
 def test_a_profile_of_the_users_goes_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import sys
 from collections.abc import Container, Hashable, Iterable, Iterator
@@ -9,7 +10,7 @@ from types import CellType, CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
-from vram_guard.state.writes import Writes
+from vram_guard.state.writes import NOT_READ, Writes
 from vram_guard.user_code import is_users_file
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class CodeRun(Writes):
     def writes_elsewhere(self, known: Container[Hashable]) -> Iterator[str]:
         """Sentences about functions that write to what is not compared; see ``Writes.elsewhere``."""
         for function, text in self.elsewhere(known):
+            if text == NOT_READ:
+                yield _("what {function} writes to is not known: its source cannot be read", function=function)
+                continue
             yield _("{function} writes to {text}, which is not part of the model", function=function, text=text)
 
     def takes_gradients(self) -> Iterator[str]:
@@ -103,9 +107,9 @@ def functions_around() -> list[FunctionType]:
     modules = {name: module for name, module in list(sys.modules.items()) if _is_users(module)}
     for module in modules.values():
         for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename):
+            if type(value) is FunctionType and is_users_file(value.__code__.co_filename):
                 known.setdefault(value.__name__, []).append(value)
-            kinds = (value if isinstance(value, type) else type(value)).__mro__
+            kinds = (value if issubclass(type(value), type) else type(value)).__mro__
             for function in [one for kind in kinds if kind.__module__ in modules for one in _methods(kind)]:
                 # What is called by no name of its own (``__call__``) belongs to who names the class, or an object.
                 called = name if function.__name__.startswith("__") else function.__name__
@@ -126,7 +130,7 @@ def functions_around() -> list[FunctionType]:
 
 
 def _is_users(module: Any) -> bool:
-    file = getattr(module, "__file__", None)
+    file = _attribute(module, "__file__")
     return isinstance(file, str) and is_users_file(file)
 
 
@@ -137,11 +141,18 @@ def _goes_on(value: Any) -> bool:
 
 def _methods(kind: type) -> Iterator[FunctionType]:
     for given in vars(kind).values():
-        of_descriptor = [getattr(given, name, None) for name in ("__func__", "fget", "fset", "fdel")]
+        of_descriptor = [_attribute(given, name) for name in ("__func__", "fget", "fset", "fdel")]
         for method in [one for one in of_descriptor if one is not None] or [given]:
-            function = getattr(method, "__wrapped__", method)  # as no_grad wraps it
-            if isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename):
+            function = _attribute(method, "__wrapped__") or method  # as no_grad wraps it
+            if type(function) is FunctionType and is_users_file(function.__code__.co_filename):
                 yield function
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """None where there is none, or asking for it runs code that fails."""
+    with contextlib.suppress(Exception):
+        return getattr(value, name, None)
+    return None
 
 
 def _between_steps(functions: Iterable[FunctionType]) -> list[FunctionType]:

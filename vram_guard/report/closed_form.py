@@ -1,4 +1,4 @@
-"""The answers of the closed forms, and the symbolic one beside them, in words and for programs."""
+"""The answers of the closed forms, in words and for programs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def trace(
     compute_capability: tuple[int, int] = DEFAULT_CAPABILITY,
     multiprocessors: int | None = None,
     placement: Placement | None = None,
-    budget: Budget | None = None,
+    budget: Budget | str | None = None,
     check_at: int | None = None,
     checked: bool = True,
     cudnn: str | None = None,
@@ -70,7 +70,7 @@ def trace(
             a card of this compute capability has (:func:`vram_guard.budget.catalogue.most_multiprocessors`).
         placement: where CUDA puts new segments on the GPU that is meant: "below" or "above" the earlier ones
             (``Budget.placement``); None: not known, and the larger peak of both counts.
-        budget: whose card is meant, in place of these three; an amount alone has none.
+        budget: whose card is meant, or its name, in place of these three; of an amount alone, these three hold.
         check_at: the batch size at which the law is checked; None: :data:`CHECKED_SIZE`.
         checked: False leaves the check to the caller, who compares with :func:`traced_at` where it matters.
         cudnn: the cuDNN that is asked, without a GPU, for the workspaces of convolutions: "off", "ask" (the installed
@@ -95,8 +95,11 @@ def trace(
 
     checked_choice(cudnn)
     if budget is not None:
-        compute_capability = budget.compute_capability or compute_capability
-        multiprocessors, placement = budget.multiprocessors, budget.placement
+        from vram_guard.budget import Budget
+
+        card = Budget.resolve(budget)
+        compute_capability = card.compute_capability or compute_capability
+        multiprocessors, placement = card.multiprocessors or multiprocessors, card.placement or placement
     capability = Capability(compute_capability)
     step = with_built_model(cast("TrainingStep", as_step(step, input_shape)), capability)
     run = _run_on(step, capability, cudnn)

@@ -53,13 +53,13 @@ class ObjectsBefore:
         self._new: set[int] = set()
         """Numbers of new objects, which are never those of older ones."""
         self._asked_for: dict[int, Callable[[], object]] = {}
-        self._in_copy = in_copy()
+        self._frozen = in_copy()
         gc.freeze()
-        if not self._in_copy:
+        if not self._frozen:
             gc.unfreeze()
 
     def __contains__(self, value: object) -> bool:
-        """Of what the collector knows, see :meth:`is_told`."""
+        """Of what the collector knows, and of dictionaries that it has known from the beginning."""
         if id(value) in self._new:
             return False
         asked_for = self._asked_for.get(id(value))
@@ -68,32 +68,48 @@ class ObjectsBefore:
         self._list()
         if id(value) in self._new:
             return False
-        try:
+        with contextlib.suppress(TypeError):  # of a list: it is not kept alive, a trace lets go of it as the step does
             self._asked_for[id(value)] = weakref.ref(value)
-        except TypeError:
-            self._asked_for[id(value)] = lambda: value
         return True
 
-    @staticmethod
-    def is_told(value: object) -> bool:
-        """True if where the collector keeps a value tells whether it is one of them."""
-        return gc.is_tracked(value) and type(value) is not dict
+    def alive(self, numbers: set[int]) -> list[object]:
+        """The dictionaries that have these numbers and are new to the collector."""
+        return [one for one in self._listed() if id(one) in numbers and type(one) is dict] if numbers else []
 
     def referred_to(self, values: list[object]) -> set[int]:
         """The numbers of those of these values that one of the objects refers to, frames left alone."""
         if not values:
             return set()
+        numbers = set(map(id, values))
         with collector_paused():
             self._list()
-            if self._in_copy:
+            if self._frozen:
+                self._frozen = False
                 gc.unfreeze()
-            holders = gc.get_referrers(*values)
-            if self._in_copy:
-                gc.freeze()
-            held = [one for one in holders if not isinstance(one, FrameType) and one in self]
-            return {id(one) for one in gc.get_referents(*held)} & set(map(id, values))
+                weakref.finalize(self, gc.freeze)
+            found = gc.get_referents(*(one for one in gc.get_referrers(*values) if self._is_old(one)))
+            if any(not (gc.is_tracked(one) or type(one) is dict) for one in values):
+                found += self._in_plain_containers()
+        return numbers & set(map(id, found))
+
+    def _in_plain_containers(self) -> list[object]:
+        """What dictionaries and tuples hold that the collector does not know, as they hold nothing that it knows."""
+        found, seen = list[object](), set[int]()
+        parts = gc.get_referents(*filter(self._is_old, gc.get_objects()))
+        while parts:
+            plain = {id(one): one for one in parts if type(one) in (dict, tuple) and not gc.is_tracked(one)}
+            parts = gc.get_referents(*(one for number, one in plain.items() if number not in seen))
+            seen |= plain.keys()
+            found += parts
+        return found
+
+    def _is_old(self, holder: object) -> bool:
+        return id(holder) not in self._new and type(holder) is not FrameType
 
     def _list(self) -> None:
-        new = set(map(id, gc.get_objects() if self._in_copy else gc.get_objects(0)))
+        new = set(map(id, self._listed()))
         if id(self._witness) not in new:
             self._new |= new
+
+    def _listed(self) -> list[object]:
+        return gc.get_objects() if self._frozen else gc.get_objects(0)

@@ -10,8 +10,10 @@ are named, and so is what cannot be told.
 from __future__ import annotations
 
 import ast
+import gc
 import linecache
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator
 from functools import cache
@@ -57,6 +59,10 @@ _UNKNOWN = object()
 _NONE_YET = object()
 
 
+#: In place of a text: there is no source of the function.
+NOT_READ = "?"
+
+
 class Write(NamedTuple):
     """A place in a function that writes to something."""
 
@@ -87,20 +93,26 @@ class Writes:
         self._found: dict[tuple[str, str], dict[Hashable, Any]] = {}
         """Function and text -> what was there before, by its key, as :meth:`elsewhere` is told those."""
         self._not_told: dict[int, Any] = {}
-        """Those of them of which it is not known yet, see ``ObjectsBefore.is_told``."""
+        """Those of them of which it is not known yet: the collector does not know them."""
+        self._young: set[int] = set()
+        """Dictionaries that are new to the collector, as one is that held numbers alone before; not kept alive."""
         self._entered: dict[int, tuple[Any, dict[str, Any]]] = {}
         """Frames of libraries' methods -> their object, and what it held."""
 
     def __enter__(self) -> Self:
         self._outer: Any = sys.getprofile()
-        sys.setprofile(self._profile(self._outer if callable(self._outer) else None))
+        self._of_threads: Any = threading.getprofile()
+        told = self._profile(self._outer if callable(self._outer) else None)
+        threading.setprofile(told)
+        sys.setprofile(told)
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        threading.setprofile(self._of_threads)
         if self._outer is None or callable(self._outer):
             sys.setprofile(self._outer)
-        else:  # cProfile's
-            self._outer.enable()
+        else:  # as cProfile's, which is written in C
+            getattr(self._outer, "enable", lambda: None)()
 
     def _profile(self, outer: Any) -> Callable[[FrameType, str, Any], None]:
         """What Python calls at every call and return, most of which are of libraries: they are left at once.
@@ -198,12 +210,19 @@ class Writes:
         self.is_needed = True
         if self._before is None or owner is _NONE_YET:
             return
-        if owner is not _UNKNOWN:
-            if not self._before.is_told(owner):
-                self._not_told[id(owner)] = owner
-            elif owner not in self._before:
-                return
-        self._found.setdefault((frame.f_code.co_name, text), {})[id(owner) if key is None else key] = owner
+        number = id(owner) if key is None else key
+        found = self._found.setdefault((frame.f_code.co_name, text), {})
+        if number in found:
+            return
+        if owner is _UNKNOWN:
+            found[number] = None
+        elif not gc.is_tracked(owner):
+            found[number] = self._not_told[id(owner)] = owner
+        elif owner in self._before:
+            found[number] = owner
+        elif type(owner) is dict:
+            found[number] = None
+            self._young.add(id(owner))
 
     def elsewhere(self, known: Container[Hashable]) -> Iterator[tuple[str, str]]:
         """Function and text of writes to what was there before and is not among what is compared.
@@ -214,9 +233,11 @@ class Writes:
         """
         others = {said: {key for key in owners if key not in known} for said, owners in self._found.items()}
         keys = set[Any]().union(*others.values())
-        asked = [value for key, value in self._not_told.items() if key in keys]
-        held = set() if self._before is None else self._before.referred_to(asked)
-        new = self._not_told.keys() - held
+        held = set[int]()
+        if self._before is not None:
+            asked = [value for key, value in self._not_told.items() if key in keys]
+            held = self._before.referred_to([*asked, *self._before.alive(self._young & keys)])
+        new = (self._not_told.keys() | self._young) - held
         yield from (said for said, keys in others.items() if keys - new)
 
 
@@ -234,10 +255,12 @@ def writes_of(code: CodeType) -> tuple[Write, ...]:
 
     Example:
         >>> [one.text for one in writes_of(Writes.__enter__.__code__)]
-        ['self._outer']
+        ['self._outer', 'self._of_threads']
     """
     if code.co_name in ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
         return ()  # the function that they are written in is looked at
+    if not _nodes(code.co_filename):
+        return (Write(NOT_READ, None, NOT_READ),)
     nodes = _nodes(code.co_filename).get(code.co_firstlineno, [])
     return tuple(one for node in nodes if getattr(node, "name", "<lambda>") == code.co_name for one in _writes(node))
 
@@ -285,9 +308,12 @@ def _writes(function: ast.AST) -> Iterator[Write]:
 
 def _made_in(function: ast.AST) -> set[str]:
     """Variables that are set to containers which are written out there, and to nothing else."""
+    own = list(_own_nodes(function))
+    if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own):
+        return set()  # its variables may have been there before the step
     made = {
         id(target): target.id
-        for node in ast.walk(function)
+        for node in own
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Dict, ast.List, ast.Set))
         for target in node.targets
         if isinstance(target, ast.Name)
@@ -298,7 +324,21 @@ def _made_in(function: ast.AST) -> set[str]:
             others.update(node.names)
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and id(node) not in made:
             others.add(node.id)
+        elif isinstance(node, ast.alias):
+            others.add((node.asname or node.name).partition(".")[0])
+        else:  # handlers, definitions, patterns
+            others.update(one for one in (getattr(node, "name", None), getattr(node, "rest", None)) if one)
     return set(made.values()) - others
+
+
+def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """What stands in a function, but in no other that it defines."""
+    waiting = list(ast.iter_child_nodes(function))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield node
+            waiting += ast.iter_child_nodes(node)
 
 
 def _of_first(call: ast.Call) -> bool:
