@@ -55,3 +55,20 @@ def test_changes_by_calls_setters_and_methods_that_a_constructor_calls_too() -> 
         "the step reads by_method, which Net.put changes",
         "the step reads by_setter, which Net.rate changes",
     ]
+
+
+def test_what_a_running_function_has_set_before_its_loop_stays() -> None:
+    net = Net()
+    net.by_setter = 2.0
+    net.put(0.5)
+    found = []
+    for at in range(2):
+        for _turn in range(2):
+            with CodeRun() as ran:
+                net(torch.ones(2))
+            found.append(set(ran.changed_later(net, functions_around())))
+        net.by_call = float(at)
+    net.set_once = 3.0
+    name = "test_what_a_running_function_has_set_before_its_loop_stays"
+    changed = {f"the step reads {one}, which {name} changes" for one in ("by_call", "set_once")}
+    assert all({one for one in each if name in one} == changed for each in found)

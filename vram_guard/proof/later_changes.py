@@ -121,12 +121,27 @@ def functions_around() -> list[FunctionType]:
             # What a script defines is among the functions of its module.
             own = (None if isinstance(one, CodeType) else one for one in frame.f_code.co_consts)
             cells = tuple(CellType() for _name in frame.f_code.co_freevars)
-            found.append(FunctionType(frame.f_code.replace(co_consts=tuple(own)), {}, closure=cells))
+            code = frame.f_code.replace(co_consts=tuple(own), co_code=_still_to_run(frame))
+            found.append(FunctionType(code, {}, closure=cells))
         frame = frame.f_back
     for function in found:  # those that are added in the loop too
         for name in _attributes(function.__code__, "NAME"):
             found += known.pop(name, [])
     return found
+
+
+def _still_to_run(frame: FrameType) -> bytes:
+    """The instructions of a running function, without those that set attributes before it and all loops it is in."""
+    code, first = frame.f_code, frame.f_lasti
+    instructions = list(dis.get_instructions(code))
+    back = [one for one in instructions if one.opcode in _JUMPS and one.argval < one.offset]
+    while around := [one.argval for one in back if one.argval < first <= one.offset]:
+        first = min(around)
+    found = bytearray(code.co_code)
+    for one in instructions:
+        if one.offset < first and one.opname in _OPERATIONS["STORE"]:
+            found[one.offset : one.offset + 2] = dis.opmap["NOP"], 0
+    return bytes(found)
 
 
 def _is_users(module: Any) -> bool:
@@ -176,6 +191,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _OPERATIONS = {
     "LOAD": ("LOAD_ATTR", "LOAD_METHOD"),
     "STORE": ("STORE_ATTR", "DELETE_ATTR"),
