@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vram_guard.call_room import with_room
 from vram_guard.watch.process_groups import end_process_groups
 
 
@@ -16,10 +17,10 @@ def run(command: Sequence[str], *, module: bool) -> None:
     sys.argv = list(command)
     if module:
         sys.path[0] = str(Path.cwd())
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        with_room(runpy.run_module, command[0], run_name="__main__", alter_sys=True)
         return
     sys.path[0] = str(Path(command[0]).resolve().parent)
-    runpy.run_path(command[0], run_name="__main__")
+    with_room(runpy.run_path, command[0], run_name="__main__")
 
 
 def end_process_groups_at_exit() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+from vram_guard.call_room import with_room
 from vram_guard.errors import LostCopyError, UnsupportedStepError
 from vram_guard.forks import autograd_threads, ended, queues, tied
 from vram_guard.forks.ended import EndedOnceError
@@ -268,7 +269,7 @@ def _work_in_copy(work: Callable[[Progress], Any], home: Home, values: HostCopie
         discard_writes()
         values.take_over()
         buffers: list[pickle.PickleBuffer] = []
-        outcome = _outcome(work, home.pipe, buffers)
+        outcome = with_room(_outcome, work, home.pipe, buffers)
         home.pipe.send((*outcome, [buffer.raw().nbytes for buffer in buffers]))
         for buffer in buffers:
             write_all(home.pipe.fileno(), buffer.raw())

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
+import torch
+
 #: Containers whose content can change while they stay the same objects.
 MUTABLE = (list, dict, set, deque)
 _WALKED = (*MUTABLE, tuple)
@@ -93,15 +95,15 @@ def own_copy(part: Any, *, arrays: bool = False) -> Any:
         part: to copy.
         arrays: whether tensors and arrays are copied as well.
     """
-    shared: dict[int, Any] = {}
     if not arrays:
         if _fixed(part):
             return part
         if type(part) in (dict, list) and all(map(_fixed, part.values() if type(part) is dict else part)):
             return part.copy()  # as most samples are: grown batches have thousands of them
-        _note_arrays(part, shared, set())
+    found: dict[int, Any] = {}
+    _note_arrays(part, found, set())
     try:
-        return copy.deepcopy(part, shared)
+        return copy.deepcopy(part, _rows_copied(found.values()) if arrays else found)
     except Exception:  # noqa: BLE001 - other people's objects
         return part
 
@@ -115,6 +117,17 @@ def _fixed(part: Any) -> bool:
 
 def _is_array(part: Any) -> bool:
     return hasattr(part, "dtype") and hasattr(part, "shape")
+
+
+def _rows_copied(arrays: Iterable[Any]) -> dict[int, Any]:
+    """Copies of tensors that are parts of larger ones, as rows of a data set, by the identity of the tensor.
+
+    A deep copy of such a tensor would copy all that the larger one holds.
+    """
+    plain = [one for one in arrays if type(one) is torch.Tensor and one.layout is torch.strided]
+    return {
+        id(one): one.clone() for one in plain if not one.requires_grad and one.untyped_storage().nbytes() > one.nbytes
+    }
 
 
 def _note_arrays(part: Any, found: dict[int, Any], seen: set[int]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vram_guard.call_room import with_room
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
 from vram_guard.language import Message, _
@@ -105,12 +106,14 @@ def run_step(
     capability = Capability.of(capability)
     with asked_as_chosen(capability), _alone() as interrupts:
         try:
-            return _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
+            run = _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled)
+            return with_room(run.timeline)
         except replicas.UnusedParametersError:
             if step.parallel is not None:
                 raise
         found = step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True})
-        timeline = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps, compiled).timeline()
+        again = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps, compiled)
+        timeline = with_room(again.timeline)
         return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
