@@ -250,6 +250,27 @@ class ForwardHooked(PureBlock):
     watched = 0
 
 
+class Scaled(torch.autograd.graph.saved_tensors_hooks):
+    def __init__(self) -> None:
+        super().__init__(lambda x: x / x.abs().max(), lambda x: x)
+
+
+class Packed(BlockNet):
+    def forward(self, x):
+        with Scaled():
+            return super().forward(x)
+
+
+blocks("packed by hooks around it", net=Packed)(type("Around", (PureBlock,), {}))
+
+
+@blocks("packed by hooks of its own", exact=True)
+class Packing(PureBlock):
+    def forward(self, x):
+        with Scaled():
+            return torch.sin(super().forward(x))
+
+
 class Shared(BlockNet):
     def __init__(self, block):
         super().__init__(block)

@@ -129,6 +129,45 @@ class Packed(Base):
             return super().loss(batch)
 
 
+class Scaled(torch.autograd.graph.saved_tensors_hooks):
+    """Of which the functions that use it do not name what it is."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x / x.abs().max(), lambda x: x)
+
+
+@unseen("gradients that a class packs around the model", MICRO, TIGHT)
+class PackedByClass(Base):
+    def loss(self, batch):
+        with Scaled():
+            out = self.net(batch[0])
+        return F.mse_loss(out, batch[1])
+
+
+class ScaledInside(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with Scaled():
+            return torch.tanh(self.inner(x))
+
+
+@unseen("gradients that a layer of the model packs")
+class PackedInside(Base):
+    def __init__(self):
+        super().__init__()
+        self.net.first = ScaledInside(self.net.first)
+
+
+@unseen("gradients on the host")
+class OnHost(Base):
+    def loss(self, batch):
+        with torch.autograd.graph.save_on_cpu():
+            return super().loss(batch)
+
+
 # --- numbers that are others later ----------------------------------------------------------------------------------
 
 

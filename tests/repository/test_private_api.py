@@ -28,6 +28,7 @@ ALL = (
     *private_api.COMPILER_EXTRAS,
     *private_api.FLEX_NAMES,
     *private_api.TF32_NAMES,
+    *private_api.SAVED_NAMES,
 )
 NEEDED = ALL if tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE else private_api.PRIVATE_NAMES
 

@@ -290,6 +290,19 @@ def test_what_leaves_a_body_is_named() -> None:
         find_body(step_of(net, lambda net, batch: flooding(net(batch[0]), batch[1]) + caught.pop().mean()), ROWS)
 
 
+@each("tells_whose", [True, False])
+def test_what_packs_saved_tensors_is_named(tells_whose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.half()
+
+    if not tells_whose:  # before torch 2.8
+        monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+    hooks = torch.autograd.graph.saved_tensors_hooks(halved, torch.Tensor.float)
+    with hooks, pytest.raises(UnsupportedTechniqueError, match="halved packs" if tells_whose else "hooks packs"):
+        find_body(step_of(Net()), ROWS)
+    assert find_body(step_of(Net()), ROWS)
+
+
 def _tokens(size: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 90, (size, 16))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

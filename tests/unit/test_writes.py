@@ -7,6 +7,7 @@ import cProfile
 import functools
 import gc
 import itertools
+import sys
 import threading
 import types
 import warnings
@@ -359,3 +360,18 @@ def test_a_profile_of_the_users_goes_on() -> None:
         assert written(attribute, set())
         reads()
     assert any(one.code.co_name == "reads" for one in profile.getstats() if not isinstance(one.code, str))
+
+
+def test_a_thread_that_goes_on_after_the_block_is_no_longer_looked_at() -> None:
+    goes_on, seen = threading.Event(), list[Any]()
+
+    def works_on() -> None:
+        goes_on.wait(10.0)
+        seen.append(sys.getprofile())
+
+    thread = threading.Thread(target=works_on)
+    with collector_paused(), Writes(ObjectsBefore()):
+        thread.start()
+    goes_on.set()
+    thread.join(10.0)
+    assert seen == [None]

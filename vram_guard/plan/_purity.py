@@ -25,6 +25,7 @@ _WHAT: dict[ChangeKind, str] = {
     "input": marked("changes its input"),
     "elsewhere": marked("changes a tensor that was made before it"),
     "beyond": marked("may change {name}, which cannot be looked into"),
+    "packed": marked("computes what {name} packs for the backward pass"),
 }
 _UNNAMED_GENERATOR = marked("draws from a generator of its own")
 

@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.limits import MOST_CANDIDATES
-from vram_guard.patching import replaced
 from vram_guard.proof.effects import Listening
-from vram_guard.proof.functions import told, unknown_functions
+from vram_guard.proof.functions import OwnBackward
 from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import COLLECTIVE, SamplesApart, sizes_of_looks
 from vram_guard.proof.step_state import StepState
@@ -317,21 +316,20 @@ class _FollowedForward(PatchedForward):
         if not (self.module.training and torch.is_grad_enabled()):
             return self.as_written(*args, **kwargs)
         called = arguments_by_name(args, kwargs)
-        state, functions, ran = (
+        state, own, ran = (
             _Attributes(self.module),
-            list[type](),
+            OwnBackward(),
             CodeRun(ObjectsBefore() if self._look.writes else None),
         )
         reached = StepState(self.module, self.as_written)
         rows = next((len(one) for one in tensors_of(called) if one.dim()), 0)
         apart = SamplesApart(called, rows, None, self.module)
-        applied = replaced(torch.autograd.Function, {"apply": told(functions)})
-        with self._look.leaving.inside(), Listening() as heard, applied, apart, apart.reading(), ran:
+        with self._look.leaving.inside(), Listening() as heard, own.heard(), apart, apart.reading(), ran:
             out = self.as_written(*args, **kwargs)
         self._look.writes = self._look.writes or ran.is_needed
         self._look.leaving.returned(out)
         try:
-            self._check(state, reached, apart, ran, functions, heard)
+            self._check(state, reached, apart, ran, own, heard)
             results = tuple(_results(out, rows, apart))
             self._look.facts.append(BodyFacts(self._body(called, rows), results, heard.random))
         except UnsupportedTechniqueError as error:
@@ -344,7 +342,7 @@ class _FollowedForward(PatchedForward):
         reached: StepState,
         apart: SamplesApart,
         ran: CodeRun,
-        functions: list[type],
+        own: OwnBackward,
         heard: Listening,
     ) -> None:
         reasons = itertools.chain(
@@ -362,7 +360,7 @@ class _FollowedForward(PatchedForward):
             [_("it draws from a generator of NumPy or Python")] if heard.of_python else [],
             heard.written,
             ran.takes_gradients(),
-            unknown_functions(functions),
+            own.reasons(),
             ran.changed_later(self._model, self._look.between_steps()),
         )
         for why in reasons:

@@ -1,13 +1,17 @@
-"""Functions with a backward pass of their own, of which the operators of a forward pass tell nothing."""
+"""What the operators of a forward pass tell nothing of: functions with a backward pass of their own, packed tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from vram_guard.language import _
+from vram_guard.patching import replace_attributes
+from vram_guard.tensors import name_of_packing, packing_hook
 
 #: Module and name of those that leave samples apart, and what they saved as it was: each gives back the gradients that
 #: it is given, those that autograd computes of what it called, or a function of each element or row.
@@ -34,32 +38,65 @@ _APART = frozenset(
 )
 
 
-def unknown_functions(functions: Iterable[type]) -> Iterator[str]:
-    """Sentences about functions that may join samples in a backward pass, or change there what others have saved.
-
-    Args:
-        functions: subclasses of ``torch.autograd.Function`` that were applied.
+class OwnBackward:
+    """Notes what the user's code puts between operators and their backward pass.
 
     Example:
         >>> from torch.utils.checkpoint import CheckpointFunction
-        >>> list(unknown_functions([CheckpointFunction]))
+        >>> noted = OwnBackward()
+        >>> with noted.heard():
+        ...     _result = CheckpointFunction.apply(torch.exp, False, torch.ones(1, requires_grad=True))
+        >>> list(noted.reasons())
         []
     """
-    for one in dict.fromkeys(functions):
-        if (one.__module__, one.__qualname__) not in _APART:
+
+    def __init__(self) -> None:
+        self._functions: dict[type, None] = {}
+        self._packing: dict[str, None] = {}
+
+    def install(self) -> Callable[[], None]:
+        """Note it from now on, until the result is called; what is on already is noted now."""
+        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+        enter = saved_tensors_hooks.__enter__
+
+        def noted_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            self._functions[cls] = None
+            return apply(cls, *args, **kwargs)
+
+        def noted_enter(hooks: saved_tensors_hooks) -> None:
+            self._packing[name_of_packing(hooks.pack_hook)] = None
+            enter(hooks)
+
+        self._packing[packing_hook()] = None
+        undo_apply = replace_attributes(torch.autograd.Function, {"apply": classmethod(noted_apply)})
+        undo_enter = replace_attributes(saved_tensors_hooks, {"__enter__": noted_enter})
+
+        def undo() -> None:
+            undo_enter()
+            undo_apply()
+
+        return undo
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside the block, it is noted."""
+        undo = self.install()
+        try:
+            yield
+        finally:
+            undo()
+
+    def reasons(self) -> Iterator[str]:
+        """Sentences about what may join samples in a backward pass, or change there what others have saved."""
+        for one in self._functions:
+            if (one.__module__, one.__qualname__) not in _APART:
+                yield _(
+                    "nothing is known of the backward pass of {function}: whether it leaves samples apart, and what it "
+                    "has saved as it was",
+                    function=f"{one.__module__}.{one.__qualname__}",
+                )
+        for name in filter(None, self._packing):
             yield _(
-                "nothing is known of the backward pass of {function}: whether it leaves samples apart, and what it has "
-                "saved as it was",
-                function=f"{one.__module__}.{one.__qualname__}",
+                "{function} packs what is saved for the backward pass, and may do otherwise with a part of it",
+                function=name,
             )
-
-
-def told(functions: list[type]) -> Any:
-    """In place of ``torch.autograd.Function.apply``: the same, and the list is told of each function."""
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        functions.append(cls)
-        return original(cls, *args, **kwargs)
-
-    return classmethod(apply)

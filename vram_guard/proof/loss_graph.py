@@ -13,10 +13,9 @@ from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.limits import LARGEST_APART
-from vram_guard.patching import replaced
 from vram_guard.proof._batch_state import BatchState
 from vram_guard.proof.effects import Listening, StepEffects
-from vram_guard.proof.functions import told, unknown_functions
+from vram_guard.proof.functions import OwnBackward
 from vram_guard.proof.later_changes import CodeRun, functions_of
 from vram_guard.proof.samples_apart import LossForm, SamplesApart, form_over_samples, sizes_of_looks
 from vram_guard.proof.step_state import StepState
@@ -125,7 +124,7 @@ class LossGraph:
         return ""
 
     def own_backward(self, batch_size: int) -> str:
-        """The first function with a backward pass of its own of which nothing is known, in a sentence; "" for none."""
+        """The first thing that the operators tell nothing of in a backward pass, in a sentence; "" for none."""
         return next((why for look in self._looked(batch_size) for why in look.own_backward), "")
 
     def written(self, batch_size: int) -> tuple[str, ...]:
@@ -176,11 +175,11 @@ class LossGraph:
         loaded = self._loaded(batch)
         given = BatchState(loaded)
         apart = SamplesApart(loaded, self._size, self._single_samples(batch), model)
-        ran, functions = CodeRun(ObjectsBefore() if self._writes else None), list[type]()
+        ran, backward = CodeRun(ObjectsBefore() if self._writes else None), OwnBackward()
         with (
             self._effects.heard(),
             Listening() as heard,
-            replaced(torch.autograd.Function, {"apply": told(functions)}),
+            backward.heard(),
             self._numbers_of_optimizer(),
             apart,
             apart.reading(),
@@ -209,7 +208,7 @@ class LossGraph:
             if isinstance(own, torch.nn.Module):
                 later += ran.changed_later(own, functions_of(self._effects.companions))
             later += ran.writes_elsewhere(state.known() | given.known)
-            own_backward = tuple(unknown_functions(functions))
+            own_backward = tuple(backward.reasons())
             later += [*ran.takes_gradients(), *own_backward]
             if heard.of_python:
                 later.append(_("it draws from a generator of NumPy or Python, maybe one number for the whole batch"))
@@ -282,7 +281,7 @@ class _TracedLoss(NamedTuple):
     later: tuple[str, ...]
     """Why it may do something else in later steps."""
     own_backward: tuple[str, ...]
-    """Sentences about functions of whose backward pass nothing is known."""
+    """Sentences about what the operators tell nothing of in a backward pass."""
 
 
 def _is_mean(one: LossForm | None, other: LossForm | None) -> bool:

@@ -189,7 +189,7 @@ def folder_dict(folder: ModelFolder, tuning: FineTuning) -> dict[str, Any]:
     }
 
 
-# --- the symbolic answer ------------------------------------------------------------------------------
+# --- the symbolic answer ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

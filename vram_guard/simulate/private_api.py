@@ -128,6 +128,15 @@ TF32_NAMES: tuple[PrivateName, ...] = (
     PrivateName("torch._C:_set_fp32_precision_setter", "a trace leaves the switches as they were", _TF32),
 )
 
+#: Where torch has it (since 2.8).
+SAVED_NAMES: tuple[PrivateName, ...] = (
+    PrivateName(
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "whose hooks pack what is saved",
+        "test_what_packs_saved_tensors_is_named",
+    ),
+)
+
 _SHARDED = "test_what_the_trace_allocates_is_the_sequence_of_a_real_run"
 
 #: Only for steps whose parameters are kept on the host.

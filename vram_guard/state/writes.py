@@ -102,17 +102,29 @@ class Writes:
     def __enter__(self) -> Self:
         self._outer: Any = sys.getprofile()
         self._of_threads: Any = threading.getprofile()
-        told = self._profile(self._outer if callable(self._outer) else None)
-        threading.setprofile(told)
-        sys.setprofile(told)
+        self._is_over = False
+        threading.setprofile(self._while_inside(self._profile(self._of_threads)))
+        sys.setprofile(self._profile(self._outer if callable(self._outer) else None))
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        self._is_over = True
         threading.setprofile(self._of_threads)
         if self._outer is None or callable(self._outer):
             sys.setprofile(self._outer)
         else:  # as cProfile's, which is written in C
             getattr(self._outer, "enable", lambda: None)()
+
+    def _while_inside(self, told: Callable[[FrameType, str, Any], None]) -> Callable[[FrameType, str, Any], None]:
+        """For threads that begin inside the block: one that goes on after it has the profile that it would have had."""
+
+        def told_until_the_end(frame: FrameType, event: str, argument: Any) -> None:
+            if self._is_over:
+                sys.setprofile(self._of_threads)
+            else:
+                told(frame, event, argument)
+
+        return told_until_the_end
 
     def _profile(self, outer: Any) -> Callable[[FrameType, str, Any], None]:
         """What Python calls at every call and return, most of which are of libraries: they are left at once.
@@ -255,7 +267,7 @@ def writes_of(code: CodeType) -> tuple[Write, ...]:
 
     Example:
         >>> [one.text for one in writes_of(Writes.__enter__.__code__)]
-        ['self._outer', 'self._of_threads']
+        ['self._outer', 'self._of_threads', 'self._is_over']
     """
     if code.co_name in ("<module>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
         return ()  # the function that they are written in is looked at

@@ -31,9 +31,9 @@ from vram_guard.state.reached import (
     is_generator,
     key_of,
 )
-from vram_guard.state.writes import Writes
+from vram_guard.state.writes import NOT_READ, Writes
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
-from vram_guard.tensors import storage_of, tensors_in, version_of
+from vram_guard.tensors import packing_hook, storage_of, tensors_in, version_of
 from vram_guard.timeline import ChangeKind, StateChange
 from vram_guard.user_code import is_users_file
 
@@ -128,11 +128,15 @@ class WatchedForward(PatchedForward):
         operations = self._watch.operations
         before = _Look(self.module, (*args, *kwargs.values())) if operations.measured else None
         writes = Writes(self._watch.objects_before()) if before is not None and self._is_users else None
+        packing = packing_hook()
         with operations.noted() as noted, writes or contextlib.nullcontext():
             out = self.as_written(*args, **kwargs)
         found = [] if before is None else list(before.changed(noted))
+        if before is not None and packing:
+            found.append(("packed", packing))
         if before is not None and writes is not None:
-            found += [("object", text) for _function, text in writes.elsewhere(before.known)]
+            for function, text in writes.elsewhere(before.known):
+                found.append(("beyond", f"{function}()") if text == NOT_READ else ("object", text))
         for kind, name in found:
             self._watch.add(StateChange(self._name, kind, name))
         return out

@@ -15,7 +15,6 @@ from vram_guard.capture.loader import Sample
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
 from vram_guard.limits import TRACE_SECONDS
-from vram_guard.proof.functions import unknown_functions
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
@@ -204,7 +203,7 @@ class ForkedPhase(LoopPhase):
         facts = LoopFacts(
             batches_per_step=self._between,
             clips_gradients=self._clips,
-            own_backward=tuple(unknown_functions(self.run.functions)),
+            own_backward=tuple(self.run.own_backward.reasons()),
         )
         watched = None if self._watching is None else self._watching.found()
         return TraceResult(self.timeline(), facts, watched=watched)

@@ -12,8 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from vram_guard.language import _
-from vram_guard.patching import replace_attributes
-from vram_guard.proof.functions import told
 from vram_guard_accelerate._patching import made_by_script, wrap
 from vram_guard_accelerate.dry_run import _engine, own_ranks, side_effects, subprocess_policy
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess, plugin_of
@@ -36,7 +34,7 @@ def install(run: DryRun) -> None:
     _refuse_local_sgd()
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
     run.script.options.watch()
-    replace_attributes(torch.autograd.Function, {"apply": told(run.functions)})
+    run.own_backward.install()
     wrap(torch.autograd, "backward", partial(_differentiated, run))
     wrap(Accelerator, "__init__", partial(_accelerator_made, run))
     for name in ("prepare", "prepare_model"):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.limits import BATCHES_AHEAD, ROUNDS_FOLLOWED
 from vram_guard.longest.planned_batch import PlannedBatch
+from vram_guard.proof.functions import OwnBackward
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape, ScriptObservations
 
@@ -62,8 +63,8 @@ class DryRun:
         self.shape = shape
         self.decide = decide
         self.script = ScriptObservations()
-        self.functions: list[type] = []
-        """Functions with a backward pass of their own that were called."""
+        self.own_backward = OwnBackward()
+        """What the script puts between operators and their backward pass."""
         self.process: ShardedProcess | EngineProcess | None = None
         """What divides the model, where the launch, or the script, chose that; None: it stays whole."""
         self.planned_batch = planned_batch

@@ -37,7 +37,7 @@ class LoopFacts:
     """Training batches from the first optimizer step to the second."""
     clips_gradients: bool
     own_backward: tuple[str, ...] = ()
-    """Sentences about functions of whose backward pass nothing is known."""
+    """Sentences about what the operators tell nothing of in a backward pass."""
 
 
 @dataclass(frozen=True)
