@@ -72,3 +72,32 @@ def test_what_a_running_function_has_set_before_its_loop_stays() -> None:
     name = "test_what_a_running_function_has_set_before_its_loop_stays"
     changed = {f"the step reads {one}, which {name} changes" for one in ("by_call", "set_once")}
     assert all({one for one in each if name in one} == changed for each in found)
+
+
+def looked_at(net: Net) -> set[str]:
+    with CodeRun() as ran:
+        net(torch.ones(2))
+    found = ran.changed_later(net, functions_around())
+    return {why.split()[3].rstrip(",") for why in found if "trains" in why}
+
+
+def trains(net: Net, *, later: bool) -> list[set[str]]:
+    net.by_setter = 2.0
+
+    def ends() -> None:
+        net.set_once = 3.0
+
+    found = [looked_at(net) for _step in range(2)]
+    if later:
+        ends()
+    return found
+
+
+def test_what_a_running_function_has_set_stays_where_it_is_called_once() -> None:
+    found = trains(Net(), later=True)
+    assert found == [{"set_once"}] * 2
+
+
+def test_a_loop_calls_a_running_function_again() -> None:
+    for _epoch in range(2):
+        assert trains(Net(), later=False) == [{"set_once", "by_setter"}] * 2

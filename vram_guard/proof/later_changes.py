@@ -116,32 +116,48 @@ def functions_around() -> list[FunctionType]:
                 known.setdefault(called, []).append(function)
     found = list[FunctionType]()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what calls is what runs between steps
+    called = frame.f_code
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
-            # What a script defines is among the functions of its module.
-            own = (None if isinstance(one, CodeType) else one for one in frame.f_code.co_consts)
-            cells = tuple(CellType() for _name in frame.f_code.co_freevars)
-            code = frame.f_code.replace(co_consts=tuple(own), co_code=_still_to_run(frame))
-            found.append(FunctionType(code, {}, closure=cells))
-        frame = frame.f_back
+            found.append(_still_to_run(frame, called))
+        called, frame = frame.f_code, frame.f_back
     for function in found:  # those that are added in the loop too
         for name in _attributes(function.__code__, "NAME"):
             found += known.pop(name, [])
     return found
 
 
-def _still_to_run(frame: FrameType) -> bytes:
-    """The instructions of a running function, without those that set attributes before it and all loops it is in."""
+def _still_to_run(frame: FrameType, called: CodeType) -> FunctionType:
+    """A running function without what it has set before all loops that it is in.
+
+    Args:
+        frame: of the function.
+        called: what runs in its call: left out too, as it is looked at by itself, unless a loop calls it again.
+    """
     code, first = frame.f_code, frame.f_lasti
     instructions = list(dis.get_instructions(code))
     back = [one for one in instructions if one.opcode in _JUMPS and one.argval < one.offset]
     while around := [one.argval for one in back if one.argval < first <= one.offset]:
         first = min(around)
-    found = bytearray(code.co_code)
-    for one in instructions:
-        if one.offset < first and one.opname in _OPERATIONS["STORE"]:
-            found[one.offset : one.offset + 2] = dis.opmap["NOP"], 0
-    return bytes(found)
+    done = [one.offset for one in instructions if one.opname in _OPERATIONS["STORE"] and one.offset < first]
+    is_once, named = first == frame.f_lasti, _OPERATIONS["NAME"]
+    if is_once:
+        loads = (one.offset for one in instructions if one.opname in named and one.argval == called.co_name)
+        done += [at for at in loads if at < first][-1:]
+    still = bytearray(code.co_code)
+    for at in done:
+        still[at : at + 2] = dis.opmap["NOP"], 0
+    # What a script defines by a name is among the functions of its module.
+    left_out = {called} if is_once else set[CodeType]()
+    if code.co_name == "<module>":
+        left_out |= {one for one in _codes_in(code) if not one.co_name.startswith("<")}
+    own = (None if isinstance(one, CodeType) and one in left_out else one for one in code.co_consts)
+    cells = tuple(CellType() for _name in code.co_freevars)
+    return FunctionType(code.replace(co_consts=tuple(own), co_code=bytes(still)), {}, closure=cells)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    return (one for one in code.co_consts if isinstance(one, CodeType))
 
 
 def _is_users(module: Any) -> bool:
