@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vram_guard.state.containers import leaves
@@ -45,36 +43,6 @@ def storage_of(tensor: torch.Tensor) -> int:
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return -1
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - see simulate/private_api.py
-
-
-def packing_hook() -> str:
-    """The name of the user's function that packs what operators save for the backward pass; "" where none is on.
-
-    Example:
-        >>> def halve(tensor):
-        ...     return tensor.half()
-        >>> with torch.autograd.graph.saved_tensors_hooks(halve, torch.Tensor.float):
-        ...     packing_hook()
-        'halve'
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001 - see simulate/private_api.py
-    if top is not None:
-        hooks = top(False)
-        return "" if hooks is None else name_of_packing(hooks[0])
-    try:  # before torch 2.8 nothing tells whose they are
-        with disable_saved_tensors_hooks(""):
-            return ""
-    except RuntimeError:
-        return "saved_tensors_hooks"
-
-
-def name_of_packing(pack: Callable[..., Any]) -> str:
-    """The name of a function that packs saved tensors; "" for torch's and ours, which give back what they got."""
-    while isinstance(pack, partial):
-        pack = pack.func
-    if (getattr(pack, "__module__", "") or "").partition(".")[0] in ("torch", "vram_guard"):
-        return ""
-    return str(getattr(pack, "__qualname__", type(pack).__qualname__))
 
 
 def tensors_of(part: Any) -> list[torch.Tensor]:

@@ -175,6 +175,8 @@ def of_lightning(case: Case) -> Case:
     if CHECKPOINT in case.modes and not case.says:  # too small: its blocks in slices need no less
         modes = {FIT: None}
     says = f"{case.says or '(?!)'}|slices of the batch are not possible here"  # and why
+    if CHECKPOINT in case.modes:
+        says += r"|in \d+ slices of the batch, \d+ of them computed again, .* over budget"
     train = lambda: functools.partial(_trained, bridge.parts(case))  # noqa: E731
     return replace(case, make=train, modes=tuple(modes), says=says, exact=False, tolerance=case.tolerance or 1e-4)
 

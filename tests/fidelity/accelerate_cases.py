@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accelerate import Body, Network, case
 from .harness import TIGHT
@@ -51,6 +52,24 @@ def opposed(m: nn.Module, x: torch.Tensor, _y: torch.Tensor) -> torch.Tensor:
 case("cross-entropy of the script", loss_of=lambda m, x, y: F.cross_entropy(m(x), y))(Network)
 case("class weights of the script", loss_of=lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHTS))(Network)
 case("contrastive of the script", loss_of=opposed)(Network)
+
+
+class Scales(TorchDispatchMode):
+    """Divides results of an operator by the largest of them, for all operators to come."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out / out.abs().max() if func is torch.ops.aten.gelu.default else out
+
+
+@case("a mode that is on", "Scales is given every operator", modes=(TIGHT,))
+class UnderMode(Network):
+    def __init__(self):
+        super().__init__()
+        Scales().__enter__()
+
+    def forward(self, x, y):
+        return {"loss": F.cross_entropy(super().forward(x), y)}
 
 
 # --- what the graph of the loss alone does not show -----------------------------------------------------------------

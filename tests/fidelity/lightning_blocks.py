@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .harness import CHECKPOINT, unchanged
 from .lightning import Base, BlockNet, PureBlock, Training, case, drawn
@@ -253,6 +254,21 @@ class ForwardHooked(PureBlock):
 class Scaled(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(lambda x: x / x.abs().max(), lambda x: x)
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is torch.tanh else out
+
+
+class Doubled(BlockNet):
+    def forward(self, x):
+        with Doubles():
+            return super().forward(x)
+
+
+blocks("in a mode of functions", net=Doubled)(type("InMode", (PureBlock,), {}))
 
 
 class Packed(BlockNet):

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .harness import MICRO, TIGHT
 from .lightning import Base, Training, case
@@ -142,6 +144,32 @@ class PackedByClass(Base):
         with Scaled():
             out = self.net(batch[0])
         return F.mse_loss(out, batch[1])
+
+
+class Rounds(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out / out.abs().max() if func is torch.ops.aten.tanh.default else out
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is torch.tanh else out
+
+
+def inside(name: str, mode: Any, *modes: str) -> None:
+    class Inside(Base):
+        def loss(self, batch):
+            with mode():
+                out = self.net(batch[0])
+            return F.mse_loss(out, batch[1])
+
+    unseen(name, *modes)(Inside)
+
+
+inside("a mode of operators around the model", Rounds)
+inside("a mode of functions around the model", Doubles)
 
 
 class ScaledInside(nn.Module):

@@ -25,7 +25,6 @@ _WHAT: dict[ChangeKind, str] = {
     "input": marked("changes its input"),
     "elsewhere": marked("changes a tensor that was made before it"),
     "beyond": marked("may change {name}, which cannot be looked into"),
-    "packed": marked("computes what {name} packs for the backward pass"),
 }
 _UNNAMED_GENERATOR = marked("draws from a generator of its own")
 
@@ -55,7 +54,9 @@ def why_not_checkpointed(changes: Iterable[StateChange]) -> tuple[Reason, ...]:
         if change.module:
             modules.setdefault((change.kind, change.name), []).append(change.module)
     return tuple(
-        Reason(Why.NOT_CHECKPOINTED, blocks=ranges(tuple(names)), does=_does(kind, name))
+        Reason(Why.NOT_CHECKPOINTED_INSIDE, blocks=ranges(tuple(names)), name=name)
+        if kind == "around"
+        else Reason(Why.NOT_CHECKPOINTED, blocks=ranges(tuple(names)), does=_does(kind, name))
         for (kind, name), names in modules.items()
     )
 

@@ -113,6 +113,9 @@ class Why(Enum):
     NOT_CHECKPOINTED = marked(
         "{blocks} cannot be checkpointed: the forward {does}, and would do so again in the backward pass."
     )
+    NOT_CHECKPOINTED_INSIDE = marked(
+        "{blocks} cannot be checkpointed: the forward runs inside {name}, and in the backward pass it may not."
+    )
     NO_BLOCKS = marked(
         "Checkpointing was not tried: the model has no block that keeps something for the backward pass."
     )
@@ -182,7 +185,8 @@ class Why(Enum):
 EXPLANATIONS = frozenset(
     {
         *(Why.SHORTAGE, Why.MARGINS, Why.SHORTAGE_SPREAD, Why.MICRO_BATCHES),
-        *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.NOT_CHECKPOINTED, Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
+        *(Why.CHEAPEST, Why.CHANGES_LEAST, Why.NOT_CHECKPOINTED, Why.NOT_CHECKPOINTED_INSIDE),
+        *(Why.FOUND_FOR_SGD, Why.FOUND_FOR_ADAM),
         *(Why.NOT_ALLOWED, Why.PRECISION_PINNED, Why.PRECISION_CHOSEN, Why.BFLOAT16, Why.FLOAT16),
     }
 )

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.limits import MOST_CANDIDATES
+from vram_guard.modes import function_modes
 from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import OwnBackward
 from vram_guard.proof.later_changes import CodeRun, functions_of
@@ -361,6 +362,10 @@ class _FollowedForward(PatchedForward):
             heard.written,
             ran.takes_gradients(),
             own.reasons(),
+            (
+                _("its forward runs inside {mode}, where slices that run again may not", mode=name)
+                for name in function_modes()
+            ),
             ran.changed_later(self._model, self._look.between_steps()),
         )
         for why in reasons:

@@ -1,4 +1,4 @@
-"""What the operators of a forward pass tell nothing of: functions with a backward pass of their own, packed tensors."""
+"""What operators tell nothing of: backward passes of functions' own, what packs saved tensors, modes around them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from vram_guard.language import _
+from vram_guard.modes import dispatch_modes, name_of_packing, packing_hook
 from vram_guard.patching import replace_attributes
-from vram_guard.tensors import name_of_packing, packing_hook
 
 #: Module and name of those that leave samples apart, and what they saved as it was: each gives back the gradients that
 #: it is given, those that autograd computes of what it called, or a function of each element or row.
@@ -53,6 +53,7 @@ class OwnBackward:
     def __init__(self) -> None:
         self._functions: dict[type, None] = {}
         self._packing: dict[str, None] = {}
+        self._modes: list[str] = []
 
     def install(self) -> Callable[[], None]:
         """Note it from now on, until the result is called; what is on already is noted now."""
@@ -68,6 +69,7 @@ class OwnBackward:
             enter(hooks)
 
         self._packing[packing_hook()] = None
+        self._modes = dispatch_modes()
         undo_apply = replace_attributes(torch.autograd.Function, {"apply": classmethod(noted_apply)})
         undo_enter = replace_attributes(saved_tensors_hooks, {"__enter__": noted_enter})
 
@@ -95,6 +97,8 @@ class OwnBackward:
                     "has saved as it was",
                     function=f"{one.__module__}.{one.__qualname__}",
                 )
+        for name in self._modes:
+            yield _("{mode} is given every operator, and may do otherwise with a part of a batch", mode=name)
         for name in filter(None, self._packing):
             yield _(
                 "{function} packs what is saved for the backward pass, and may do otherwise with a part of it",

@@ -115,12 +115,11 @@ def functions_around() -> list[FunctionType]:
                 called = name if function.__name__.startswith("__") else function.__name__
                 known.setdefault(called, []).append(function)
     found = list[FunctionType]()
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - what calls is what runs between steps
-    called = frame.f_code
-    while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
-            found.append(_still_to_run(frame, called))
-        called, frame = frame.f_code, frame.f_back
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - what calls is what runs between steps
+    while frame is not None and (caller := frame.f_back) is not None:
+        if is_users_file(caller.f_code.co_filename):
+            found.append(_still_to_run(caller, frame.f_code))
+        frame = caller
     for function in found:  # those that are added in the loop too
         for name in _attributes(function.__code__, "NAME"):
             found += known.pop(name, [])

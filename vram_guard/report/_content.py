@@ -196,7 +196,7 @@ class Content:
         if self.plan is None:
             return []
         # Where something fits, a block that is left out is a detail of the plan; else it may be why nothing does.
-        told = EXPLANATIONS if self.plan.fits else EXPLANATIONS - {Why.NOT_CHECKPOINTED}
+        told = EXPLANATIONS if self.plan.fits else EXPLANATIONS - {Why.NOT_CHECKPOINTED, Why.NOT_CHECKPOINTED_INSIDE}
         return [str(one) for one in self.plan.reason_values if one.kind not in told | COUNTED]
 
     def _phases(self) -> Section:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from vram_guard.modes import dispatch_modes, function_modes, packing_hook
 from vram_guard.state.collector import ObjectsBefore
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import (
@@ -33,7 +34,7 @@ from vram_guard.state.reached import (
 )
 from vram_guard.state.writes import NOT_READ, Writes
 from vram_guard.techniques.patched_forward import PatchedForward, has_forward, inside
-from vram_guard.tensors import packing_hook, storage_of, tensors_in, version_of
+from vram_guard.tensors import storage_of, tensors_in, version_of
 from vram_guard.timeline import ChangeKind, StateChange
 from vram_guard.user_code import is_users_file
 
@@ -128,12 +129,12 @@ class WatchedForward(PatchedForward):
         operations = self._watch.operations
         before = _Look(self.module, (*args, *kwargs.values())) if operations.measured else None
         writes = Writes(self._watch.objects_before()) if before is not None and self._is_users else None
-        packing = packing_hook()
+        around = [*filter(None, [packing_hook()]), *dispatch_modes(), *function_modes()]
         with operations.noted() as noted, writes or contextlib.nullcontext():
             out = self.as_written(*args, **kwargs)
         found = [] if before is None else list(before.changed(noted))
-        if before is not None and packing:
-            found.append(("packed", packing))
+        if before is not None:
+            found += [("around", name) for name in around]
         if before is not None and writes is not None:
             for function, text in writes.elsewhere(before.known):
                 found.append(("beyond", f"{function}()") if text == NOT_READ else ("object", text))

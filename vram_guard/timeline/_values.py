@@ -309,9 +309,9 @@ class Work(NamedTuple):
 
 
 #: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper
-#: object or a class; "elsewhere": a tensor that was made before and is nothing of the module's; "packed": nothing, but
-#: what it saves is given to a function.
-ChangeKind = Literal["parameter", "buffer", "tensor", "object", "generator", "input", "elsewhere", "beyond", "packed"]
+#: object or a class; "elsewhere": a tensor that was made before and is nothing of the module's; "around": nothing, but
+#: a mode or hooks of the user's see what it computes.
+ChangeKind = Literal["parameter", "buffer", "tensor", "object", "generator", "input", "elsewhere", "beyond", "around"]
 
 
 class StateChange(NamedTuple):

@@ -1,0 +1,62 @@
+"""What of the user's stands around operators: modes that see each of them, and hooks that pack what they save."""
+
+# ruff: noqa: SLF001 - see simulate/private_api.py
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def dispatch_modes() -> list[str]:
+    """The names of the user's modes that are given every operator now."""
+    return [name for name in map(_name_of_mode, _get_current_dispatch_mode_stack()) if name]
+
+
+def function_modes() -> list[str]:
+    """The names of the user's modes that are given every function of torch now."""
+    return [name for name in map(_name_of_mode, _get_current_function_mode_stack()) if name]
+
+
+def packing_hook() -> str:
+    """The name of the user's function that packs what operators save for the backward pass; "" where none is on.
+
+    Example:
+        >>> def halve(tensor):
+        ...     return tensor.half()
+        >>> with torch.autograd.graph.saved_tensors_hooks(halve, torch.Tensor.float):
+        ...     packing_hook()
+        'halve'
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        hooks = top(False)
+        return "" if hooks is None else name_of_packing(hooks[0])
+    try:  # before torch 2.8 nothing tells whose they are
+        with disable_saved_tensors_hooks(""):
+            return ""
+    except RuntimeError:
+        return "saved_tensors_hooks"
+
+
+def name_of_packing(pack: Callable[..., Any]) -> str:
+    """The name of a function that packs saved tensors; "" for torch's and ours, which give back what they got."""
+    while isinstance(pack, partial):
+        pack = pack.func
+    return "" if _is_known(pack) else str(getattr(pack, "__qualname__", type(pack).__qualname__))
+
+
+def _name_of_mode(mode: object) -> str:
+    return "" if _is_known(type(mode)) else type(mode).__qualname__
+
+
+def _is_known(thing: object) -> bool:
+    """True for what is torch's, or ours."""
+    package = (getattr(thing, "__module__", "") or "").partition(".")[0]
+    return package == "torch" or package.startswith("vram_guard")
