@@ -20,6 +20,7 @@ from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError,
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fork import Copy
 from vram_guard.forks.isolation import isolate
+from vram_guard.forks.side_effects import discard_writes
 from vram_guard.guard.arrivals import all_arrive, begin, late
 from vram_guard.language import _
 from vram_guard.limits import IDLE_SECONDS
@@ -38,6 +39,7 @@ from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
 from vram_guard_accelerate.dry_run.results import DryRunFailure
 from vram_guard_accelerate.launch_plan import ON_CPU, VARIABLE
+from vram_guard_accelerate.planning.caches import caches
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 
 if TYPE_CHECKING:
@@ -199,6 +201,7 @@ def _become_dry_run(parent: ParentPipe, accelerator: Any, settings: LaunchSettin
 
     renew_in_copy()
     isolate(parent.home.numbers)
+    discard_writes(caches())
     os.environ.update({ON_CPU: str(accelerator.device.type == "cpu"), "ACCELERATE_USE_CPU": "False"})
     ranks = accelerator.num_processes
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accelerate import Body, Network, case
 from .harness import TIGHT
+from .lightning import FOLDER
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 1, 1, 2, 1, 1, 0.3])
 LOSS = r"\bloss|gradient of|mean over|sample"
@@ -52,6 +55,23 @@ def opposed(m: nn.Module, x: torch.Tensor, _y: torch.Tensor) -> torch.Tensor:
 case("cross-entropy of the script", loss_of=lambda m, x, y: F.cross_entropy(m(x), y))(Network)
 case("class weights of the script", loss_of=lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHTS))(Network)
 case("contrastive of the script", loss_of=opposed)(Network)
+
+
+@case("a file that is appended to")
+class Appending(Network):
+    def __init__(self):
+        super().__init__()
+        self.lines = Path(tempfile.mkdtemp(dir=FOLDER.name)) / "lines.txt"
+        self.lines.touch()
+
+    def forward(self, x, y):
+        with self.lines.open("a") as lines:
+            lines.write(f"{len(x)}\n")
+        return {"loss": F.cross_entropy(super().forward(x), y)}
+
+    @property
+    def effects(self):
+        return self.lines.read_text()
 
 
 class Scales(TorchDispatchMode):
