@@ -19,6 +19,9 @@ from vram_guard.language import Message
 
 T = TypeVar("T")
 
+#: The annotations of a class: reading them compiles each.
+_hints_of = cache(get_type_hints)
+
 
 def to_json(value: object) -> str:
     """The value as JSON text; :func:`from_json` reads it back."""
@@ -133,7 +136,7 @@ def _read_fields(kind: type, value: dict[str, Any]) -> Any:
     for name, needed in required.items():
         if needed and name not in value:
             raise ValueError(f": missing field {name!r}")
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)
     return kind(**{name: _part(f": {name}", hints[name], one) for name, one in value.items()})
 
 

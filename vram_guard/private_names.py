@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def _fault(name: PrivateName) -> str:
             break
         owner, found = found, getattr(found, attribute, _ABSENT)
         reached = f"{reached}.{attribute}"
-        if found is _ABSENT and _set_on_instances(owner, attribute):
+        if found is _ABSENT and isinstance(owner, Hashable) and _set_on_instances(owner, attribute):
             return ""
     if found is _ABSENT:
         return _("there is no {name}", name=reached)
@@ -79,8 +80,9 @@ def _module(name: str) -> Any:
         return getattr(_module(parent), last, _ABSENT) if parent else _ABSENT
 
 
+@functools.cache
 def _set_on_instances(owner: Any, attribute: str) -> bool:
-    """True if a class annotates the attribute (a data class) or assigns it in its methods."""
+    """True if a class annotates the attribute (a data class) or assigns it in its methods, which every trace asks."""
     if not inspect.isclass(owner):
         return False
     if any(attribute in vars(base).get("__annotations__", {}) for base in owner.__mro__):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import io
 import os
 import pickle
@@ -31,8 +30,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from vram_guard import private_names
 
 REPORT, FIT, MICRO, CHECKPOINT, TIGHT = "report", "fit", "micro", "checkpoint", "tight"
 #: A budget that nothing but slices of the batch may meet.
@@ -49,10 +46,6 @@ IRRELEVANT = re.compile(
     r"^(the step fits|fits as written)|no symbolic kernel|sizes are bounds|^the size of|sequence of allocations",
     re.IGNORECASE,
 )
-
-
-# Every guard asks anew whether a release has what it uses, which reads sources; within a run of tests nothing moves.
-private_names._set_on_instances = functools.cache(private_names._set_on_instances)
 
 
 class Verdict(enum.Enum):

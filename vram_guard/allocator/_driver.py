@@ -73,7 +73,7 @@ class SimulatedDriver:
             address = self._highest
             self._highest += size
             return address
-        for index in reversed(range(len(self._left))):
+        for index in reversed(range(len(self._left) if size < STRETCH else 0)):  # less than a stretch is left of each
             address, end = self._left[index]
             if end - address >= size:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from typing import Any, NoReturn
 
 from vram_guard.allocator import PLACEMENTS, AllocatorSettings, Placement, Replay, host_peak, replay
@@ -380,13 +381,19 @@ class Timeline:
 
         held_against = Budget.of(budget)
 
+        def may_fit(timeline: Timeline, batch_size: int) -> bool:
+            return held_against.holds(_least_reserved(timeline, batch_size), self.tier, self.network)
+
         def fits(batch_size: int) -> bool:
             if self.tier == "partly symbolic" and len(self.stretches) > 1:  # which of them decides, an estimate tells
                 return self.at(batch_size, settings=settings).fits(held_against)
+            if not may_fit(self.exact(batch_size), batch_size):
+                return False  # as most sizes that do not fit: that takes no replay
             peak = self.replay(batch_size, settings=settings).peak_reserved
             return held_against.holds(peak, self.tier, self.network)
 
-        return largest_that_fits(fits, checked_count("limit", limit))
+        near = largest_that_fits(partial(may_fit, self), checked_count("limit", limit))
+        return largest_that_fits(fits, limit, near)
 
 
 def _upper(timeline: Timeline, batch_size: int, reserved: int, settings: AllocatorSettings | None) -> int:
@@ -407,6 +414,12 @@ def _added_by_cudnn(timeline: Timeline, batch_size: int, reserved: int, settings
     if timeline.cudnn is None or timeline.cudnn.refused:
         return 0
     return max(0, reserved - timeline.replay(batch_size, settings=settings, workspaces="none").peak_reserved)
+
+
+def _least_reserved(timeline: Timeline, batch_size: int) -> int:
+    """Bytes that are asked for and not given back, at the most: no replay reserves less, and this is quicker."""
+    sizes = [-(-size // LEAST_BLOCK) * LEAST_BLOCK for size in timeline.sizes(batch_size)]
+    return max(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in timeline.events), default=0)
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int, near: int = 1) -> int:
