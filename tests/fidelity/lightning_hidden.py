@@ -364,3 +364,59 @@ def replaced():
         vars(first)["forward"] = lambda x: F.linear(x, weight) - F.linear(x, weight).mean(0)
 
     return Training(Base(), callbacks=[Tells(after_two(centre))])
+
+
+# --- weights of a class of their own ----------------------------------------------------------------------------------
+
+
+class Wrapped(torch.Tensor):
+    """A weight that is kept in another form, and what is multiplied with it."""
+
+    kept: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, kept: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, kept.shape, dtype=kept.dtype, device=kept.device)
+        made.kept = kept
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["kept"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, _meta: Any, _size: Any, _stride: Any) -> Any:
+        return cls(inner["kept"])
+
+    @classmethod
+    def scaled(cls, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [one.kept if isinstance(one, Wrapped) else one for one in args]
+        if func is torch.ops.aten.addmm.default:
+            plain[1] = cls.scaled(plain[1])
+        out = func(*plain, **{name: getattr(one, "kept", one) for name, one in (kwargs or {}).items()})
+        again = "t", "detach", "alias", "clone", "empty_like", "_to_copy"
+        return cls(out) if func.overloadpacket.__name__ in again else out
+
+
+class Rescaling(Wrapped):
+    @classmethod
+    def scaled(cls, x: torch.Tensor) -> torch.Tensor:
+        return x / x.abs().max()
+
+
+def wrapped(kind: type[Wrapped]) -> Callable[[], Training]:
+    def make() -> Training:
+        module = Base()
+        module.net.last.weight = nn.Parameter(kind(module.net.last.weight.detach()), requires_grad=False)
+        return Training(module)
+
+    return make
+
+
+hidden("weight of a class of its own", says="", exact=True)(wrapped(Wrapped))
+hidden("weight that scales what it is multiplied with", says="joins samples: aten.max|aten.max joins")(
+    wrapped(Rescaling)
+)

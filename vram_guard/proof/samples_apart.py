@@ -118,7 +118,9 @@ class SamplesApart(TorchDispatchMode):
                 self._put(tensor, label)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operator itself, followed."""
+        """The operator itself, followed; of tensors that wrap others in a way of their own, what they make of it."""
+        if not all(one.__module__.partition(".")[0] == "torch" for one in types):
+            return NotImplemented
         viewed = torch.Tag.inplace_view in func.tags
         if viewed:
             with without_modes():
