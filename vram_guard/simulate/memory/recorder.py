@@ -54,15 +54,15 @@ PLACE = "_vram_guard_place"
 #: Categories of which a parameter has one.
 _OF_PARAMETERS = frozenset({"gradients", "optimizer_states", "parameters"})
 
-#: Functions of ours that run a step: what called them is not the step's.
-_BEGINNINGS = frozenset({"run_step", "_traced_step"})
+#: Functions of ours that run a step, by their modules: what called them is not the step's.
+_BEGINNINGS = {"vram_guard.simulate.tracing.run": "run_step", "vram_guard.simulate.tracing.job_run": "_traced_step"}
 
 #: How the names of modules begin that hand on what they are given: our adapters' (the code that they wrap is not ours),
 #: and Accelerate's, in whose ``backward`` and ``step`` the script's own line is the one to know.
 _HANDING_ON = ("vram_guard_", "accelerate.")
 
-#: Globals of torch's modules that were met, by their identity.
-_torchs: dict[int, dict[str, Any]] = {}
+#: Globals of modules that were met in which no frame's line is told, torch's and ours, by their identity.
+_passed: dict[int, dict[str, Any]] = {}
 
 
 class Recorder:
@@ -655,7 +655,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         labels = self._labels
         while frame is not None:
-            if id(frame.f_globals) in _torchs:  # cheaper than its code, which is a question that audit hooks hear
+            if id(frame.f_globals) in _passed:  # cheaper than its code, which is a question that audit hooks hear
                 frame = frame.f_back
                 continue
             code = frame.f_code
@@ -721,12 +721,13 @@ class Recorder:
 def _label(frame: FrameType) -> str | None:
     """The file of a frame's code; None: look further out; "": the trace itself began here, look no further."""
     code, space = frame.f_code, frame.f_globals
-    name = code.co_filename
-    if str(space.get("__name__")).startswith(_HANDING_ON):
+    name, module, file = code.co_filename, str(space.get("__name__")), str(space.get("__file__"))
+    if module.startswith(_HANDING_ON):
+        _passed[id(space)] = space
         return None
-    if str(space.get("__file__")).startswith(_TORCH_ROOT):
-        _torchs[id(space)] = space
-    if code.co_name in _BEGINNINGS and name.startswith(_OWN_ROOT):
+    if file.startswith(_TORCH_ROOT) or (file.startswith(_OWN_ROOT) and module not in _BEGINNINGS):
+        _passed[id(space)] = space
+    if name.startswith(_OWN_ROOT) and code.co_name == _BEGINNINGS.get(module):
         return ""
     if name.startswith((_TORCH_ROOT, _OWN_ROOT, "<frozen")) or name == "<string>":
         return None
