@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from vram_guard.checks import checked_count, one_of
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import Message, _
-from vram_guard.timeline import PHASE_NAMES, PhaseName
+from vram_guard.timeline import PHASE_NAMES, LaterChange, PhaseName
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,46 @@ class JobRun(Protocol):
         ...
 
 
+class LoopRun(JobRun, Protocol):
+    """The run of a job whose steps are taken by a loop of its own, in the order in which that does everything.
+
+    Backward passes and steps of optimizers are seen where they are called; the loop tells the rest.
+    """
+
+    def loop(self, *, micro_batches: bool) -> AbstractContextManager[None]:
+        """Inside the block the job's own loop runs.
+
+        Args:
+            micro_batches: True where passes before a step are those of its micro-batches; False where nothing tells
+                them from passes over other losses.
+        """
+        ...
+
+    def batch_begins(self, label: str = "") -> None:
+        """What comes next belongs to the next batch of a step.
+
+        Args:
+            label: of the step in reports.
+        """
+        ...
+
+    def loss(self, batch: Any) -> Any:
+        """The step's own loss of a batch that lies on the simulated GPU."""
+        ...
+
+    def step_ends(self) -> bool:
+        """A step is over, with all that the loop does in it.
+
+        Returns:
+            True where another one is needed, which shows whether every step leaves something behind.
+        """
+        ...
+
+    def changes_later(self, what: LaterChange) -> None:
+        """Later steps differ from the first in this."""
+        ...
+
+
 def evenly(size: int, most: int) -> int:
     """The largest batch of at most so many samples that batches of ``size`` can be cut into.
 
@@ -151,6 +191,8 @@ class Job:
         play: called once in a trace, with a :class:`JobRun`. It has to train: ``run.train()``.
         steps: optimizer steps of the whole run, or as many as it has at least; None: not known. Memory that grows with
             every step has to fit until the last one.
+        ends_process: True where ``play`` leaves the objects that it runs changed (a framework's own loop): it is played
+            in a copy of the process, which ends with it, and is given a :class:`LoopRun`.
 
     Example:
         >>> def play(run):
@@ -169,8 +211,9 @@ class Job:
         ['setup', 'training', 'saving', 'training']
     """
 
-    play: Callable[[JobRun], object]
+    play: Callable[..., object]
     steps: int | None = None
+    ends_process: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.play):

@@ -28,11 +28,9 @@ def packing_hook() -> str:
     """The name of the user's function that packs what operators save for the backward pass; "" where none is on.
 
     Example:
-        >>> def halve(tensor):
-        ...     return tensor.half()
-        >>> with torch.autograd.graph.saved_tensors_hooks(halve, torch.Tensor.float):
+        >>> with torch.autograd.graph.saved_tensors_hooks(abs, abs):
         ...     packing_hook()
-        'halve'
+        'abs'
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if top is not None:

@@ -32,8 +32,7 @@ from vram_guard_lightning import (
     _trainer_proxy,
     private_api,
 )
-from vram_guard_lightning._job import job_of
-from vram_guard_lightning._play import Heard
+from vram_guard_lightning._job import Heard, job_of
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._sample import read
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.proof.effects import StepEffects
     from vram_guard.techniques import Sharding
-    from vram_guard_lightning._epochs import LaterEpochs
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -60,8 +58,6 @@ class CapturedFit(CapturedTraining):
     optimizer_traits: set[str]
     """Class of the optimizer that the trace made, and "fused" where it is; empty before the trace."""
     heard: Heard
-    later: LaterEpochs | None = None
-    """What traces have seen of later epochs; None where the job is left out."""
 
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
@@ -85,9 +81,8 @@ class CapturedFit(CapturedTraining):
         return _refusals.refusals(self.trainer, self.model, settings, growable=self.sample.growable)
 
     def objection(self, plan: Plan) -> Refusal | None:
-        """See :func:`vram_guard_lightning._refusals.by_optimizer` and :meth:`LaterEpochs.objection`."""
-        found = _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
-        return found or (None if self.later is None else self.later.objection(plan.recipe))
+        """See :func:`vram_guard_lightning._refusals.by_optimizer`."""
+        return _refusals.by_optimizer(self.trainer, self.optimizer_traits, plan)
 
 
 def capture(
@@ -112,23 +107,16 @@ def capture(
         found = read(source.dataloader())
     traits: set[str] = set()
     heard = Heard()
-    job, later, job_notes = None, None, []
+    job, job_notes = None, []
     missing = private_api.missing(_namespaces.of(trainer), private_api.JOB)
     if whole_job and missing:
         names = "; ".join(missing)
         job_notes = [_("only training steps are predicted: this release of Lightning lacks {names}", names=names)]
+    elif whole_job and config:
+        job_notes = [_("only training steps are predicted under DeepSpeed, whose engine takes them itself")]
     elif whole_job:
         batches = _batches_per_epoch(trainer, found)
-        job, later, job_notes = job_of(
-            trainer,
-            module,
-            found,
-            batches,
-            batch_of=lambda sample: _batch_of(trainer, module, sample),
-            view=lambda shadow: _view(shadow, found, batches),
-            heard=heard,
-            planned_batch=planned_batch,
-        )
+        job, job_notes = job_of(trainer, module, found, batches, heard=heard, planned_batch=planned_batch)
     step = TrainingStep(
         model=module,
         batch=_batch_of(trainer, module, found),
@@ -151,8 +139,8 @@ def capture(
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
         job=job,
     )
-    notes = (*found.notes, *_notes(module), *job_notes)
-    return CapturedFit(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, heard, later)
+    notes = (*found.notes, *_notes(module, whole_job=job is not None), *job_notes)
+    return CapturedFit(step, module, found, _epoch_samples(trainer, found), notes, trainer, traits, heard)
 
 
 def _shardings(
@@ -236,14 +224,15 @@ def _loss_of(trainer: Trainer, module: LightningModule, heard: Heard) -> Callabl
     whole = _layouts.whole(trainer)
 
     def step(model: Any, batch: Any) -> Any:
-        batch = after.on_after_batch_transfer(batch, 0)
-        arguments = (heard.effects.number("batch_idx", 0),) if numbered else ()
+        arguments = heard.arguments
+        if arguments is None:
+            batch = after.on_after_batch_transfer(batch, 0)
+            arguments = (heard.effects.number("batch_idx", 0),) if numbered else ()
         with contexts():
             if model is module and not (whole and divided_by_fsdp2(model)):
                 output = model.training_step(batch, *arguments)
             else:
                 output = redirected(model, module, "training_step", batch, *arguments)
-        heard.step(batch, output)
         return output
 
     def loss(model: Any, batch: Any) -> Any:
@@ -388,13 +377,10 @@ def _stepping_batches(trainer: Trainer, batches: float) -> float:
     return steps if most == -1 else min(steps, most)
 
 
-def _notes(module: LightningModule) -> list[str]:
-    """Notes on the parts of the user's module that a trace does not follow."""
-    overridden = [
-        name
-        for name in ("backward", "configure_gradient_clipping", "optimizer_step")
-        if not _namespaces.is_lightnings(module, name)
-    ]
+def _notes(module: LightningModule, *, whole_job: bool) -> list[str]:
+    """Notes on the parts of the user's module that a trace of its steps alone does not follow."""
+    hooks = () if whole_job else ("backward", "configure_gradient_clipping", "optimizer_step")
+    overridden = [name for name in hooks if not _namespaces.is_lightnings(module, name)]
     notes = [_("{name} is overridden; its own memory is not counted", name=name) for name in overridden]
     if not module.automatic_optimization:
         notes.append(

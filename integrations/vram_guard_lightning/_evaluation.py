@@ -20,16 +20,15 @@ from vram_guard.language import _
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.timeline import PhaseName
-from vram_guard_lightning import _deepspeed, _layouts, _namespaces, _shadow, _trainer_proxy, private_api
+from vram_guard_lightning import _deepspeed, _layouts, _namespaces, _trainer_proxy, private_api
 from vram_guard_lightning._capture import check_precision, silent_view
-from vram_guard_lightning._job import logging_own
-from vram_guard_lightning._precision import plugin_of_trace
+from vram_guard_lightning._followed import FollowedTrainer
 from vram_guard_lightning._validation import EvaluationBatches, read_rounds
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from vram_guard.job import JobRun
+    from vram_guard.job import LoopRun
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -111,8 +110,9 @@ def capture_evaluation(
         raise UnsupportedStepError(_("its loaders have no batches"))
     step = evaluation_step(
         module,
-        lambda size: rounds.loaders[0].of_at_most(size)[0],
-        _EvaluationJob(trainer, module, rounds, kind),
+        rounds.of_at_most,
+        _EvaluationJob(trainer, module, rounds, kind, _layouts.data_ranks(trainer)),
+        ends_process=True,
         precision=trainer.precision,
         parallel=_layouts.layout_of(trainer),
         device="cpu" if trainer.strategy.root_device.type == "cpu" else "cuda",
@@ -129,19 +129,13 @@ class _EvaluationJob:
     module: LightningModule
     rounds: EvaluationBatches
     kind: EvaluationKind
+    data_ranks: int
 
-    def __call__(self, run: JobRun) -> None:
-        trainer, module = self.trainer, self.module
-        with _shadow.kept(trainer, module):
-            shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
-            seen = silent_view(shadow)
-            for part in module.modules():
-                if "_trainer" in vars(part):
-                    vars(part)["_trainer"] = seen
-            if trainer.datamodule is not None:  # type: ignore[attr-defined]
-                trainer.datamodule.trainer = seen  # type: ignore[attr-defined]
-            _shadow.take_copies(trainer, shadow)
-            loop = getattr(shadow, self.kind.loop)
-            loop.verbose = False
-            with run.phase(self.kind.phase), logging_own(module):
-                self.rounds.play(run, shadow, loop, loop.run, most=run.batch_size)
+    def __call__(self, run: LoopRun) -> None:
+        trainer: Any = self.trainer
+        followed = FollowedTrainer(run, trainer, self.module, self.data_ranks)
+        followed.show_as(trainer)
+        loop = getattr(trainer, self.kind.loop)
+        loop.verbose = False
+        with run.phase(self.kind.phase):
+            self.rounds.run(followed, loop, loop.run, most=run.batch_size)

@@ -1,42 +1,53 @@
-"""The whole job of a Trainer, played in a trace by Lightning's own code: what comes before, between and after steps.
+"""The whole job of a Trainer: its own loops, from the end of the strategy's setup on, in a copy of the process.
 
-The order is that of ``Trainer.fit``: hooks of the start, a checkpoint's states, sanity check, the first epoch with
-validation and a checkpoint at its end, and later epochs as far as their hooks change the step (:mod:`._epochs`).
+The first epoch ends after two steps, with a validation and a checkpoint; of later epochs the hooks run, and the steps
+that differ from those before them (:mod:`._later`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import torch
 
-from vram_guard.job import Job, JobRun
+from vram_guard.apply.microbatch import splitter_of
+from vram_guard.job import Job, LoopRun
 from vram_guard.language import Message, _
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.parallel.resharding import divided_by_fsdp2
+from vram_guard.patching import replace_attributes, replaced
+from vram_guard.proof.effects import StepEffects
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard_lightning import _deepspeed, _namespaces, _shadow
-from vram_guard_lightning._epochs import LaterEpochs
-from vram_guard_lightning._play import Heard, Playing
-from vram_guard_lightning._precision import plugin_of_trace
-from vram_guard_lightning._sample import read
+from vram_guard.watch.batches import MicroBatches
+from vram_guard_lightning import _layouts, _namespaces
+from vram_guard_lightning._closure import replace_closures
+from vram_guard_lightning._followed import FollowedTrainer
+from vram_guard_lightning._later import Epochs, FollowedSteps
+from vram_guard_lightning._trainer_proxy import TrainerView
 from vram_guard_lightning._validation import EvaluationBatches, read_validation
 
 if TYPE_CHECKING:
-    import torch
     from lightning.pytorch import LightningModule, Trainer
 
     from vram_guard.capture.loader import Sample
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
-#: What user code reads of a Trainer's copy during a trace.
-View = Callable[[Any], Any]
+
+@dataclass
+class Heard:
+    """What the step's own loss is told by the loop that calls it.
+
+    Attributes:
+        arguments: of training_step beside the batch, where Lightning's own loop calls it; None: a trace of steps alone.
+        effects: of the steps of symbolic runs.
+    """
+
+    arguments: tuple[Any, ...] | None = None
+    effects: StepEffects = field(default_factory=StepEffects)
 
 
 def job_of(
@@ -44,21 +55,17 @@ def job_of(
     module: LightningModule,
     sample: Sample,
     batches: float,
-    batch_of: Callable[[Sample], Callable[[int], Any]],
-    view: View,
     heard: Heard,
     planned_batch: PlannedBatch,
-) -> tuple[Job, LaterEpochs, list[str]]:
-    """The job of this training, its later epochs, and remarks for a reader of the prediction. Changes nothing.
+) -> tuple[Job | None, list[str]]:
+    """The job of this training, and remarks for a reader of the prediction. Changes nothing.
 
     Args:
         trainer: whose strategy is not set up yet.
         module: that it trains.
         sample: of its train loader.
         batches: of one epoch; infinite where nobody knows.
-        batch_of: loader -> the batches of a step.
-        view: of the Trainer's copy, for user code.
-        heard: told of every training_step.
+        heard: read by the step's own loss.
         planned_batch: the longest batch of its validation.
     """
     notes: list[str] = []
@@ -71,19 +78,13 @@ def job_of(
         notes.append(_("validation is not included in the prediction: {error}", error=why))
     if validation is not None:
         notes += validation.notes
-    later = LaterEpochs(
+    epochs = Epochs(
         total=_epochs(trainer, batches),
         steps=1 if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches),
         sample=sample,
-        reload=trainer.reload_dataloaders_every_n_epochs,  # type: ignore[attr-defined]
-        read=lambda: _read_again(trainer),
-        batch_of=batch_of,
     )
-    return (
-        Job(_TrainingJob(trainer, module, validation, later, view, heard), steps=_steps(trainer, later)),
-        later,
-        notes,
-    )
+    play = _TrainingJob(trainer, module, validation, epochs, heard, _layouts.data_ranks(trainer))
+    return Job(play, steps=_steps(trainer, epochs), ends_process=True), notes
 
 
 def _epochs(trainer: Trainer, batches: float) -> float:
@@ -94,31 +95,25 @@ def _epochs(trainer: Trainer, batches: float) -> float:
     return min(most, math.ceil(trainer.max_steps * trainer.accumulate_grad_batches / batches))
 
 
-def _steps(trainer: Trainer, later: LaterEpochs) -> int | None:
+def _steps(trainer: Trainer, epochs: Epochs) -> int | None:
     """Optimizer steps of the training; None where nobody knows, or something may end it before."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
     ends = any(_namespaces.is_a(one, f"callbacks.{name}") for one in callbacks for name in ("EarlyStopping", "Timer"))
     most = math.inf if trainer.max_steps == -1 else trainer.max_steps
-    steps = min(most, later.total * later.steps)
-    return None if ends or math.isinf(steps) or math.isinf(later.total) else int(steps)
-
-
-def _read_again(trainer: Trainer) -> Sample:
-    source: Any = trainer.fit_loop._data_source
-    with random_state_kept():
-        return read(source.dataloader())
+    steps = min(most, epochs.total * epochs.steps)
+    return None if ends or math.isinf(steps) or math.isinf(epochs.total) else int(steps)
 
 
 @dataclass(frozen=True)
 class _TrainingJob:
-    """``Job.play``: every call is another trace, and begins with the user's objects as they are."""
+    """``Job.play``: the Trainer's own loops, from where its strategy is set up to the end of the training."""
 
     trainer: Trainer
     module: LightningModule
     validation: EvaluationBatches | None
-    later: LaterEpochs
-    view: View
+    epochs: Epochs
     heard: Heard
+    data_ranks: int
     most: int | None = None
     """Samples of a batch of validation; None: as many as its loaders deliver."""
 
@@ -130,131 +125,171 @@ class _TrainingJob:
         """See :class:`~vram_guard.job.Resizable`."""
         return replace(self, most=size)
 
-    def __call__(self, run: JobRun) -> None:
-        trainer, module = self.trainer, self.module
-        with _shadow.kept(trainer, module), self.later.loaders_kept():
-            shadow = _shadow.shadow_of(trainer, plugin_of_trace(trainer, run.autocast()))
-            if shadow.fit_loop._combined_loader is None:  # as hooks find it at trainer.train_dataloader
-                combined = _namespaces.part(_namespaces.of(trainer), "utilities.combined_loader.CombinedLoader")
-                shadow.fit_loop._combined_loader = combined(self.later.sample.loader, "max_size_cycle")
-            trainer.strategy.optimizers = []  # those of a trace live as long as the copy has them
-            seen = self.view(shadow)
-            playing = Playing(run, shadow, module, self.heard, seen)
-            for part in module.modules():
-                if "_trainer" in vars(part):
-                    vars(part)["_trainer"] = seen
-            if trainer.datamodule is not None:  # type: ignore[attr-defined]
-                trainer.datamodule.trainer = seen  # type: ignore[attr-defined]
-            with _batch_ends_called(playing):
-                self._fit(playing)
+    def __call__(self, run: LoopRun) -> None:
+        """The rest of a Trainer's run."""
+        trainer: Any = self.trainer
+        followed = FollowedTrainer(run, self.trainer, self.module, self.data_ranks)
+        if self.validation is None:
+            trainer.limit_val_batches = 0
+        trainer.accumulate_grad_batches = min(run.accumulate, 2)
+        if run.loaded_samples > run.batch_size:
+            trainer.accumulate_grad_batches = 1
+            splitter = splitter_of(self.epochs.sample.make, run.loaded_samples, run.batch_size)
+            replace_closures(trainer, MicroBatches(splitter, "mean"))
+        _Fit(followed, self).run()
 
-    def _fit(self, playing: Playing) -> None:
-        """As a Trainer's run goes on once its strategy is set up."""
-        shadow = playing.shadow
-        _shadow.take_copies(self.trainer, shadow)
-        shadow.training = True
-        playing.call("on_fit_start")
-        self._resume(playing)
-        first = shadow.current_epoch
-        if self.validation is not None and shadow.num_sanity_val_steps:
-            self._validate(playing, shadow.num_sanity_val_steps)
-        progress = shadow.fit_loop.epoch_progress.current
-        playing.call("on_train_start")
-        progress.ready = first + 1
-        playing.call("on_train_epoch_start")
-        progress.started = first + 1
-        begun = time.process_time()
-        playing.train(2)
-        seconds = time.process_time() - begun
-        if self.validation is not None:
-            self._validate(playing)
-        self._save(playing)
-        between = self.validation is not None or playing.has("on_save_checkpoint")
-        self.later.play(playing, first, seconds, between=between)
 
-    def _resume(self, playing: Playing) -> None:
-        """Optimizer states of a checkpoint that Lightning has read, as it loads them beside those that are there."""
-        shadow = playing.shadow
-        connector = shadow._checkpoint_connector
+class _Fit:
+    """``Trainer.fit``, from the end of the strategy's setup on."""
+
+    def __init__(self, followed: FollowedTrainer, job: _TrainingJob) -> None:
+        self._followed = followed
+        self._run = followed.run
+        self._trainer = followed.trainer
+        self._job = job
+        self._validated = False
+        self._begun = False
+        """The first epoch is over."""
+        self._rest = False
+        """What runs now is the rest of an epoch that a checkpoint was saved in."""
+        self._steps: FollowedSteps
+        self._next: tuple[int, str] | None = None
+        """The step that comes next in this epoch."""
+        self._pending: Iterator[tuple[int, str]] = iter(())
+
+    def run(self) -> None:
+        """All of it."""
+        trainer, followed, run = self._trainer, self._followed, self._run
+        trainer.training = True
+        with run.phase("setup"):
+            followed.call("on_fit_start")
+        self._resume()
+        self._steps = FollowedSteps(followed, self._job.epochs)
+        seen = TrainerView(trainer)
+        vars(seen)["_asked"] = self._steps.asked
+        followed.show_as(seen)
+        self._follow_loops()
+        with run.loop(micro_batches=followed.module.automatic_optimization):
+            trainer._run_sanity_check()
+            trainer.fit_loop.run()
+
+    def _resume(self) -> None:
+        """States of a checkpoint that Lightning has read, as it loads them beside those that are there."""
+        connector, run = self._trainer._checkpoint_connector, self._run
         if not connector._loaded_checkpoint:
             return
-        if divided_by_fsdp2(playing.run.model):  # states are divided as they are loaded, which talks to other ranks
-            playing.run.note(Message("resuming a sharded model is not included in the prediction"))
-            connector._loaded_checkpoint = {}
-            return
-        with playing.followed(Message("resuming")), playing.run.phase("resuming"):
-            connector.restore_loops()
-            if "optimizer_states" in connector._loaded_checkpoint:
-                connector.restore_optimizers()
+        if divided_by_fsdp2(run.model):  # states are divided as they are loaded, which talks to other ranks
+            run.note(Message("resuming a sharded model is not included in the prediction"))
+        else:
+            with self._followed.followed(Message("resuming")), run.phase("resuming"):
+                connector.restore_training_state()
         connector._loaded_checkpoint = {}
 
-    def _validate(self, playing: Playing, sanity: int | None = None) -> None:
-        shadow, module, validation = playing.shadow, playing.module, self.validation
+    def _follow_loops(self) -> None:
+        """Lightning's loops take the batches and the steps that are followed, and say where they are."""
+        trainer, followed = self._trainer, self._followed
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        strategy, validates = trainer.strategy, epoch.val_loop
+        followed.batches[fit] = self._batches
+        fit._combined_loader = validates._combined_loader = None  # of an earlier run
+        epoch_starts, epoch_ends, batch_ends, validation = (
+            fit.on_advance_start,
+            fit.on_advance_end,
+            epoch.on_advance_end,
+            validates.run,
+        )
+
+        def training_step(batch: Any, *arguments: Any, **_named: Any) -> Any:
+            self._job.heard.arguments = arguments
+            return self._run.loss(batch)
+
+        def on_epoch_starts() -> None:
+            if fit.done:
+                raise StopIteration
+            with self._run.phase("hooks" if self._begun else "setup"), replaced(torch, {"equal": _same}):
+                epoch_starts()
+            self._take_over_optimizer()
+            # A checkpoint of an epoch's end: its last hooks run once more, and the next epoch is the first.
+            self._rest = epoch.restarting and epoch.batch_progress.is_last_batch
+            self._pending = iter(()) if self._rest else self._steps.epoch_begins()
+            self._next = next(self._pending, None)
+
+        def on_epoch_ends() -> Any:
+            if self._rest:
+                return epoch_ends()
+            self._save()
+            self._steps.epoch_ends()
+            self._begun = True
+            with self._run.phase("hooks"), replaced(torch, {"equal": _same}):
+                return epoch_ends()
+
+        def on_batch_ends(fetcher: Any) -> None:
+            if not epoch._should_accumulate():
+                followed.unsettled = self._run.step_ends()
+                self._next = next(self._pending, None)
+            epoch.batch_progress.is_last_batch = self._next is None
+            batch_ends(fetcher)
+
+        strategy.training_step = training_step
+        epoch._broadcast_sigterm_tensor = lambda: None
+        epoch._should_check_val_fx = lambda _fetcher: (
+            self._next is None and self._job.validation is not None and not self._validated
+        )
+        _with(fit, done=lambda _loop: self._steps.over, skip=lambda _loop: False)
+        _with(epoch, done=lambda loop: loop.batch_progress.is_last_batch)
+        replace_attributes(fit, {"on_advance_start": on_epoch_starts, "on_advance_end": on_epoch_ends})
+        replace_attributes(epoch, {"on_advance_end": on_batch_ends})
+        replace_attributes(validates, {"run": lambda: self._validate(validates, validation)})
+
+    def _take_over_optimizer(self) -> None:
+        """A hook may have made another optimizer: nothing keeps the one before it."""
+        made = self._trainer.optimizers
+        if self._run.optimizer is not None and made and made[0] is not self._run.optimizer:
+            self._run.optimize_with(made[0])
+
+    def _batches(self) -> Iterator[tuple[Any, int, int]]:
+        """Of one epoch."""
+        number = 0
+        while self._next is not None:
+            batch = self._steps.batch(self._trainer.current_epoch)
+            self._run.batch_begins(self._next[1])
+            yield batch, number, 0
+            del batch
+            number += 1
+
+    def _validate(self, loop: Any, start: Callable[[], Any]) -> None:
+        validation, trainer, followed = self._job.validation, self._trainer, self._followed
         if validation is None:
             return
-        what = Message("the sanity check") if sanity else Message("validation")
+        sanity = trainer.num_sanity_val_steps if trainer.sanity_checking else None
+        what = Message("validation") if sanity is None else Message("the sanity check")
         label = "" if sanity is None else _("sanity check")
-        loop = shadow.fit_loop.epoch_loop.val_loop
-        with playing.followed(what), playing.run.phase("validation", label), logging_own(module):
+        with followed.followed(what), self._run.phase("validation", label):
             try:
-                if sanity is not None:
-                    validation.play(playing.run, shadow, loop, shadow._run_sanity_check, sanity=sanity, most=self.most)
-                    return
-                shadow.validating = True
-                module.on_validation_model_zero_grad()
-                validation.play(playing.run, shadow, loop, loop.run, most=self.most)
-                shadow.training = True
+                validation.run(followed, loop, start, sanity=sanity, most=self._job.most)
             finally:
                 loop._results.batch = None  # it is let go of at the end of a round, which may have raised
+        if sanity is None:
+            self._validated = self._steps.interrupted = True
 
-    def _save(self, playing: Playing) -> None:
-        """A checkpoint as the Trainer's callbacks save it; it is not written."""
-        saving = [one for one in self.trainer.callbacks if _namespaces.is_a(one, "callbacks.Checkpoint")]  # type: ignore[attr-defined]
-        if not saving or self.trainer.fast_dev_run:  # type: ignore[attr-defined] # ModelCheckpoint saves nothing then
+    def _save(self) -> None:
+        """A checkpoint as the Trainer's callbacks save it, once; it is not written."""
+        trainer, followed = self._trainer, self._followed
+        saving = [one for one in trainer.callbacks if _namespaces.is_a(one, "callbacks.Checkpoint")]
+        if self._begun or not saving or trainer.fast_dev_run:  # ModelCheckpoint saves nothing then
             return
-        if _deepspeed.used(self.trainer):
-            playing.run.note(Message("saving a checkpoint under DeepSpeed is not included in the prediction"))
-            return
+        self._steps.interrupted |= followed.has("on_save_checkpoint")
         weights_only = all(getattr(one, "save_weights_only", False) for one in saving)
-        with playing.followed(Message("saving a checkpoint")), playing.run.phase("saving"):
-            playing.shadow.save_checkpoint("", weights_only)
+        with followed.followed(Message("saving a checkpoint")), self._run.phase("saving"):
+            trainer.save_checkpoint("", weights_only)
 
 
-@contextlib.contextmanager
-def logging_own(module: LightningModule) -> Iterator[None]:
-    """``self.log`` is Lightning's own inside the block: it keeps metrics and values until an epoch is over."""
-    silenced: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for part in module.modules():
-        own = vars(part)
-        silenced.append((own, {name: own.pop(name) for name in ("log", "log_dict") if name in own}))
-    try:
-        yield
-    finally:
-        for own, silent in silenced:
-            own.update(silent)
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal`` for weights that training has told apart: equal is what is the same."""
+    return one is other
 
 
-@contextlib.contextmanager
-def _batch_ends_called(playing: Playing) -> Iterator[None]:
-    """``on_train_batch_end`` after each optimizer step, while the batch and the gradients are alive."""
-    heard, strategy = playing.heard, playing.shadow.strategy
-    progress = playing.shadow.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-    if not playing.has("on_train_batch_end") or len(strategy.optimizers) != 1:
-        yield
-        return
-
-    def ended(optimizer: torch.optim.Optimizer, *_args: Any) -> None:
-        if strategy.optimizers[0] is not optimizer:
-            return
-        progress.completed += 1
-        batch, output, heard.batch, heard.output = heard.batch, heard.output, None, None
-        if playing.has("on_train_batch_end"):
-            playing.hook("on_train_batch_end", output, batch, 0)
-
-    handle = register_optimizer_step_post_hook(ended)
-    heard.listening = True
-    try:
-        yield
-    finally:
-        heard.listening, heard.batch, heard.output = False, None, None
-        handle.remove()
+def _with(loop: Any, **properties: Callable[[Any], Any]) -> None:
+    """An object gets other values of these properties of its class."""
+    kind = type(loop)
+    loop.__class__ = type(kind.__name__, (kind,), {name: property(value) for name, value in properties.items()})

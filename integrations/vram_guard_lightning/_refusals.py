@@ -10,6 +10,7 @@ from vram_guard.guard.refusals import Refusal, beside_layout
 from vram_guard.language import _
 from vram_guard.parallel.in_place_of_ddp import why_not_optimizer
 from vram_guard.parallel.resharding import why_not_offloaded, why_not_split_on_host
+from vram_guard.plan.techniques import mixed_precision
 from vram_guard_lightning import _deepspeed, _dividing, _growth, _hooks, _layouts, _namespaces, private_api
 from vram_guard_lightning._namespaces import is_lightnings
 
@@ -116,14 +117,17 @@ def by_optimizer(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Re
 
 
 def _without_scaler(trainer: Trainer, optimizer_traits: set[str], plan: Plan) -> Refusal | None:
-    """Refuse a plan's float16 where its gradient scaler does not work with the optimizer.
+    """Refuse float16 where its gradient scaler does not work with the optimizer.
+
+    A plan that does not fit is told too, of a GPU on which it would have been tried: Lightning refuses both together.
 
     Args:
         trainer: the Trainer.
         optimizer_traits: class names of the optimizer, and "fused" where it is.
         plan: to be checked.
     """
-    if plan.precision != "16-mixed" or plan.precision_before == "16-mixed":
+    given = plan.precision if plan.fits else mixed_precision(plan.precision_before, plan.budget.compute_capability)[0]
+    if given != "16-mixed" or plan.precision_before == "16-mixed":
         return None
     if "LBFGS" in optimizer_traits:
         return Refusal("precision", _("LBFGS does not work with the gradient scaling that 16-mixed needs"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,14 @@ from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.longest.choice import longest_beside
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.patching import replaced
-from vram_guard_lightning import _layouts, _namespaces
+from vram_guard_lightning import _layouts
 from vram_guard_lightning._sample import loaders_in, read
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from vram_guard.capture.loader import Sample
-    from vram_guard.job import JobRun
+    from vram_guard_lightning._followed import FollowedTrainer
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
@@ -57,76 +57,62 @@ class Loader:
         return [batch] * typical + last, typical, count - typical + 1
 
 
-class _Batches:
-    """These batches; a list would be a collection of loaders."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
 @dataclass(frozen=True)
 class EvaluationBatches:
     """The batches of an evaluation's loaders, and remarks for a reader of the prediction."""
 
-    loaders: tuple[Loader, ...]
+    loaders: Mapping[int, Loader]
+    """By their place among all loaders of the evaluation; those without batches are left out."""
     notes: tuple[str, ...]
 
     @property
     def batch_size(self) -> int:
         """Samples of the largest batch."""
-        return max(one.sample.batch_size for one in self.loaders)
+        return max(one.sample.batch_size for one in self.loaders.values())
 
-    def play(
+    def of_at_most(self, size: int) -> Any:
+        """A batch of the first loader, see :meth:`Loader.of_at_most`."""
+        return next(iter(self.loaders.values())).of_at_most(size)[0]
+
+    def run(
         self,
-        run: JobRun,
-        shadow: Any,
+        followed: FollowedTrainer,
         loop: Any,
         start: Callable[[], Any],
         *,
         sanity: int | None = None,
         most: int | None = None,
     ) -> None:
-        """Run the loop of a Trainer's copy over two batches of each loader, of which the second stands for the others.
+        """Run the loop over two batches of each loader, of which the second stands for the others.
 
         The longest batch comes last, where all that is collected of the others is there.
 
         Args:
-            run: of the trace.
-            shadow: the copy.
-            loop: of the copy.
+            followed: the Trainer.
+            loop: of the Trainer, which has been given :meth:`batches` of this.
             start: runs the loop.
             sanity: the most batches of each loader in a sanity check, which one batch stands for; None: it is none.
             most: samples of a batch; None: as many as the loaders deliver.
         """
         size = self.batch_size if most is None else most
-        counts = [one.of_at_most(size)[1] for one in self.loaders]
-        given, repeated, left = zip(*(one.followed(size, sanity) for one in self.loaders), strict=True)
-        combined = _namespaces.part(_namespaces.of(shadow), "utilities.combined_loader.CombinedLoader")
-        loaders = combined([_Batches(batches) for batches in given], "sequential")
-        loop._data_source = type(loop._data_source)(loaders, "")
-        loop._combined_loader = None
-        limits = {f"limit_{kind}_batches": 1.0 for kind in ("val", "test", "predict")}
-        vars(shadow).update(limits, overfit_batches=0.0, reload_dataloaders_every_n_epochs=0)
-        loop.setup_data()
-        # As user code is told by trainer.num_val_batches.
-        setattr(loop, "_max_batches" if hasattr(loop, "_max_batches") else "max_batches", counts)
-        seen = [0] * len(given)
+        given = {place: one.followed(size, sanity) for place, one in self.loaders.items()}
+        seen = dict.fromkeys(given, 0)
         name = "_evaluation_step" if hasattr(loop, "_evaluation_step") else "_predict_step"
         own = getattr(loop, name)
 
+        def batches() -> Iterator[tuple[Any, int, int]]:
+            for place, (made, _repeated, _left) in given.items():
+                yield from ((batch, number, place) for number, batch in enumerate(made))
+
         def step(batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any) -> None:
             seen[dataloader_idx] += 1
-            stands = seen[dataloader_idx] == repeated[dataloader_idx]
-            with run.repeat(left[dataloader_idx]) if stands else contextlib.nullcontext():
+            _made, repeated, left = given[dataloader_idx]
+            stands = seen[dataloader_idx] == repeated
+            with followed.run.repeat(left) if stands else contextlib.nullcontext():
                 own(batch, batch_idx, dataloader_idx, *rest)
 
-        with replaced(loop, {name: step, "setup_data": lambda: None}):
+        followed.batches[loop] = batches
+        with replaced(loop, {name: step}):
             start()
 
 
@@ -163,9 +149,9 @@ def read_rounds(
         planned_batch: its longest batch, where all batches are evaluated.
     """
     mode = getattr(made, "_mode", "sequential")
-    found: list[Loader] = []
+    found: dict[int, Loader] = {}
     notes: list[str] = []
-    for loader in loaders_in(made) if mode == "sequential" else [made]:
+    for place, loader in enumerate(loaders_in(made) if mode == "sequential" else [made]):
         count = _count(trainer, loader, mode, limit)
         if count == 0:
             continue
@@ -175,7 +161,7 @@ def read_rounds(
             longest, said = longest_beside(
                 functools.partial(read, loader), planned_batch, ranks=_layouts.data_ranks(trainer)
             )
-        found.append(Loader(sample, count or ROUNDS_FOLLOWED, longest))
+        found[place] = Loader(sample, count or ROUNDS_FOLLOWED, longest)
         notes += [_("{phase}: {note}", phase=what, note=note) for note in said]
         if count is None:
             notes.append(
@@ -186,7 +172,7 @@ def read_rounds(
                     count=ROUNDS_FOLLOWED,
                 )
             )
-    return EvaluationBatches(tuple(found), tuple(dict.fromkeys(notes))) if found else None
+    return EvaluationBatches(found, tuple(dict.fromkeys(notes))) if found else None
 
 
 def _count(trainer: Trainer, loader: Any, mode: str, limit: float) -> int | None:

@@ -88,20 +88,18 @@ _EVALUATION = "loops.evaluation_loop:_EvaluationLoop"
 _CHECKPOINTS = "trainer.connectors.checkpoint_connector:_CheckpointConnector"
 
 JOB: tuple[PrivateName, ...] = (
-    *(
-        PrivateName(f"trainer.trainer:Trainer.{name}", "a copy of the Trainer, on which its own code runs in a trace")
-        for name in (
-            *("_accelerator_connector", "_callback_connector", "_checkpoint_connector", "_data_connector"),
-            "_logger_connector",
-        )
-    ),
     PrivateName("trainer.trainer:Trainer._run_sanity_check", "the sanity check in a trace"),
+    PrivateName("trainer.trainer:Trainer._logger_connector", "nothing is logged in a trace"),
+    PrivateName("trainer.trainer:Trainer._checkpoint_connector", "a checkpoint's states in a trace"),
     PrivateName("loops.training_epoch_loop:_TrainingEpochLoop.val_loop", "validation in a trace"),
-    PrivateName("loops.fit_loop:_FitLoop._combined_loader", "the loader, which a copy of the Trainer shares"),
+    PrivateName("loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx", "one validation in a trace"),
+    PrivateName("loops.training_epoch_loop:_TrainingEpochLoop._should_accumulate", "where a step ends"),
+    PrivateName(
+        "loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor", "no other rank is there to be told"
+    ),
+    PrivateName("loops.fit_loop:_FitLoop._combined_loader", "the loaders of an epoch"),
     PrivateName(f"{_EVALUATION}._data_source", "the validation loaders, asked for once more"),
     PrivateName(f"{_EVALUATION}._combined_loader", "two batches in place of the validation loaders"),
-    PrivateName(f"{_EVALUATION}._data_fetcher", "the same"),
-    PrivateName(f"{_EVALUATION}._max_batches", "the number of validation batches, as user code is told it"),
     PrivateName(f"{_EVALUATION}._results", "what self.log has received"),
     PrivateName(
         f"{_EVALUATION}._evaluation_step",
@@ -109,9 +107,12 @@ JOB: tuple[PrivateName, ...] = (
         parameters=("batch", "batch_idx", "dataloader_idx"),
     ),
     PrivateName("utilities.combined_loader:CombinedLoader._mode", "loaders that are read together"),
+    PrivateName("utilities.combined_loader:CombinedLoader._iterator", "the batches that are followed"),
+    PrivateName("utilities.combined_loader:_SUPPORTED_MODES", "how many batches loaders have together"),
+    PrivateName("loops.fetchers:_DataFetcher.__next__", "no batch is fetched ahead"),
+    PrivateName("loops.fetchers:_PrefetchDataFetcher.__next__", "the same"),
     PrivateName(f"{_CHECKPOINTS}._loaded_checkpoint", "the checkpoint that is resumed from"),
-    PrivateName(f"{_CHECKPOINTS}.restore_loops", "the epoch that is resumed"),
-    PrivateName(f"{_CHECKPOINTS}.restore_optimizers", "the optimizer's states of a checkpoint"),
+    PrivateName(f"{_CHECKPOINTS}.restore_training_state", "its states and counters"),
     PrivateName("trainer.call:_call_callback_hooks", "hooks of later epochs"),
     PrivateName("trainer.call:_call_lightning_module_hook", "the same"),
 )

@@ -104,7 +104,8 @@ def test_it_fits_in_micro_batches_and_learns_the_same(fitted: Any, plain: torch.
 
 def test_it_resumes_from_its_checkpoint(fitted: Any, tmp_path: Any) -> None:
     guard, weights, root = fitted
-    again = VramGuard(budget=guard.plan.before.peak_reserved - 1, margin=0, allow=("accumulate",))
+    # Less than before: where optimizer states are there before the first step, two segments fewer are taken.
+    again = VramGuard(budget=guard.plan.before.peak_reserved - 2**22, margin=0, allow=("accumulate",))
     assert torch.equal(trained(tmp_path, again, resume=str(root / "epoch=0.ckpt")), weights)
 
 

@@ -24,7 +24,7 @@ Base: Any = type(cases.make_module())
 
 
 def captured(root: Any, module: Any, data: Any = None, **how: Any) -> Any:
-    """What is captured at the guard's point of a real fit, and its timeline; the training itself runs on."""
+    """What is captured at the guard's point of a real fit, and its steps' timeline; the training itself runs on."""
     found = SimpleNamespace()
 
     class Probe(pl.Callback):  # type: ignore[misc]
@@ -34,7 +34,7 @@ def captured(root: Any, module: Any, data: Any = None, **how: Any) -> Any:
             def setup(trainer: Any) -> None:
                 found.capture = _capture.capture(trainer, pl_module)
                 with found.capture.symbolic_run():
-                    found.timeline = trace(found.capture.step)
+                    found.timeline = trace(found.capture.step.with_(job=None))
                 lightnings_own(trainer)
 
             trainer.strategy.setup = setup

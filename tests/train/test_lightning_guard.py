@@ -239,7 +239,11 @@ def test_manual_optimization_takes_what_automatic_optimization_takes(tmp_path: A
         found.append(guard.plan.before)
     automatic, own = found
     assert own.peak_reserved == automatic.peak_reserved
-    assert (own.peak_phase, own.breakdown) == (automatic.peak_phase, automatic.breakdown)
+    assert own.peak_phase.name == automatic.peak_phase.name
+    # Lightning lets go of the loss before its backward, which manual optimization does not; its storage is as large as
+    # the losses of all samples.
+    assert {**own.breakdown, "activations": 0} == {**automatic.breakdown, "activations": 0}
+    assert 0 < own.breakdown["activations"] - automatic.breakdown["activations"] <= 8192 * 4
 
 
 def test_a_batch_that_cannot_be_split_is_said_by_name(tmp_path: Any, capsys: Any, tight: int) -> None:

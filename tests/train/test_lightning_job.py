@@ -17,14 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 pytest.importorskip("lightning")
 
-import logging
-
 import lightning_cases as cases
 from each import each
 from guard_arguments import in_advanced
 
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard import evaluation
+from vram_guard.guard.refusals import undone_later
 from vram_guard.plan.descriptions import Why
 from vram_guard.simulate import trace_at
 from vram_guard.step import TrainingStep
@@ -36,6 +35,8 @@ NAMESPACE = cases.NAMESPACE
 pl = importlib.import_module(NAMESPACE)
 
 WIDTH, SIZE = 256, 8
+#: Lightning keeps a copy of the loss beside its graph, for hooks and progress bars; a plain step does not.
+LOSS_COPY = 512
 
 
 class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -161,7 +162,8 @@ def test_a_backbone_that_is_unfrozen_later_is_told_at_once(tmp_path: Any, module
     assert found.estimate.peak_reserved > 2 * found.plain.peak_reserved
     unfrozen = told(tmp_path, Net()).plain  # the same step, with everything trained from the start
     # A group of weights of its own is updated by itself, and so are the temporaries of its update.
-    assert 0 <= unfrozen.peak_allocated - later <= 2 * sum(rounded(one) for one in Net().head.parameters())
+    groups = 2 * sum(rounded(one) for one in Net().head.parameters())
+    assert 0 <= unfrozen.peak_allocated + LOSS_COPY - later <= groups
     assert [phase.label for phase in found.estimate.phases if phase.label] == ["epoch 2"]
 
 
@@ -172,10 +174,12 @@ def test_a_datamodule_with_larger_batches_later(tmp_path: Any) -> None:
 
     found = told(tmp_path, Net(), data=Growing(), reload_dataloaders_every_n_epochs=1)
     larger = trace_at(found.capture.step.with_(job=None), 2048).at(2048)
-    assert peaks(found)["training", "epoch 2"] == larger.peak_allocated > 1.5 * found.plain.peak_allocated
+    later = peaks(found)["training", "epoch 2"]
+    assert later == larger.peak_allocated + LOSS_COPY > 1.5 * found.plain.peak_allocated
     cut = found.capture.step.with_(whole_batch=True, accumulate=2)
     with found.capture.symbolic_run():
-        halves = {phase.label: phase for phase in trace_at(cut, SIZE // 2).at(SIZE // 2).phases}
+        phases = trace_at(cut, SIZE // 2).at(SIZE // 2).phases
+    halves = {phase.label: phase for phase in phases if phase.name == "training"}
     assert "epoch 3" not in halves  # which is like the first
     # Micro-batches keep their size, also where they are cut of a larger batch: that alone takes more.
     more = 2048 * WIDTH * 4 - SIZE * WIDTH * 4
@@ -230,6 +234,22 @@ def test_a_hook_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
     notes = [note.message for note in found.job.notes]
     assert [note for note in notes if "on_train_epoch_end" in note and "no loss was collected" in note] == notes
     assert ("training", "epoch 2") in peaks(found)
+
+
+class Measuring(Net):
+    """Looks at copies of its gradients before each step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        copies = [one.grad.clone() for one in self.parameters() for _copy in range(8)]
+        assert copies
+
+
+def test_what_hooks_around_steps_take_is_counted(tmp_path: Any) -> None:
+    copies = 8 * sum(one.nbytes for one in Net().parameters())
+    weights_and_states = 4 * copies // 8  # weights, gradients, two averages
+    found = told(tmp_path, Measuring())
+    assert found.estimate.peak_allocated >= weights_and_states + copies > found.plain.peak_allocated
+    assert not found.job.notes
 
 
 # --- validation -------------------------------------------------------------------------------------------
@@ -295,7 +315,7 @@ def test_validation_that_cannot_be_followed_is_said_and_the_steps_are_predicted(
         "the sanity check cannot be followed to its end",
         "validation cannot be followed to its end",
     ]
-    assert peaks(found)["training", ""] == found.plain.peak_allocated
+    assert peaks(found)["training", ""] == found.plain.peak_allocated + LOSS_COPY
 
     class Unreadable(Net):
         def val_dataloader(self) -> Any:
@@ -328,7 +348,8 @@ def test_states_of_a_checkpoint_are_there_before_the_first_step(tmp_path: Any) -
     trainer.save_checkpoint(tmp_path / "first.ckpt")
     found = told(tmp_path, Net(), ckpt_path=tmp_path / "first.ckpt")
     weights = sum(rounded(one) for one in Net().parameters())
-    assert peaks(found)["resuming", ""] == 3 * weights  # and Adam's two averages; its counters stay on the host
+    # And Adam's two averages; its counters stay on the host. Lengths of loaders are compared on the GPU.
+    assert 3 * weights <= peaks(found)["resuming", ""] <= 3 * weights + 2 * 512
 
     trainer = cases.make_trainer(NAMESPACE, tmp_path, [Unfreezing()], max_epochs=2)
     trainer.fit(Net(), loader())
@@ -505,14 +526,15 @@ def test_a_plan_is_made_for_the_epoch_that_takes_most(tmp_path: Any) -> None:
 
 
 def test_what_a_later_epoch_undoes_is_not_planned(tmp_path: Any) -> None:
+    def refused(found: Any, **recipe: Any) -> str:
+        plan = SimpleNamespace(recipe=Recipe(**recipe), timeline=None, timeline_before=found.job)
+        found = undone_later(plan)
+        return "" if found is None else found.technique
+
     found = told(tmp_path, Net(), Unfreezing())
-    on_host = SimpleNamespace(
-        recipe=Recipe(frozen_on_host=("backbone",), optimizer_on_host=True), precision="32-true", evaluation=None
-    )
-    assert found.capture.objection(on_host).technique == "offload_frozen"
-    on_host.recipe = Recipe(optimizer_on_host=True)
-    assert found.capture.objection(on_host).technique == "offload_optimizer"
-    assert told(tmp_path, Net(), validation=loader()).capture.objection(on_host) is None
+    assert refused(found, frozen_on_host=("backbone",), optimizer_on_host=True) == "offload_frozen"
+    assert refused(found, optimizer_on_host=True) == "offload_optimizer"
+    assert refused(told(tmp_path, Net(), validation=loader()), optimizer_on_host=True) == ""
 
 
 class Keeping(Net):
@@ -591,18 +613,22 @@ def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), Switching(), data=data)
     step = found.capture.step.with_(job=None)
     for epoch, rows in (("epoch 2", 2048), ("epoch 3", 4096)):
-        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated
+        assert peaks(found)["training", epoch] == trace_at(step, rows).at(rows).peak_allocated + LOSS_COPY
     assert (data.batch_sampler.batch_size, vars(data.dataset)) == (SIZE, {})
     assert not [note for note in found.job.notes if "cannot be followed" in note.message]
 
 
 class Counters(pl.Callback):  # type: ignore[misc, name-defined]
-    """Logs what hooks see of the Trainer's counters: a log is kept where the callback's own state is put back."""
+    """Notes what hooks see of the Trainer's counters, and raises it at the end: what a copy notes ends with it."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises = raises
+        self.seen: list[Any] = []
 
     def note(self, name: str, trainer: Any) -> None:
         epochs = trainer.fit_loop.epoch_progress.current
         counted = (epochs.ready, epochs.started, epochs.processed, epochs.completed)
-        logging.getLogger("counters").info("%s", (name, trainer.current_epoch, counted, trainer.training))
+        self.seen.append((name, trainer.current_epoch, trainer.global_step, counted, trainer.training))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.note("on_fit_start", trainer)
@@ -616,20 +642,14 @@ class Counters(pl.Callback):  # type: ignore[misc, name-defined]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.note("on_train_epoch_end", trainer)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.raises:
+            raise ValueError(f"{self.seen}")
 
-def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "counters")
 
-    def seen() -> list[Any]:
-        found: list[Any] = [one.args[0] for one in caplog.records if one.name == "counters"]
-        caplog.clear()
-        return found
-
-    cases.make_trainer(NAMESPACE, tmp_path, [Counters()], max_epochs=3).fit(Net(), loader())
-    real = seen()
-    told(tmp_path, Net(), Counters(), max_epochs=3)
-    traced = seen()
-    assert {name for name, *_ in traced} == {name for name, *_ in real} != set()
-    assert not [one for one in traced if one not in real]
+def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(tmp_path: Any) -> None:
+    real = Counters(raises=False)
+    cases.make_trainer(NAMESPACE, tmp_path, [real], max_epochs=3).fit(Net(), loader())
+    (note,) = told(tmp_path, Net(), Counters(raises=True), max_epochs=3).job.notes
+    assert real.seen
+    assert f"ValueError: {real.seen}" in note.message

@@ -16,7 +16,7 @@ from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.expandable import why_not_expandable
-from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes
+from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes, undone_later
 from vram_guard.language import _
 from vram_guard.longest.choice import choose, peak_of
 from vram_guard.proof.bodies import find_body
@@ -228,7 +228,11 @@ class _Captured:
     progress: Progress
 
     def objections(self, plan: Plan) -> Iterable[Refusal | None]:
-        return self.captured.objection(plan), repeated_in_parts(collectives_of(plan.timeline_before))
+        return (
+            self.captured.objection(plan),
+            repeated_in_parts(collectives_of(plan.timeline_before)),
+            undone_later(plan),
+        )
 
     def finds_body(self, refused: dict[str, str]) -> bool:
         captured = self.captured

@@ -11,7 +11,7 @@ from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard._decide import in_copy_of_process, least_budget
 from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero
-from vram_guard.job import Job, JobRun
+from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.state.random_generators import random_state_kept
@@ -43,7 +43,7 @@ class CapturedEvaluation:
 
 
 def evaluation_step(
-    model: Any, batch: Callable[[int], Any], play: Callable[[JobRun], object], **fields: Any
+    model: Any, batch: Callable[[int], Any], play: Callable[..., object], *, ends_process: bool = False, **fields: Any
 ) -> TrainingStep:
     """A step without an optimizer whose job runs an evaluation.
 
@@ -51,6 +51,7 @@ def evaluation_step(
         model: that it evaluates, on the host.
         batch: number of samples -> a batch of its loader.
         play: see :class:`~vram_guard.job.Job`; its batches have at most ``run.batch_size`` samples.
+        ends_process: see there.
         fields: others of the :class:`~vram_guard.step.TrainingStep`.
     """
     return TrainingStep(
@@ -59,7 +60,7 @@ def evaluation_step(
         loss=lambda model, batch: model(batch),  # never called: the job does it all
         optimizer=None,
         prepare=move_to_simulated_device,
-        job=Job(play),
+        job=Job(play, ends_process=ends_process),
         **fields,
     )
 

@@ -17,6 +17,7 @@ from vram_guard.proof.effects import other_draws
 if TYPE_CHECKING:
     from torch import nn
 
+    from vram_guard.plan import Plan
     from vram_guard.plan.pins import Pins
 
 _WHY: dict[str, str] = {
@@ -117,6 +118,17 @@ _PARTS = {
     "chunked_loss": "chunked_loss",
     "expandable_segments": "expandable_segments",
 }
+
+
+def undone_later(plan: Plan) -> Refusal | None:
+    """A technique of the plan that would not survive what later steps change, as far as its timelines have them."""
+    recipe, seen = plan.recipe, (plan.timeline, plan.timeline_before)
+    later = {change for one in seen if one is not None for change in one.later_changes}
+    if "trained" in later and recipe.frozen_on_host:
+        return Refusal("offload_frozen", _("weights that are frozen now are trained in a later epoch"))
+    if "optimized" in later and recipe.optimizer_on_host:
+        return Refusal("offload_optimizer", _("the optimizer gets other weights in a later epoch"))
+    return None
 
 
 def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[int], Any], size: int) -> Iterator[str]:

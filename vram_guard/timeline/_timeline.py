@@ -31,6 +31,7 @@ from vram_guard.timeline._values import (
     Frees,
     Growth,
     HostBlock,
+    LaterChange,
     Leak,
     Marks,
     Note,
@@ -106,6 +107,8 @@ class Timeline:
     """The blocks that each further step would leave behind, of the last step."""
     steps: int | None = None
     """Optimizer steps of the whole run, or as many as it has at least; None: not known."""
+    later_changes: frozenset[LaterChange] = frozenset()
+    """How later steps differ from the first: other weights are "trained", or handed to the optimizer ("optimized")."""
     compiled: CompiledCode | None = None
     """What ``torch.compile`` made of the step, where that was followed."""
     marks: Marks | None = field(default=None, repr=False, compare=False)

@@ -308,6 +308,9 @@ class Work(NamedTuple):
     """The CUDA stream on which it was started, numbered as :attr:`Block.stream` is."""
 
 
+#: How later steps differ from the first: other weights are trained, or handed to the optimizer.
+LaterChange = Literal["trained", "optimized"]
+
 #: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper
 #: object or a class; "elsewhere": a tensor that was made before and is nothing of the module's; "around": nothing, but
 #: a mode or hooks of the user's see what it computes.

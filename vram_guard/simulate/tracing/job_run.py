@@ -18,7 +18,9 @@ from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
-from vram_guard.timeline import PHASE_NAMES, Note, PhaseName
+from vram_guard.simulate.tracing.observed_phases import ObservedPhases
+from vram_guard.tensors import inner_tensors
+from vram_guard.timeline import PHASE_NAMES, LaterChange, Note, PhaseName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +33,7 @@ CHANGEABLE = ("accumulate", "batch", "clip_grad_norm", "clip_grad_value", "keeps
 
 
 class PlayedRun:
-    """A :class:`vram_guard.job.JobRun`: the loop of one trace, as its job sees it.
+    """A :class:`vram_guard.job.LoopRun`: the loop of one trace, as its job sees it.
 
     Args:
         loop: that trains.
@@ -42,6 +44,12 @@ class PlayedRun:
         self._loop = loop
         self._recorder = loop.recorder
         self._prepare = prepare
+        self._phases = ObservedPhases(loop.recorder, loop.mode.state, lambda: self._steps + 1, self._backward_ended)
+        self._in_step = False
+        """A step of the job's own loop has begun."""
+        self._elsewhere = False
+        """Something besides steps has run since the last one."""
+        self.later_changes: set[LaterChange] = set()
         self._open: list[tuple[PhaseName, str]] = []
         self._steps = 0
         self._label = ""
@@ -117,6 +125,51 @@ class PlayedRun:
             after()
         self.left.ended(self._steps)
 
+    # --- a loop of the job's own ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def loop(self, *, micro_batches: bool) -> Iterator[None]:
+        """The job's own loop runs inside the block."""
+        with self._phases.observed(micro_batches=micro_batches):
+            yield
+
+    def batch_begins(self, label: str = "") -> None:
+        """A batch of a step."""
+        if not self._in_step:
+            self._in_step = True
+            self._prepare()
+            if label != self._label or self._elsewhere:
+                self.left.differs()
+                self._label, self._elsewhere = label, False
+            self.left.begins()
+        self._recorder.label = label
+        self._recorder.phase("batch", self._steps + 1, "batch")
+
+    def loss(self, batch: Any) -> Any:
+        """The step's own loss."""
+        self._phases.forward_begins()
+        with self._loop.autocast():
+            return self._loop.step.loss(self._loop.model, batch)
+
+    def step_ends(self) -> bool:
+        """A step is over; True where one more is needed."""
+        self._in_step = False
+        self._steps += 1
+        self.left.ended(self._steps)
+        self._recorder.label = ""
+        return self.left.unsettled
+
+    def changes_later(self, what: LaterChange) -> None:
+        """A note of the timeline's for whoever plans."""
+        self.later_changes.add(what)
+
+    def _backward_ended(self) -> None:
+        if self._loop.step.parallel is not None:  # FSDP1 stores gradients itself
+            grads = (parameter.grad for parameter in self.model.parameters())
+            self._recorder.classify((one for grad in grads for one in inner_tensors(grad)), "gradients")
+
+    # --- the batch, and phases --------------------------------------------------------------------------------
+
     def load(self, batch: Any) -> Any:
         """The batch on the simulated GPU."""
         with self._recorder.loading():
@@ -127,6 +180,7 @@ class PlayedRun:
         """A phase of the run."""
         one_of("phase", name, PHASE_NAMES)
         self._open.append((name, label))
+        self._elsewhere = True
         self._enter(name, label)
         try:
             yield

@@ -99,14 +99,16 @@ class ObservedPhases:
         self.step_ended(optimizer)
 
     @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
+    def observed(self, *, micro_batches: bool = False) -> Iterator[None]:
         """Inside the block every backward pass, step of an optimizer and call of a module counts.
 
-        Nothing tells passes over parts of a batch from passes over other losses: all are of one micro-batch.
+        Args:
+            micro_batches: True where passes before a step are those of its micro-batches. False where nothing tells
+                passes over parts of a batch from passes over other losses: all are of one micro-batch.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(torch.autograd, self.backward_entries()))
-            own = {"module_called": self._module_called, "counts_micro_batches": False}
+            own = {"module_called": self._module_called, "counts_micro_batches": micro_batches}
             stack.enter_context(replaced(self._recorder, own))
             stack.callback(register_optimizer_step_pre_hook(self._own_step_begins).remove)
             stack.callback(register_optimizer_step_post_hook(self._own_step_ended).remove)

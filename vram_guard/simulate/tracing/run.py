@@ -15,6 +15,7 @@ from torch import nn
 from vram_guard.call_room import with_room
 from vram_guard.errors import UnsupportedOperatorError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.exclusive import alone_in_process
+from vram_guard.forks.fork import run_in_fork
 from vram_guard.language import Message, _
 from vram_guard.module_names import ModuleName
 from vram_guard.parallel.deepspeed import STAGES, check_config
@@ -64,7 +65,7 @@ from vram_guard.step import TrainingStep
 from vram_guard.techniques import install
 from vram_guard.techniques.placement import import_libraries, optimizer_for, place, step_where
 from vram_guard.tensors import inner_tensors
-from vram_guard.timeline import Border, Growth, Note, Timeline
+from vram_guard.timeline import Border, Growth, LaterChange, Note, Timeline
 
 if TYPE_CHECKING:
     from vram_guard.simulate.compiler.following import Followed
@@ -104,17 +105,24 @@ def run_step(
         Exception: whatever the user's own code raises, unchanged.
     """
     capability = Capability.of(capability)
-    with asked_as_chosen(capability), _alone() as interrupts:
-        try:
+
+    def traced(step: TrainingStep) -> Timeline:
+        with asked_as_chosen(capability), _alone() as interrupts:
             run = _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled)
             return with_room(run.timeline)
-        except replicas.UnusedParametersError:
-            if step.parallel is not None:
-                raise
-        found = step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True})
-        again = _Run(found, batch_size, capability, interrupts, watched, rank, marked, steps, compiled)
-        timeline = with_room(again.timeline)
-        return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
+
+    def followed(step: TrainingStep) -> Timeline:
+        if step.job is None or not step.job.ends_process:
+            return traced(step)
+        return run_in_fork(lambda _progress: traced(step))
+
+    try:
+        return followed(step)
+    except replicas.UnusedParametersError:
+        if step.parallel is not None:
+            raise
+    timeline = followed(step.with_(ddp_options={**step.ddp_options, "find_unused_parameters": True}))
+    return replace(timeline, notes=(*timeline.notes, Note(replicas.COUNTED_AS_FOUND)))
 
 
 def with_built_model(step: TrainingStep, capability: Capability | Version) -> TrainingStep:
@@ -203,6 +211,7 @@ class _Run:
         self.device = FakeCudaState(self.recorder)
         self.mode = SymbolicMode(self.recorder, self.device, capability, interrupts, on_cpu=step.device == "cpu")
         self.growth: tuple[Growth, ...] = ()
+        self.later_changes: frozenset[LaterChange] = frozenset()
         self.take_off: Callable[[], None] = lambda: None
         self.real: dict[str, torch.Tensor] = {}
         """The model's parameters by name, without their twins."""
@@ -247,7 +256,9 @@ class _Run:
         self.recorder.forget()
         self.mode.meter.forget()
         steps = None if step.job is None else step.job.steps
-        return replace(timeline, parallel=step.layout, growth=self.growth, steps=steps)
+        return replace(
+            timeline, parallel=step.layout, growth=self.growth, steps=steps, later_changes=self.later_changes
+        )
 
     def _compiler(
         self, model: nn.Module, module_call: Callable[..., Any]
@@ -351,6 +362,7 @@ class _Run:
             played = PlayedRun(loop, lambda: self._watch_gradients(model))
             played.play(self.step.job)
             left = played.left
+            self.later_changes = frozenset(played.later_changes)
         if left.growth:
             self.growth = self.recorder.named(left.growth, ReachedState(_callables(self.written)).content())
 

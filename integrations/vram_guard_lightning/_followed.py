@@ -1,0 +1,293 @@
+"""A Trainer in a copy of the process: its own loops train, validate, test and save there, on the simulated GPU.
+
+The copy ends with them, so nothing is put back. Loaders are asked for and never iterated: batches are made of samples
+that were read before, as many as are followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vram_guard.language import Message
+from vram_guard.patching import replace_attributes
+from vram_guard_lightning import _namespaces
+from vram_guard_lightning._precision import plugin_of_trace
+from vram_guard_lightning._trainer_proxy import silent_callback
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from vram_guard.job import LoopRun
+
+# ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
+
+_GPU = torch.device("cuda", 0)
+
+#: Callbacks of Lightning's own that watch, report or save: what they do is no part of a step.
+WATCHING = (
+    "callbacks.Checkpoint",
+    "callbacks.EarlyStopping",
+    "callbacks.GradientAccumulationScheduler",
+    "callbacks.ProgressBar",
+    "callbacks.Timer",
+    "callbacks.LearningRateMonitor",
+    "callbacks.LearningRateFinder",
+    "callbacks.BatchSizeFinder",
+    "callbacks.DeviceStatsMonitor",
+    "callbacks.ModelSummary",
+    "callbacks.throughput_monitor.ThroughputMonitor",
+)
+
+#: What a strategy does with other processes and with files; here there is this process alone, and nothing is written.
+_ALONE: dict[str, Any] = {
+    "root_device": property(lambda _self: _GPU),
+    "barrier": lambda _self, *_args, **_kwargs: None,
+    "reduce": lambda _self, tensor, *_args, **_kwargs: tensor,
+    "broadcast": lambda _self, value, *_args, **_kwargs: value,
+    "reduce_boolean_decision": lambda _self, decision, *_args, **_kwargs: decision,
+    "save_checkpoint": lambda _self, *_args, **_kwargs: None,
+}
+
+#: How the names begin of hooks around steps, in which nothing of a step itself is computed.
+_AROUND_STEPS = ("on_fit_", "on_train_", "on_before_zero_grad", "on_before_optimizer", "on_after_backward")
+
+#: Batches of a loader in the order of Lightning's loops: the batch, its number, and that of its loader.
+Batches = Callable[[], Iterable[tuple[Any, int, int]]]
+
+
+class FollowedTrainer:
+    """A Trainer whose loops run in a trace.
+
+    Args:
+        run: of the trace.
+        trainer: whose strategy is not set up yet. It stays changed: the process ends.
+        module: that it trains or evaluates, on the simulated GPU.
+        data_ranks: processes that see different data.
+
+    Attributes:
+        failed: hooks that have raised, and are called no more.
+        batches: loop -> the batches of one pass over its loaders, where they are not the loaders' own.
+        unsettled: another step is needed, see :meth:`vram_guard.job.LoopRun.step_ends`.
+    """
+
+    def __init__(self, run: LoopRun, trainer: Trainer, module: LightningModule, data_ranks: int) -> None:
+        self.run = run
+        self.trainer: Any = trainer
+        self.module = module
+        self.failed: set[str] = set()
+        self.batches: dict[Any, Batches] = {}
+        self.unsettled = False
+        self._calls: Any = import_module(f"{_namespaces.of(trainer).__name__}.trainer.call")
+        device = trainer.strategy.root_device
+        self._place_strategy(data_ranks)
+        self._silence()
+        self._deliver()
+        _take_copies(trainer, module, device)
+        for name in ("_call_callback_hooks", "_call_lightning_module_hook"):
+            replace_attributes(self._calls, {name: self._guarded(getattr(self._calls, name))})
+
+    def _place_strategy(self, data_ranks: int) -> None:
+        """The strategy is on the simulated GPU, with the model and the optimizer of the trace."""
+        strategy, run = self.trainer.strategy, self.run
+        answers = dict(_ALONE)
+        if hasattr(type(strategy), "distributed_sampler_kwargs"):  # which asks the groups of the real processes
+            shares = {"num_replicas": data_ranks, "rank": 0}
+            answers["distributed_sampler_kwargs"] = property(lambda _self: shares)
+        strategy.__class__ = type(type(strategy).__name__, (type(strategy),), answers)
+        strategy.precision_plugin = plugin_of_trace(self.trainer, run.autocast())
+        strategy.model = run.model
+        strategy.lr_scheduler_configs = []
+        if run.optimizer is not None:
+            strategy.optimizers = [run.optimizer]
+
+    def _silence(self) -> None:
+        """Nothing is logged, shown or profiled; what is logged with ``self.log`` is kept as it is in a training."""
+        trainer, namespace = self.trainer, _namespaces.of(self.trainer)
+        trainer.profiler = _namespaces.part(namespace, "profilers.PassThroughProfiler")()
+        trainer.loggers = [_namespaces.part(namespace, "loggers.logger.DummyLogger")()]
+        trainer._logger_connector.log_metrics = lambda *_args, **_kwargs: None
+        followed = set(map(id, followed_callbacks(trainer)))
+        trainer.callbacks = [one if id(one) in followed else silent_callback(trainer, one) for one in trainer.callbacks]
+        for part in self.module.modules():
+            for name in ("log", "log_dict"):
+                vars(part).pop(name, None)
+
+    def show_as(self, seen: Any) -> None:
+        """What user code finds as its Trainer."""
+        for part in self.module.modules():
+            if "_trainer" in vars(part):
+                vars(part)["_trainer"] = seen
+        if self.trainer.datamodule is not None:
+            self.trainer.datamodule.trainer = seen
+
+    # --- hooks ------------------------------------------------------------------------------------------------
+
+    def call(self, *hooks: str) -> None:
+        """Hooks of the callbacks and of the module, as Lightning calls them."""
+        for hook in hooks:
+            self._calls._call_callback_hooks(self.trainer, hook)
+            self._calls._call_lightning_module_hook(self.trainer, hook)
+
+    def has(self, hook: str) -> bool:
+        """True if a callback that is followed, or the module, does something there."""
+        if hook in self.failed:
+            return False
+        base = getattr(_namespaces.of(self.trainer).Callback, hook)
+        callbacks = any(getattr(type(callback), hook, base) is not base for callback in self.trainer.callbacks)
+        return callbacks or not _namespaces.is_lightnings(self.module, hook)
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Hooks around steps may fail where nothing is computed: the steps are predicted all the same."""
+
+        def guarded(trainer: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
+            if not hook.startswith(_AROUND_STEPS) or hook == "on_train_batch_start":  # which may skip the batch
+                return call(trainer, hook, *args, **kwargs)
+            if hook not in self.failed:
+                with self.followed(Message("the hook {hook}", hook=hook)):
+                    self.failed.add(hook)
+                    result = call(trainer, hook, *args, **kwargs)
+                    self.failed.discard(hook)
+                    return result
+            return None
+
+        return guarded
+
+    @contextlib.contextmanager
+    def followed(self, what: Message) -> Iterator[None]:
+        """Code that may fail: the step is predicted all the same, and a note says why."""
+        modes = [(part, part.training) for part in self.module.modules()]
+        stage = self.trainer.state.stage
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the user's own code runs
+            why = f"{type(error).__name__}: {error}"
+            said = Message(
+                "{phase} cannot be followed to its end ({error}): the rest of it is not included in the prediction",
+                phase=what,
+                error=why,
+            )
+            self.run.note(said)
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # frames hold symbolic tensors
+            for part, training in modes:
+                part.training = training
+            self.trainer.state.stage = stage
+
+    # --- batches ----------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        """Loops get :attr:`batches` in place of those of their loaders."""
+        namespace = _namespaces.of(self.trainer).__name__
+        combined: Any = import_module(f"{namespace}.utilities.combined_loader")
+        fetchers: Any = import_module(f"{namespace}.loops.fetchers")
+        kind, plain = combined.CombinedLoader, fetchers._DataFetcher
+        own_iter, own_next = kind.__iter__, kind.__next__
+
+        def iterated(loader: Any) -> Any:
+            made = next((one for loop, one in self.batches.items() if loop._combined_loader is loader), None)
+            if made is None:
+                return own_iter(loader)
+            counts = combined._SUPPORTED_MODES[loader._mode]["iterator"](loader.flattened, loader.limits)
+            loader._iterator = _Delivered(counts, iter(made()))
+            return loader
+
+        def following(loader: Any) -> Any:
+            return next(loader._iterator) if isinstance(loader._iterator, _Delivered) else own_next(loader)
+
+        replace_attributes(kind, {"__iter__": iterated, "__next__": following})
+        # Nothing is fetched ahead: which batch comes next is known when the one before it has been followed.
+        replace_attributes(
+            fetchers._PrefetchDataFetcher, {name: vars(plain)[name] for name in ("__iter__", "__next__")}
+        )
+
+
+class _Delivered:
+    """Batches, and how many there would be of the loaders."""
+
+    def __init__(self, counts: Any, batches: Iterator[tuple[Any, int, int]]) -> None:
+        self._counts = counts
+        self._batches = batches
+
+    def __next__(self) -> tuple[Any, int, int]:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def reset(self) -> None:
+        """Nothing has been started that would have to end."""
+
+
+def followed_callbacks(trainer: Trainer) -> list[Any]:
+    """Those that may change what is trained: neither the guard itself nor those that watch, report or save."""
+    return [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if not any(_namespaces.is_a(callback, path) for path in WATCHING)
+        and type(callback).__module__.partition(".")[0] != "vram_guard_lightning"
+    ]
+
+
+# --- weights that callbacks keep ----------------------------------------------------------------------------------
+
+
+def _take_copies(trainer: Any, module: nn.Module, device: torch.device) -> None:
+    """The weights that callbacks keep (averages, made in ``setup``) become symbolic, on the GPU or on the host.
+
+    StochasticWeightAveraging's copy waits on the host, until the callback moves it itself; others are where they are.
+
+    Args:
+        trainer: with the callbacks that are followed.
+        module: that it trains.
+        device: on which it will really train.
+    """
+    waiting = [one for one in trainer.callbacks if _namespaces.is_a(one, "callbacks.StochasticWeightAveraging")]
+    on_host = {id(part) for part in modules_in(waiting, besides=module)}
+    symbolic = next(module.parameters())
+    made: dict[int, torch.Tensor] = {}
+
+    def taken(tensor: torch.Tensor | None, part: nn.Module) -> torch.Tensor | None:
+        # Numbers stay as they are: averages count their updates, and ask whether there has been one.
+        if tensor is None or tensor.dim() == 0:
+            return tensor
+        if id(tensor) not in made:
+            place = "cuda" if tensor.device == device and id(part) not in on_host else "cpu"
+            twin = symbolic.new_empty(tensor.shape, dtype=tensor.dtype, device=place)
+            made[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+        return made[id(tensor)]
+
+    for part in modules_in(trainer.callbacks, besides=module):
+        for kind in ("_parameters", "_buffers"):
+            vars(part)[kind] = {name: taken(tensor, part) for name, tensor in vars(part)[kind].items()}
+
+
+def modules_in(holders: Iterable[Any], *, besides: nn.Module) -> list[nn.Module]:
+    """The modules that these objects keep among their attributes, with all that is in them; not ``besides`` itself."""
+    known = set(map(id, within(besides)))
+    found: dict[int, nn.Module] = {}
+    pending = [value for holder in holders for value in vars(holder).values()]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found |= {id(part): part for part in within(value) if id(part) not in known}
+        elif isinstance(value, (list, tuple, set, dict)):
+            pending += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+def within(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all that is in it, some several times: ``modules()`` takes ten times as long."""
+    pending = [module]
+    while pending:
+        part = pending.pop()
+        yield part
+        pending += [one for one in vars(part)["_modules"].values() if one is not None]
