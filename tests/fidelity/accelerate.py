@@ -167,6 +167,24 @@ class Bridged(nn.Module):
         return {"loss": self.module.loss(batch)}
 
 
+#: Cases whose bodies do not run in slices -> the words for why. All others do, or are told what they are about.
+WHOLE = {
+    "gradient_penalty|teacher averaged|a checkpointed layer": "no module of it returns a row for each sample",
+    "spectral norm|moved in place|frozen parameter moved": "it writes to a tensor that it has not made",
+    "numpy random|Python random": "it draws from a generator of NumPy or Python",
+    "block list of": "changes a list or another container of a module|its forward sets PASSED",
+    "codebook|^hidden .* in (the network|blocks)$": r"writes to .+, which is not part of the model|writing to /\S+",
+    "the same in a layer": "nothing is known of the backward pass of fidelity",
+    "a hook of a module|prepared for quantisation": "a hook of '(first|last)' .* would see slices",
+    "gradients that .* pack|packed by hooks": "packs what is saved for the backward pass",
+    "a mode of operators": "Rounds is given every operator",
+    "a mode of functions": "its forward runs inside Doubles",
+    "batch normalisation by a function|normalisation over the batch": "it joins samples: aten.native_batch_norm",
+    "network for few samples": "it computes something else for other numbers of samples",
+    "gradients by frequencies": "the step reads words, which _outcome changes",  # a name that two things have
+}
+
+
 def of_lightning(case: Case) -> Case:
     """A case of Lightning's as one of Accelerate's, where nothing is cut but forwards."""
     modes = dict.fromkeys(
@@ -176,7 +194,9 @@ def of_lightning(case: Case) -> Case:
         modes = {FIT: None}
     if case.name.startswith("hidden weight"):  # a dry run does not follow how such weights come to a device
         modes = {FIT: None}
-    says = f"{case.says or '(?!)'}|slices of the batch are not possible here"  # and why
+    about = case.says if case.says not in ("", r"\w") else "(?!)"
+    whole = [why for cases, why in WHOLE.items() if re.search(cases, case.name)]
+    says = "|".join([about, *(f"slices of the batch are not possible here: .*({why})" for why in whole)])
     if CHECKPOINT in case.modes:
         says += r"|in \d+ slices of the batch, \d+ of them computed again, .* over budget"
     train = lambda: functools.partial(_trained, bridge.parts(case))  # noqa: E731
