@@ -191,7 +191,10 @@ class _Fit:
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         strategy, validates = trainer.strategy, epoch.val_loop
         followed.batches[fit] = self._batches
-        fit._combined_loader = validates._combined_loader = None  # of an earlier run
+        for loop in (fit, validates):
+            loop._combined_loader = None  # of an earlier run, as are its results
+        for loop in (epoch, validates):
+            loop._results = type(loop._results)(training=loop is epoch)
         epoch_starts, epoch_ends, batch_ends, validation = (
             fit.on_advance_start,
             fit.on_advance_end,
@@ -211,6 +214,8 @@ class _Fit:
             self._take_over_optimizer()
             # A checkpoint of an epoch's end: its last hooks run once more, and the next epoch is the first.
             self._rest = epoch.restarting and epoch.batch_progress.is_last_batch
+            if self._rest:
+                epoch.restarting = False
             self._pending = iter(()) if self._rest else self._steps.epoch_begins()
             self._next = next(self._pending, None)
 

@@ -79,6 +79,9 @@ class FollowedSteps:
         self._count = 0
         """Later steps that were followed."""
         self._left_over = ""
+        """Label of a later step for which there was no room any more."""
+        self._last = False
+        """No epoch after this one is followed."""
         self._seconds = 0.0
         """Of the processor, for the steps of the first epoch."""
         self._deadline = math.inf
@@ -95,9 +98,14 @@ class FollowedSteps:
 
     def epoch_ends(self) -> None:
         """All that is followed of the epoch's steps is over; counters go to its end."""
-        if self._trainer.current_epoch == self._first:
+        epoch: int = self._trainer.current_epoch
+        if epoch == self._first:
             self._first_epoch_ends()
-        self._count_steps((self._trainer.current_epoch + 1) * self._epochs.steps)
+        else:
+            self.over = self._last or epoch + 1 >= self._epochs.total
+            if self.over and epoch + 1 < self._epochs.total and (self._hooks or self.asked):
+                self._say_reached(epoch)
+        self._count_steps((epoch + 1) * self._epochs.steps)
 
     def _first_steps(self) -> Iterator[tuple[int, str]]:
         begun, start = time.process_time(), self._trainer.global_step
@@ -121,7 +129,7 @@ class FollowedSteps:
 
     def _later_steps(self, epoch: int) -> Iterator[tuple[int, str]]:
         began, before, start = time.process_time(), self._count, epoch * self._epochs.steps
-        last = not (self._hooks or self.asked) or self._stops(epoch)
+        self._last = not (self._hooks or self.asked) or self._stops(epoch)
         label = _("epoch {epoch}", epoch=epoch)
         differs = self._takes_over(self._signature(epoch) if self._hooks else self._known)
         differs |= self.asked.undecided and epoch + 1 >= self._epochs.total
@@ -130,14 +138,11 @@ class FollowedSteps:
                 self._left_over = label
                 break
             yield from self._differently(epoch, step, label)
-        if last and self._left_over:
+        if self._last and self._left_over:
             yield from self._differently(epoch, start, self._left_over)
         if epoch == self._first + 1 and self.interrupted and self._count == before:
             yield start, ""
         self._deadline += time.process_time() - began
-        self.over = last or epoch + 1 >= self._epochs.total
-        if self.over and epoch + 1 < self._epochs.total and (self._hooks or self.asked):
-            self._say_reached(epoch)
 
     def _stops(self, epoch: int) -> bool:
         return epoch - self._first >= PLACES_LOOKED_AT or time.process_time() > self._deadline

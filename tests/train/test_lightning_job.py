@@ -564,6 +564,61 @@ def test_what_every_training_step_keeps_is_told(tmp_path: Any, manual: bool, epo
     assert found.estimate.steps == 4 * epochs
 
 
+class Logging(Net):
+    """Logs values whose sums Lightning makes anew in every epoch, and skips what it is told to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for number in range(3):
+            self.log(f"loss{number}", loss.detach())
+        return loss
+
+
+def test_what_is_logged_does_not_grow(tmp_path: Any) -> None:
+    found = told(tmp_path, Logging(), validation=loader(), max_steps=10**6)
+    assert (found.estimate.leaks, found.job.growth) == ((), ())
+
+
+def test_batches_that_are_passed_over_end_an_epoch_and_not_the_look(tmp_path: Any) -> None:
+    class Skipping(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if self.current_epoch >= 2 else None
+
+    class Sparing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    for module in (Skipping(), Sparing()):
+        found = told(tmp_path, module, Unfreezing(), validation=loader())
+        labels = {phase.label for phase in found.estimate.phases if phase.label}
+        assert labels <= {"epoch 1", "epoch 2", "epoch 3"}
+        assert "validation" in {phase.name for phase in found.estimate.phases}
+        assert not found.job.notes
+
+
+def test_a_second_fit_of_the_same_trainer_is_followed_too(tmp_path: Any) -> None:
+    guard = VramGuard(**in_advanced({"budget": "1GiB", "mode": "report", "margin": 0, "remember": False}))
+    trainer, module = cases.make_trainer(NAMESPACE, tmp_path, [guard], max_epochs=1), Logging()
+    for _fit in range(2):
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, loader(), loader())
+        assert "validation" in {phase.name for phase in guard.plan.before.phases}
+
+
+class Saving(pl.Callback):  # type: ignore[misc, name-defined]
+    """Saves in the midst of an epoch's end, as ModelCheckpoint may."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "validated.ckpt")
+
+
+def test_a_checkpoint_that_a_validation_ended_with_is_resumed(tmp_path: Any) -> None:
+    cases.make_trainer(NAMESPACE, tmp_path, [Saving()], max_epochs=1).fit(Net(), loader(), loader())
+    found = told(tmp_path, Net(), validation=loader(), ckpt_path=tmp_path / "validated.ckpt")
+    assert [phase.name for phase in found.estimate.phases][:3] == ["setup", "resuming", "training"]
+    assert not found.job.notes
+
+
 # --- what steps and hooks look up -------------------------------------------------------------------------------
 
 

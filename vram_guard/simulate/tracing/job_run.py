@@ -18,7 +18,9 @@ from vram_guard.simulate.device.cuda_module import CUDA
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.simulate.tracing.batches import batch_source, map_tensors
+from vram_guard.simulate.tracing.loop import note_closure
 from vram_guard.simulate.tracing.observed_phases import ObservedPhases
+from vram_guard.techniques.optimizers import needs_closure
 from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import PHASE_NAMES, LaterChange, Note, PhaseName
 
@@ -130,6 +132,8 @@ class PlayedRun:
     @contextlib.contextmanager
     def loop(self, *, micro_batches: bool) -> Iterator[None]:
         """The job's own loop runs inside the block."""
+        if self.optimizer is not None and needs_closure(self.optimizer):
+            note_closure(self.optimizer, self._recorder)
         with self._phases.observed(micro_batches=micro_batches):
             yield
 

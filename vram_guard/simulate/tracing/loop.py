@@ -119,14 +119,7 @@ class Loop:
 
     def _run_with_closure(self, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
         """Optimizers that evaluate the loss themselves (LBFGS): forward and backward happen inside their step."""
-        self.recorder.note(
-            Message(
-                "{optimizer} evaluates the loss a varying number of times per step: the first evaluations "
-                "are followed, what it keeps of later ones is not counted",
-                optimizer=type(optimizer).__name__,
-            ),
-            tier="partly symbolic",
-        )
+        note_closure(optimizer, self.recorder)
 
         def closure(number: int) -> Any:
             optimizer.zero_grad()
@@ -268,6 +261,18 @@ class Loop:
                 nn.utils.clip_grad_norm_(parameters, self.step.clip_grad_norm)
         if self.step.clip_grad_value is not None:
             nn.utils.clip_grad_value_(parameters, self.step.clip_grad_value)
+
+
+def note_closure(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """What of an optimizer that evaluates the loss itself is not followed."""
+    recorder.note(
+        Message(
+            "{optimizer} evaluates the loss a varying number of times per step: the first evaluations "
+            "are followed, what it keeps of later ones is not counted",
+            optimizer=type(optimizer).__name__,
+        ),
+        tier="partly symbolic",
+    )
 
 
 def traced_micro_batches(step: TrainingStep) -> int:

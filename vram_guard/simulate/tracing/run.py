@@ -225,10 +225,10 @@ class _Run:
         import_libraries(step.recipe)
         replicas.import_libraries(step.parallel)
         with contextlib.ExitStack() as stack, on_simulated_cuda(self.device, self.capability):
-            if step.job is not None:
-                stack.enter_context(reached_kept(_callables(step)))
-            else:
+            if step.job is None:
                 stack.enter_context(reached_kept(_own_callables(step), _holds_symbolic))
+            elif not step.job.ends_process:
+                stack.enter_context(reached_kept(_callables(step)))
             stack.callback(self.mode.undo_log.restore)
             model = step.model if isinstance(step.model, nn.Module) else self._build(step.model)
             check_module(model)
