@@ -242,7 +242,9 @@ class _Fit:
         )
         _with(fit, done=lambda _loop: self._steps.over, skip=lambda _loop: False)
         _with(epoch, done=lambda loop: loop.batch_progress.is_last_batch)
-        replace_attributes(fit, {"on_advance_start": on_epoch_starts, "on_advance_end": on_epoch_ends})
+        # Hooks of the end tell others that the training is over, which it is not: they are not called.
+        ends = {"on_advance_start": on_epoch_starts, "on_advance_end": on_epoch_ends, "on_run_end": lambda: None}
+        replace_attributes(fit, ends)
         replace_attributes(epoch, {"on_advance_end": on_batch_ends})
         replace_attributes(validates, {"run": lambda: self._validate(validates, validation)})
 

@@ -72,8 +72,6 @@ class FollowedSteps:
         self._as_written: tuple[Any, ...] = ()
         self._known: tuple[Any, ...] = ()
         """The signature of the latest epoch."""
-        self._shapes: tuple[Any, ...] = ()
-        """Of the batches of the latest step."""
         self._seen: set[tuple[Any, int]] = set()
         """Signatures of the steps that were followed, and how many weights had states of an optimizer then."""
         self._count = 0
@@ -114,7 +112,6 @@ class FollowedSteps:
         while self._followed.unsettled:
             yield start + 2, ""
         self._seconds = time.process_time() - begun
-        self._shapes = self._known[-1]
         self.asked.followed({"current_epoch": self._first, "global_step": start})
         self._see()
         for step in self._differing(self._first, start):
@@ -168,7 +165,6 @@ class FollowedSteps:
     def _differently(self, epoch: int, step: int, label: str) -> Iterator[tuple[int, str]]:
         """A step that differs from those before it, and a second where it leaves more than it has met."""
         self._count += 1
-        self._shapes = self._known[-1]
         self.asked.followed({"current_epoch": epoch, "global_step": step})
         self._count_steps(step)
         self._see()

@@ -674,7 +674,7 @@ def test_a_callback_that_switches_the_loaders_batches(tmp_path: Any) -> None:
 
 
 class Counters(pl.Callback):  # type: ignore[misc, name-defined]
-    """Notes what hooks see of the Trainer's counters, and raises it at the end: what a copy notes ends with it."""
+    """Notes what hooks see of the Trainer's counters, and raises it at the last: what a copy notes ends with it."""
 
     def __init__(self, *, raises: bool) -> None:
         self.raises = raises
@@ -696,10 +696,12 @@ class Counters(pl.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.note("on_train_epoch_end", trainer)
+        if self.raises and trainer.current_epoch == 2:
+            raise ValueError(f"{self.seen}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.raises:
-            raise ValueError(f"{self.seen}")
+            raise ValueError("a copy tells nobody that the training is over")
 
 
 def test_hooks_of_a_trace_see_the_counters_that_they_see_in_the_training(tmp_path: Any) -> None:
