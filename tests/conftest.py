@@ -13,7 +13,6 @@ import sys
 import tempfile
 
 import pytest
-from _pytest.fixtures import pytest_fixture_setup as set_up_fixture
 from _pytest.python import pytest_pyfunc_call as call_test
 from guard_imports import PLANS
 from hypothesis import HealthCheck, settings
@@ -71,12 +70,6 @@ def pytest_collection_finish() -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     """Call a test, which trains far below the calls of pytest, with room for what it calls."""
     return with_room(call_test, pyfuncitem)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> object:
-    """Set up a fixture as a test is called."""
-    return with_room(set_up_fixture, fixturedef, request)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

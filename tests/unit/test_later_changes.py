@@ -78,10 +78,10 @@ def looked_at(net: Net) -> set[str]:
     with CodeRun() as ran:
         net(torch.ones(2))
     found = ran.changed_later(net, functions_around())
-    return {why.split()[3].rstrip(",") for why in found if "trains" in why}
+    return {why.split()[3].rstrip(",") for why in found if "sets_before_its_loop" in why}
 
 
-def trains(net: Net, *, later: bool) -> list[set[str]]:
+def sets_before_its_loop(net: Net, *, later: bool) -> list[set[str]]:
     net.by_setter = 2.0
 
     def ends() -> None:
@@ -94,10 +94,10 @@ def trains(net: Net, *, later: bool) -> list[set[str]]:
 
 
 def test_what_a_running_function_has_set_stays_where_it_is_called_once() -> None:
-    found = trains(Net(), later=True)
+    found = sets_before_its_loop(Net(), later=True)
     assert found == [{"set_once"}] * 2
 
 
 def test_a_loop_calls_a_running_function_again() -> None:
     for _epoch in range(2):
-        assert trains(Net(), later=False) == [{"set_once", "by_setter"}] * 2
+        assert sets_before_its_loop(Net(), later=False) == [{"set_once", "by_setter"}] * 2
