@@ -73,7 +73,6 @@ class FollowedTrainer:
     Attributes:
         failed: hooks that have raised, and are called no more.
         batches: loop -> the batches of one pass over its loaders, where they are not the loaders' own.
-        unsettled: another step is needed, see :meth:`vram_guard.job.LoopRun.step_ends`.
     """
 
     def __init__(self, run: LoopRun, trainer: Trainer, module: LightningModule, data_ranks: int) -> None:
@@ -82,11 +81,11 @@ class FollowedTrainer:
         self.module = module
         self.failed: set[str] = set()
         self.batches: dict[Any, Batches] = {}
-        self.unsettled = False
         self._calls: Any = import_module(f"{_namespaces.of(trainer).__name__}.trainer.call")
         device = trainer.strategy.root_device
         self._place_strategy(data_ranks)
         self._silence()
+        self._forget_earlier_runs()
         self._deliver()
         _take_copies(trainer, module, device)
         for name in ("_call_callback_hooks", "_call_lightning_module_hook"):
@@ -118,6 +117,16 @@ class FollowedTrainer:
             for name in ("log", "log_dict"):
                 vars(part).pop(name, None)
 
+    def _forget_earlier_runs(self) -> None:
+        """Loops begin without the loaders of the Trainer's last run, and without what was logged in it."""
+        trainer = self.trainer
+        training = trainer.fit_loop.epoch_loop
+        evaluations = [training.val_loop, trainer.validate_loop, trainer.test_loop]
+        for loop in (trainer.fit_loop, *evaluations, trainer.predict_loop):
+            loop._combined_loader = None
+        for loop in (training, *evaluations):
+            loop._results = type(loop._results)(training=loop is training)
+
     def show_as(self, seen: Any) -> None:
         """What user code finds as its Trainer."""
         for part in self.module.modules():
@@ -128,11 +137,10 @@ class FollowedTrainer:
 
     # --- hooks ------------------------------------------------------------------------------------------------
 
-    def call(self, *hooks: str) -> None:
-        """Hooks of the callbacks and of the module, as Lightning calls them."""
-        for hook in hooks:
-            self._calls._call_callback_hooks(self.trainer, hook)
-            self._calls._call_lightning_module_hook(self.trainer, hook)
+    def call(self, hook: str) -> None:
+        """A hook of the callbacks and of the module, as Lightning calls it."""
+        self._calls._call_callback_hooks(self.trainer, hook)
+        self._calls._call_lightning_module_hook(self.trainer, hook)
 
     def has(self, hook: str) -> bool:
         """True if a callback that is followed, or the module, does something there."""

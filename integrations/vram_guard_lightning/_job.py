@@ -57,7 +57,7 @@ def job_of(
     batches: float,
     heard: Heard,
     planned_batch: PlannedBatch,
-) -> tuple[Job | None, list[str]]:
+) -> tuple[Job, list[str]]:
     """The job of this training, and remarks for a reader of the prediction. Changes nothing.
 
     Args:
@@ -131,9 +131,9 @@ class _TrainingJob:
         followed = FollowedTrainer(run, self.trainer, self.module, self.data_ranks)
         if self.validation is None:
             trainer.limit_val_batches = 0
-        trainer.accumulate_grad_batches = min(run.accumulate, 2)
-        if run.loaded_samples > run.batch_size:
-            trainer.accumulate_grad_batches = 1
+        cut = run.loaded_samples > run.batch_size
+        trainer.accumulate_grad_batches = 1 if cut else min(run.accumulate, 2)
+        if cut:
             splitter = splitter_of(self.epochs.sample.make, run.loaded_samples, run.batch_size)
             replace_closures(trainer, MicroBatches(splitter, "mean"))
         _Fit(followed, self).run()
@@ -191,10 +191,6 @@ class _Fit:
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         strategy, validates = trainer.strategy, epoch.val_loop
         followed.batches[fit] = self._batches
-        for loop in (fit, validates):
-            loop._combined_loader = None  # of an earlier run, as are its results
-        for loop in (epoch, validates):
-            loop._results = type(loop._results)(training=loop is epoch)
         epoch_starts, epoch_ends, batch_ends, validation = (
             fit.on_advance_start,
             fit.on_advance_end,
@@ -207,8 +203,6 @@ class _Fit:
             return self._run.loss(batch)
 
         def on_epoch_starts() -> None:
-            if fit.done:
-                raise StopIteration
             with self._run.phase("hooks" if self._begun else "setup"), replaced(torch, {"equal": _same}):
                 epoch_starts()
             self._take_over_optimizer()
@@ -230,7 +224,7 @@ class _Fit:
 
         def on_batch_ends(fetcher: Any) -> None:
             if not epoch._should_accumulate():
-                followed.unsettled = self._run.step_ends()
+                self._steps.unsettled = self._run.step_ends()
                 self._next = next(self._pending, None)
             epoch.batch_progress.is_last_batch = self._next is None
             batch_ends(fetcher)

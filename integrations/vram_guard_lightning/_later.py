@@ -54,6 +54,7 @@ class FollowedSteps:
         asked: what steps have decided by the place in the training.
         interrupted: something else has run since the last step: another one, as it was, meets what that left.
         over: no later epoch is followed.
+        unsettled: another step is needed, see :meth:`vram_guard.job.LoopRun.step_ends`.
     """
 
     def __init__(self, followed: FollowedTrainer, epochs: Epochs) -> None:
@@ -64,6 +65,7 @@ class FollowedSteps:
         self.asked = StepDecisions()
         self.interrupted = False
         self.over = False
+        self.unsettled = False
         self._first = -1
         """The epoch that the training begins with; -1: it has not begun."""
         self._samples: dict[Any, Sample] = {}
@@ -109,7 +111,7 @@ class FollowedSteps:
         begun, start = time.process_time(), self._trainer.global_step
         self._known = self._signature(self._first)
         yield from ((start + number, "") for number in range(2))
-        while self._followed.unsettled:
+        while self.unsettled:
             yield start + 2, ""
         self._seconds = time.process_time() - begun
         self.asked.followed({"current_epoch": self._first, "global_step": start})

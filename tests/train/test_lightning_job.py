@@ -605,6 +605,14 @@ def test_a_second_fit_of_the_same_trainer_is_followed_too(tmp_path: Any) -> None
         assert "validation" in {phase.name for phase in guard.plan.before.phases}
 
 
+def test_a_second_evaluation_of_the_same_trainer_is_told_too(tmp_path: Any, capsys: Any) -> None:
+    guard = VramGuard(**in_advanced({"budget": "1GiB", "margin": 0, "remember": False}))
+    trainer, module = cases.make_trainer(NAMESPACE, tmp_path, [guard]), Judged()
+    for _test in range(2):
+        trainer.test(module, loader(), verbose=False)
+        assert "vram_guard: trainer.test fits: " in capsys.readouterr().out
+
+
 class Saving(pl.Callback):  # type: ignore[misc, name-defined]
     """Saves in the midst of an epoch's end, as ModelCheckpoint may."""
 
