@@ -129,12 +129,11 @@ class WatchedForward(PatchedForward):
         operations = self._watch.operations
         before = _Look(self.module, (*args, *kwargs.values())) if operations.measured else None
         writes = Writes(self._watch.objects_before()) if before is not None and self._is_users else None
-        around = [*filter(None, [packing_hook()]), *dispatch_modes(), *function_modes()]
+        around = [] if before is None else [*filter(None, [packing_hook()]), *dispatch_modes(), *function_modes()]
         with operations.noted() as noted, writes or contextlib.nullcontext():
             out = self.as_written(*args, **kwargs)
         found = [] if before is None else list(before.changed(noted))
-        if before is not None:
-            found += [("around", name) for name in around]
+        found += [("around", name) for name in around]
         if before is not None and writes is not None:
             for function, text in writes.elsewhere(before.known):
                 found.append(("beyond", f"{function}()") if text == NOT_READ else ("object", text))

@@ -21,7 +21,6 @@ from vram_guard.simulate.tracing.batches import batch_source, map_tensors
 from vram_guard.simulate.tracing.loop import note_closure
 from vram_guard.simulate.tracing.observed_phases import ObservedPhases
 from vram_guard.techniques.optimizers import needs_closure
-from vram_guard.tensors import inner_tensors
 from vram_guard.timeline import PHASE_NAMES, LaterChange, Note, PhaseName
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class PlayedRun:
         self._loop = loop
         self._recorder = loop.recorder
         self._prepare = prepare
-        self._phases = ObservedPhases(loop.recorder, loop.mode.state, lambda: self._steps + 1, self._backward_ended)
+        self._phases = ObservedPhases(loop.recorder, loop.mode.state, lambda: self._steps + 1, loop.gradients_stored)
         self._in_step = False
         """A step of the job's own loop has begun."""
         self._elsewhere = False
@@ -166,11 +165,6 @@ class PlayedRun:
     def changes_later(self, what: LaterChange) -> None:
         """A note of the timeline's for whoever plans."""
         self.later_changes.add(what)
-
-    def _backward_ended(self) -> None:
-        if self._loop.step.parallel is not None:  # FSDP1 stores gradients itself
-            grads = (parameter.grad for parameter in self.model.parameters())
-            self._recorder.classify((one for grad in grads for one in inner_tensors(grad)), "gradients")
 
     # --- the batch, and phases --------------------------------------------------------------------------------
 

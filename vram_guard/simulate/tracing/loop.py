@@ -217,13 +217,17 @@ class Loop:
     def _update(self, number: int) -> None:
         assert self.optimizer is not None
         self.recorder.phase("optimizer", number)
-        if self.step.parallel is not None:  # FSDP1 stores gradients itself
-            grads = (parameter.grad for parameter in self.model.parameters())
-            self.recorder.classify((one for grad in grads for one in inner_tensors(grad)), "gradients")
+        self.gradients_stored()
         options = self.step.update_compiled if self.compiled else None
         update = self.update if options is None else torch.compile(self.update, **options)
         update()
         classify_states(self.recorder, self.optimizer)
+
+    def gradients_stored(self) -> None:
+        """A backward pass is over: FSDP1 has stored gradients itself."""
+        if self.step.parallel is not None:
+            grads = (parameter.grad for parameter in self.model.parameters())
+            self.recorder.classify((one for grad in grads for one in inner_tensors(grad)), "gradients")
 
     def update(self) -> None:
         """Gradients are clipped, and the optimizer steps."""
