@@ -93,44 +93,16 @@ def _by_comparison(x: torch.Tensor) -> None:
     assert torch.equal(x, x * 1)
 
 
-def _by_assert_close(x: torch.Tensor) -> None:
-    torch.testing.assert_close(x, x * 1)
-
-
 def _by_allclose(x: torch.Tensor) -> None:
     assert torch.allclose(x, x * 1)
     if torch.allclose(x, x + 1):
         raise ValueError
 
 
-class _Checks:
-    """Errors are made elsewhere than checks."""
-
-    def close(self, x: torch.Tensor) -> None:
-        if not (x > 0).all():
-            self._refuse(f"{x.shape} of {type(x)}")
-
-    def _refuse(self, why: str) -> None:
-        self._raise(ValueError, why)
-
-    @staticmethod
-    def _raise(kind: type[Exception], why: str) -> None:
-        raise kind(why)
-
-
-def _by_helper(x: torch.Tensor) -> None:
-    _Checks().close(x)
-    if (x < 0).any():
-        return _Checks._raise(ValueError, "negative")
-    return None
-
-
 @each(
     "check",
     [
-        _by_assert_close,
         _by_allclose,
-        _by_helper,
         _by_assert,
         _by_error,
         _by_another_error,

@@ -21,7 +21,6 @@ import torch
 
 from vram_guard.language import Message
 from vram_guard.limits import EQUAL_ROUNDS, GROWING_ROUNDS
-from vram_guard.simulate.device.raising import raising_calls
 from vram_guard.simulate.memory.recorder import Recorder
 
 #: Frames of this package, and those through which torch hands a call on to modes.
@@ -117,17 +116,14 @@ def _ends(frame: FrameType | None, answer: bool) -> _Ends:
         frame = frame.f_back
     if frame is None:
         return _Ends(goes_on=True, loops=False)
-    here, returned = _ends_in(frame.f_code, frame.f_lasti, answer, raising_calls(frame))
+    here, returned = _ends_in(frame.f_code, frame.f_lasti, answer)
     found = [here, *(_ends(frame.f_back, value) for value in returned)]
     return _Ends(any(one.goes_on for one in found), any(one.loops for one in found))
 
 
 @functools.lru_cache(maxsize=1024)
-def _ends_in(code: CodeType, offset: int, answer: bool, raising: frozenset[int]) -> tuple[_Ends, frozenset[bool]]:
-    """The same in one function, and what it may return where that is made of the answer alone.
-
-    Of ``raising``, offsets of calls, no path goes on.
-    """
+def _ends_in(code: CodeType, offset: int, answer: bool) -> tuple[_Ends, frozenset[bool]]:
+    """The same in one function, and what it may return where that is made of the answer alone."""
     instructions, positions = _instructions(code)
     start = bisect_right(instructions, offset, key=lambda one: one.offset) - 1  # in a call, it is that of a cache entry
     asked = instructions[start].opname in ("TO_BOOL", "UNARY_NOT") or _by_truth(instructions[start])
@@ -151,7 +147,7 @@ def _ends_in(code: CodeType, offset: int, answer: bool, raising: frozenset[int])
             returned.add(path.top)
         elif name in _RETURNS:
             goes_on = True
-        elif name not in _RAISES and instructions[path.at].offset not in raising:
+        elif name not in _RAISES:
             pending += _followed(instructions[path.at], path, positions)
     return _Ends(goes_on, loops), frozenset(returned)
 
