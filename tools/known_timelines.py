@@ -17,20 +17,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from vram_guard.capture.hugging_face import step_of
 from vram_guard.capture.lora import AdapterWeights
 from vram_guard.capture.named_optimizer import named_optimizer
 from vram_guard.closed_form.inputs import InputSizes, sizes_read
-from vram_guard.compose import DepthLaw
 from vram_guard.known.architectures import Architecture, Variant, architectures
 from vram_guard.known.form import packed, unpacked
 from vram_guard.simulate import holds_at, law_of_two
 from vram_guard.simulate.device.capability import Capability
 from vram_guard.simulate.tracing.run import run_step, with_built_model
 from vram_guard.step import TrainingStep
-from vram_guard.techniques.equal_blocks import equal_blocks, with_depth
 from vram_guard.timeline import Timeline
 
 FOLDER = Path(__file__).parents[1] / "vram_guard" / "known" / "timelines"
@@ -40,9 +36,6 @@ CAPABILITIES = ((8, 0), (9, 0))
 #: Batch sizes that give the law, as in any trace, and those that check it.
 SIZES = (2, 3)
 CHECKED_SIZE = 7
-#: Equal blocks of a model that is traced with :data:`TRACED_BLOCKS` of them, and one more, instead of all.
-LEAST_BLOCKS = 16
-TRACED_BLOCKS = 5
 #: Parameters above which nobody trains every weight on one GPU.
 ADAPTERS_ONLY = 20e9
 
@@ -76,14 +69,13 @@ def lengths_of(one: Architecture) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (longest // 4, longest // 2, longest), (128, longest - 128)
 
 
-def made(one: Architecture, variant: Variant, capability: tuple[int, int], *, by_depth: bool = True) -> str | None:
+def made(one: Architecture, variant: Variant, capability: tuple[int, int]) -> str | None:
     """The text of a variant's timeline; None where there is no law, or a check fails.
 
     Args:
         one: the architecture.
         variant: how it is trained.
         capability: of the card.
-        by_depth: whether a law in the number of equal blocks may stand for traces of all of them, except in checks.
     """
     lengths, checks = lengths_of(one)
     weights = AdapterWeights(variant.dtype, {} if variant.adapters else None, variant.adapters == "qlora")
@@ -99,21 +91,10 @@ def made(one: Architecture, variant: Variant, capability: tuple[int, int], *, by
         timeline = run_step(built, size, asked, marked=True)
         return replace(timeline, asked=asked.answers)
 
-    def followed(built: TrainingStep, size: int) -> Timeline:
-        assert isinstance(built.model, nn.Module)
-        blocks = equal_blocks(built.model, LEAST_BLOCKS) if by_depth else None
-        if blocks is None:
-            return traced(built, size)
-        few = []
-        for depth in (TRACED_BLOCKS, TRACED_BLOCKS + 1):
-            with with_depth(built.model, blocks, depth):
-                few.append(traced(built, size))
-        return DepthLaw(few[0], few[1], TRACED_BLOCKS, blocks.stacks).at(blocks.depth)
-
     laws = dict[int, Timeline]()
     for length in lengths:
         built = step(length)
-        merged = law_of_two(*(followed(built, size) for size in SIZES))
+        merged = law_of_two(*(traced(built, size) for size in SIZES))
         if merged is None:
             return None
         laws[length] = merged
@@ -134,7 +115,7 @@ def write(one: Architecture) -> None:
     for variant in variants_of(one):
         for capability in CAPABILITIES:
             try:
-                text = made(one, variant, capability) or made(one, variant, capability, by_depth=False)
+                text = made(one, variant, capability)
             except Exception as error:  # noqa: BLE001 - a model without checkpointing of its own, among others
                 text = None
                 print(f"  {one.name} {variant.key}: {type(error).__name__}: {error}"[:200], flush=True)

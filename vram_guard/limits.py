@@ -87,8 +87,6 @@ PLACES_LOOKED_AT = 1000
 LATER_STEPS = 8
 #: Allocations among which the gradient of ones is looked for: a GradScaler makes its own two numbers first.
 FIRST_ALLOCATIONS = 4
-#: Rounds at either end of a loop that may differ from those between them: the first layer has none before it.
-ROUNDS_PEELED = 3
 #: Rounds of a loop on the simulated device that leave the same memory, and of one that takes more and more.
 EQUAL_ROUNDS = 8
 GROWING_ROUNDS = 1000
@@ -97,8 +95,6 @@ EVENTS_WRITTEN = 20_000
 
 # --- How far code and objects are looked into --------------------------------------------------------------
 
-#: Functions that call each other: a check calls a helper that makes its message; few go deeper.
-CALLS_FOLLOWED = 4
 #: Objects that a training's functions and modules lead to, the nearest first: a look at one takes a microsecond or two,
 #: and a walk before every batch stays below the time of a short step.
 OBJECTS_REACHED = 5000

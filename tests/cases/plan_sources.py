@@ -7,7 +7,7 @@ from vram_guard.timeline import Timeline
 
 
 class ReadySource:
-    """A subclass has a timeline for every option when it is called; nothing is composed, and nothing follows a law."""
+    """A subclass has a timeline for every option when it is called; nothing is composed."""
 
     def __call__(self, option: Option) -> Timeline:
         raise NotImplementedError
@@ -17,10 +17,8 @@ class ReadySource:
 
     direct = exact
 
-    def by_law(self, option: Option, size: int) -> bool:
+    def composed(self, option: Option, size: int) -> bool:
         return False
-
-    composed = by_law
 
     def treats_equal_blocks(self, option: Option) -> bool:
         return False

@@ -485,9 +485,6 @@ class Composed(Source):
         )
         return replace(right, blocks=blocks)
 
-    def by_law(self, option: Option, size: int) -> bool:
-        return False
-
     def treats_equal_blocks(self, option: Option) -> bool:
         return False
 

@@ -8,7 +8,6 @@ proven here: a composed timeline decides what is worth a trace, and the trace de
 from __future__ import annotations
 
 from vram_guard.compose._blocks import BlockMixture
-from vram_guard.compose._depth import DepthLaw
 from vram_guard.compose._errors import CannotComposeError
 from vram_guard.compose._events import blocks_of_set_up
 from vram_guard.compose._frozen import with_frozen_on_host
@@ -19,7 +18,6 @@ from vram_guard.compose._sizes import first_steps, of_every_size
 __all__ = [
     "BlockMixture",
     "CannotComposeError",
-    "DepthLaw",
     "blocks_of_set_up",
     "first_steps",
     "in_micro_batches",

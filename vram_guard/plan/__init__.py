@@ -141,7 +141,7 @@ def _check_pins(asked: PlanRequest, step: TrainingStep | Source) -> None:
 
 def _planned(asked: PlanRequest, step: TrainingStep | Source) -> Plan:
     """The plan on the GPUs that the step has."""
-    from vram_guard.plan._depth import by_depth
+    from vram_guard.plan._few_blocks import with_few_blocks
     from vram_guard.plan._of_source import plan_of_source
     from vram_guard.plan.layout_facts import budget_of_rank, less_nccl, links_of
 
@@ -150,7 +150,7 @@ def _planned(asked: PlanRequest, step: TrainingStep | Source) -> Plan:
         budget = less_nccl(asked.budget, layout, links_of(layout, asked.budget, asked.link))
         return plan_of_source(replace(asked, budget=budget), step)
     links = links_of(step.layout, asked.budget, asked.link) if step.parallel is not None else None
-    source = by_depth(source_of(step, asked.assumed_capability, asked.watched, links))
+    source = with_few_blocks(source_of(step, asked.assumed_capability, asked.watched, links))
     return plan_of_source(replace(asked, budget=budget_of_rank(asked.budget, step.layout, asked.link)), source)
 
 

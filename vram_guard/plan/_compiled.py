@@ -62,7 +62,7 @@ class _Compiled:
             progress(_("following the compiled step, for at most {seconds} s", seconds=f"{compiler.seconds:g}"))
             return compiler(replace(asked, compiled=True))
 
-        own = replace(source, trace=trace, direct=None, marks=False, one_size=True)
+        own = replace(source, trace=trace, marks=False, one_size=True)
         self.traces = Traces(own, request.batch_size, lambda _line: None, request.budget)
         self._request = request
 

@@ -212,8 +212,7 @@ class Composer:
         other blocks needs them.
         """
         treated: dict[str, Any] = {"checkpoint": (), "checkpoint_keeps": (), "offload_activations": ()}
-        alone = request.recipe.with_(**_UNCHANGED, **treated, parameters_on_host=()) == AS_WRITTEN
-        return alone and self._source.direct is None
+        return request.recipe.with_(**_UNCHANGED, **treated, parameters_on_host=()) == AS_WRITTEN
 
     def _law(self, request: TraceRequest) -> Timeline:
         traced = self._on_gpu(request)

@@ -123,13 +123,12 @@ def _with_job(asked: PlanRequest, source: Source) -> tuple[Source, Source]:
     first = replace(
         source,
         trace=under(asked.cudnn, source.trace),
-        direct=asking(source.direct),
         shallow=asking(source.shallow),
     )
     if source.job is None or source.whole is None:
         return first, first
     job = whole_job(source.job, source.whole, asked.batch_size * source.batch_slices)
-    return first, replace(first, trace=under(asked.cudnn, job), direct=None, shallow=None, stacks=(), marks=False)
+    return first, replace(first, trace=under(asked.cudnn, job), shallow=None, stacks=(), marks=False)
 
 
 def _followed_to_its_end(asked: PlanRequest, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:

@@ -71,8 +71,6 @@ class _Trial:
     """Options that do not fit as composed: their group, and the bytes that are missing."""
     confirmed: list[Option] = field(default_factory=list)
     """Those of which a trace has allocated what had been composed, event by event."""
-    law_is_doubtful: bool = False
-    """True if a trace has taken other memory than a law in the depth of the model said."""
     said: set[str] = field(default_factory=set)
 
     def size(self, option: Option) -> int:
@@ -108,16 +106,17 @@ class _Trial:
         before = self.tried.get((option, True)) is not None
         composed = {known for known, _exact in self.tried if self.is_composed(known)}
         self._forget({option})
-        by_law = self.by_law(option)
         said = self.candidates.pop((option, True), None)
         found = self._try(option, group, exact=True, proof=True)
         self.tried[option, False] = self.tried[option, True] = found
         traced = self.candidates.get((option, True))
-        if said is not None and traced is not None and (by_law or self.timelines.treats_equal_blocks(option)):
-            if _same_memory(said.timeline, traced.timeline, self.size(option)):
-                self.confirmed.append(option)
-            elif by_law:
-                self.law_is_doubtful = True
+        if (
+            said is not None
+            and traced is not None
+            and self.timelines.treats_equal_blocks(option)
+            and _same_memory(said.timeline, traced.timeline, self.size(option))
+        ):
+            self.confirmed.append(option)
         if before == (found is not None):
             return True
         self._distrust(option)
@@ -148,10 +147,6 @@ class _Trial:
         equal = self.timelines.treats_equal_blocks
         (without, kinds), own = (_Composition.of(option, self.request.space.blocks) for option in (other, traced))
         return without == own.without and kinds <= own.kinds and equal(traced) and equal(other)
-
-    def by_law(self, option: Option) -> bool:
-        """True if a law in the depth of the model may have said what the option takes; one trace confirms others."""
-        return self.timelines.by_law(option, self.size(option))
 
     def is_composed(self, option: Option) -> bool:
         """True if nothing but composition says what the option takes."""
@@ -375,10 +370,7 @@ def search(
     before = trial.candidate(as_written)
     group = OptionFamily(as_written.precision, as_written.splits, as_written.recipe, None).group
     if request.thorough and request.fits(before.estimate):
-        by_law = trial.by_law(as_written)
-        before = trial.candidate(as_written, exact=True, proof=by_law)
-        if by_law and not request.fits(before.estimate):
-            timelines.distrust(as_written)
+        before = trial.candidate(as_written, exact=True)
     if not trial.misses_budget(as_written, group, before.estimate) and as_written in request.space:
         return _grown(request, timelines, before) if request.grow else unchanged(request, before, batch_reasons(before))
     # A step that could not be followed: neither could any change of it.
@@ -386,8 +378,6 @@ def search(
         best = None if before.estimate.tier == "formula" else _proven(trial)
     finally:
         timelines.end()
-    if trial.law_is_doubtful:
-        before = trial.candidate(as_written, exact=True, proof=True)
     if best is None:
         return nothing_fits(request, before, trial.rejected())
     option, after = best.option, best.candidate
@@ -432,7 +422,7 @@ def _proven(trial: _Trial) -> _Best | None:
         best = _cheapest(trial)
         if best is not None and trial.request.thorough and trial.is_composed(best.option):
             miss = trial.nearest_composed_miss(best.key)
-            if not (checked or miss is None or trial.by_law(miss[0]) or trial.stands_for(best.option, miss[0])):
+            if not (checked or miss is None or trial.stands_for(best.option, miss[0])):
                 trial.timelines.begin(miss[0], trial.size(miss[0]))
             trial.prove(best.option, best.group)
             continue

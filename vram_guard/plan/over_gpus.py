@@ -10,7 +10,7 @@ without a search where it takes longer as it is than another one that fits alrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from vram_guard.limits import MOST_GPUS
 from vram_guard.parallel.links import Topology, topology
 from vram_guard.parallel.outside import outside_allocator
 from vram_guard.parallel.spec import Parallel
-from vram_guard.plan._depth import by_depth
+from vram_guard.plan._few_blocks import with_few_blocks
 from vram_guard.plan._option import Option
 from vram_guard.plan.communication import communication
 from vram_guard.plan.descriptions import Reason, Why, longer
@@ -87,8 +87,6 @@ class SpreadSearch:
     size: ModelSize
     progress: Callable[[str], None]
     sources: dict[Parallel | None, Source] = field(default_factory=dict)
-    lawful: set[Hashable] = field(default_factory=set)
-    """Kinds of requests that have been shown to follow a law in the depth of the model."""
 
     def planned(self, batch_size: int) -> Plan:
         """The plan that answers the request.
@@ -165,9 +163,8 @@ class SpreadSearch:
     def _source(self, layout: Parallel | None, wires: Topology) -> Source:
         if layout not in self.sources:
             made = self.source_for(self.step.with_(parallel=layout), None if layout is None else wires)
-            made = by_depth(replace(made, explored={}), self.lawful, _kind(layout))
-            direct = None if made.direct is None else remembered(made.direct)
-            self.sources[layout] = replace(made, trace=remembered(made.trace), direct=direct)
+            made = with_few_blocks(replace(made, explored={}))
+            self.sources[layout] = replace(made, trace=remembered(made.trace))
         return self.sources[layout]
 
     def _as_written(self, gpus: int, layout: Parallel | None, total: int, wires: Topology) -> LayoutPlan:
@@ -332,11 +329,6 @@ class SpreadSearch:
             return True
         self._learn_states(taken, layout)
         return taken.replay(1).peak_reserved <= budget.usable
-
-
-def _kind(layout: Parallel | None) -> Hashable:
-    """The layout whatever the numbers of its GPUs: those change amounts, not the order in which things happen."""
-    return None if layout is None else (layout.kind, layout.tensor > 1, layout.reshard is True, layout.offload)
 
 
 def _counts(node: int, total: int) -> Iterator[int]:

@@ -37,10 +37,6 @@ class Timelines(Protocol):
         """True if :meth:`exact` needs no further trace."""
         ...
 
-    def by_law(self, option: Option, size: int) -> bool:
-        """True if a law in the depth of the model has said what the option takes at this size, and no trace."""
-        ...
-
     def treats_equal_blocks(self, option: Option) -> bool:
         """True if the blocks that the option treats are equal to others of their list."""
         ...

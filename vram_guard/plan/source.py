@@ -54,8 +54,6 @@ class Source:
     trace: Callable[[TraceRequest], Timeline]
     """Follows two optimizer steps; the blocks have exact sizes (``per_sample`` 0). It may raise what the user's code
     raises. Timelines of the step as written say what forwards change that may run twice (``Timeline.changes``)."""
-    direct: Callable[[TraceRequest], Timeline] | None = None
-    """Follows all blocks of the model, where ``trace`` may say by a law what they do; None: ``trace`` does."""
     shallow: Callable[[TraceRequest], Timeline] | None = None
     """Follows the model with few of its equal blocks; None: it has none. It raises CannotComposeError where a request
     does not treat all blocks alike."""
@@ -92,7 +90,7 @@ class Source:
     copies: bool = False
     """True if ``trace`` runs in copies of a process, of which one whose code is compiled gives up in time by itself."""
     forks: bool = False
-    """True if ``trace`` and ``direct`` may run in a copy of this process, beside another trace here."""
+    """True if ``trace`` may run in a copy of this process, beside another trace here."""
     shardings: Callable[[], Mapping[Sharding, Parallel]] | None = None
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
     body: Body | None = None

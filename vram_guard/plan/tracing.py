@@ -55,7 +55,6 @@ class Traces:
         # Of a step over several GPUs a rank has few sizes: no more traces than the law takes.
         sizes = 1 + sum(1 for _splits in splits_of(batch_size))
         self._directly = source.one_size or (source.topology is not None and sizes <= _LAW_SIZES)
-        self._by_law = source.direct is not None
         self._ahead = Ahead(may_copy=source.forks)
         self.forget()
 
@@ -68,8 +67,6 @@ class Traces:
 
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
-        self._direct: set[TraceRequest] = set()
-        """Those of ``_exact`` that follow no law in the depth of the model."""
         self._follows: dict[TraceRequest, bool] = {}
         """Steps of fewer samples than laws are traced at, without changes -> whether these hold there."""
         self._compose = Composer(self.source, self._base)
@@ -94,12 +91,9 @@ class Traces:
         return self._resident(self._confirmed(self._request(option, size)) if composed is None else composed, option)
 
     def composed(self, option: Option, size: int) -> bool:
-        """True if the option is not traced at this size: it has been composed, or a law stands for its trace."""
-        if self.by_law(option, size):
-            return True
+        """True if the option has been composed, and not traced at this size."""
         request = self._request(option, size)
-        traced = self._direct if self.source.direct else self._exact
-        return request not in traced and self._compose.made(self._composable(request))
+        return request not in self._exact and self._compose.made(self._composable(request))
 
     def known(self, option: Option, size: int) -> bool:
         """True if the option has been traced at this size, or all that it is composed of has been traced."""
@@ -109,10 +103,6 @@ class Traces:
         single = self._single(request)
         return (single is None or single in self._follows) and self._compose.known(self._composable(request), self._has)
 
-    def by_law(self, option: Option, size: int) -> bool:
-        """True if a law in the depth of the model may have said what the option takes, in place of a trace."""
-        return self._by_law and option.recipe.slices is None and self._request(option, size) not in self._direct
-
     def treats_equal_blocks(self, option: Option) -> bool:
         """True if the blocks that the option treats are equal to others of their list."""
         treated = (*option.recipe.checkpoint, *option.recipe.offload_activations)
@@ -120,14 +110,6 @@ class Traces:
 
     def distrust(self, option: Option) -> None:
         """What the option was composed of is not what it is made of: from now on it is traced, and others like it."""
-        if self._by_law:
-            self._by_law = False
-            self._traced.clear()
-            self._follows.clear()
-            self._exact = {request: self._exact[request] for request in self._direct}
-            composed, self._compose = self._compose, Composer(self.source, self._base)
-            self._compose.blocks = composed.blocks
-            return
         request = self._request(option, self._batch_size // option.splits)
         self._compose.refuse(self._composable(request), "a direct trace says otherwise")
 
@@ -137,11 +119,11 @@ class Traces:
         By the law where there is one and the direct trace confirms it; else the direct trace, which traces every other
         size that it is asked for.
         """
-        return self._resident(self._confirmed(self._request(option, size), all_blocks=True), option)
+        return self._resident(self._confirmed(self._request(option, size)), option)
 
     def begin(self, option: Option, size: int) -> None:
         """The option's direct trace will be asked for: begin it beside others, where that helps."""
-        self._begin(self._request(option, size), directly=True)
+        self._begin(self._request(option, size))
 
     def end(self) -> None:
         """End what has been begun and is not needed."""
@@ -224,9 +206,9 @@ class Traces:
 
         def run(size: int) -> Timeline:
             if size == small:
-                self._begin(replace(request, batch_size=large), directly=not self._by_law)
+                self._begin(replace(request, batch_size=large))
             elif size == large and written and first is not None:
-                self._begin(replace(request, part="first", batch_size=self._batch_size), directly=not self._by_law)
+                self._begin(replace(request, part="first", batch_size=self._batch_size))
             return follow(size)
 
         return law(run, check_at=self._batch_size, checked=written, first=first)
@@ -287,7 +269,7 @@ class Traces:
         written = self._is_written(request)
         if written or size <= large:
             size = small
-        self._begin(replace(first, batch_size=large), directly=not self._by_law)
+        self._begin(replace(first, batch_size=large))
         whole = self._at(request)(size)
         found = of_every_size(whole, _merged(*first_steps(whole, self._at(first)(large))))
         # As above.
@@ -300,36 +282,31 @@ class Traces:
 
         return max(self._batch_size // request.slices, TRACED_SIZES[0])
 
-    def _at(self, request: TraceRequest, *, all_blocks: bool = False) -> Callable[[int], Timeline]:
-        directly = all_blocks or not self._by_law
-        return lambda size: self._followed(replace(request, batch_size=size), directly)
+    def _at(self, request: TraceRequest) -> Callable[[int], Timeline]:
+        return lambda size: self._followed(replace(request, batch_size=size))
 
-    def _begin(self, request: TraceRequest, *, directly: bool) -> None:
-        self._ahead.begin((request, directly), self._trace(request, directly))
+    def _begin(self, request: TraceRequest) -> None:
+        self._ahead.begin(request, self._trace(request))
 
-    def _follow(self, request: TraceRequest, directly: bool) -> Timeline:
-        return self._ahead.made((request, directly), self._trace(request, directly))
+    def _follow(self, request: TraceRequest) -> Timeline:
+        return self._ahead.made(request, self._trace(request))
 
-    def _trace(self, request: TraceRequest, directly: bool) -> Callable[[], Timeline]:
-        follow = self.source.direct if directly and self.source.direct is not None else self.source.trace
-        return lambda: follow(request).on(*self._card)
+    def _trace(self, request: TraceRequest) -> Callable[[], Timeline]:
+        return lambda: self.source.trace(request).on(*self._card)
 
-    def _confirmed(self, request: TraceRequest, *, all_blocks: bool = False) -> Timeline:
+    def _confirmed(self, request: TraceRequest) -> Timeline:
         from vram_guard.simulate import holds_at, traced_at
 
-        all_blocks = self.source.direct is not None and (all_blocks or not self._by_law)
-        if request in (self._direct if all_blocks else self._exact):
+        if request in self._exact:
             return self._exact[request]
         size = request.batch_size
         known = self._traced.get(replace(request, batch_size=0))
         suffices = known is not None and (known.retrace is not None or (size in known.traced and known.work))
-        if known is None or all_blocks or not suffices:
+        if known is None or not suffices:
             self._progress(_("tracing {words}", words=_words(request)))
-            direct = traced_at(self._at(request, all_blocks=all_blocks), size)
+            direct = traced_at(self._at(request), size)
             known = _with_work(known, direct) if known is not None and holds_at(direct, known, size) else direct
         self._exact[request] = known
-        if all_blocks:
-            self._direct.add(request)
         return known
 
     def _resident(self, timeline: Timeline, option: Option) -> Timeline:
