@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import InvalidInputError
-from vram_guard.interpolation import resolved
 from vram_guard.language import _
 from vram_guard.limits import CONFIG_NODES, LARGEST_CONFIG
 
@@ -24,15 +23,16 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A YAML (or JSON) file's entries.
 
     PyYAML's safe loader, and besides: at most 1 MB, aliases only as far as they stay small when written out, no key
-    twice in one mapping. References to other entries (``${data.batch_size}``) become their values. Nothing is run.
+    twice in one mapping. References to other entries (``${data.batch_size}``) stay text.
+    Nothing is run.
 
     Args:
         path: of the file.
 
     Raises:
         InvalidInputError: there is no such file, it is too large, no UTF-8, no YAML, or no mapping; it names a tag
-            that is not a plain value; its aliases multiply; a key stands twice; references go round in a circle. A file
-            that is Python: no YAML, the message says what reads it.
+            that is not a plain value; its aliases multiply; a key stands twice. A file that is Python: no YAML, the
+            message says what reads it.
     """
     import yaml
 
@@ -65,11 +65,7 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InvalidInputError(_("{path} cannot be read: {reason}", path=path, reason=error)) from None
     if not isinstance(loaded, dict):
         raise InvalidInputError(_("{path} is not a config: it must be a mapping of names to values", path=path))
-    config = {str(key): value for key, value in loaded.items()}
-    try:
-        return resolved(str(path), config) if "${" in text else config
-    except RecursionError:
-        raise InvalidInputError(_("{path}: nested too deeply for a config", path=path)) from None
+    return {str(key): value for key, value in loaded.items()}
 
 
 def load_toml(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> dict[str, Any]:

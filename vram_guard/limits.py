@@ -33,8 +33,6 @@ LARGEST_SNAPSHOT = 2 * 2**30
 LARGEST_CONFIG = 2**20
 #: Nodes of a config with every alias written out: real ones have hundreds.
 CONFIG_NODES = 100_000
-#: Characters of a text that references make: chains of them can double it again and again.
-LONGEST_TEXT = 10_000
 #: Bytes of a lock file or of an index of weights, which name every package or tensor: large ones have some MB.
 LARGEST_LISTING = 64 * 2**20
 #: Files of one kind in the cache folder, the oldest go first: nobody trains more models at a time.

@@ -21,7 +21,7 @@ from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fork import Copy
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
-from vram_guard.guard.arrivals import all_arrive, begin, late
+from vram_guard.guard.arrivals import all_arrive, late
 from vram_guard.language import _
 from vram_guard.limits import IDLE_SECONDS
 from vram_guard.patching import replace_attributes
@@ -157,8 +157,6 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         from accelerate.utils import broadcast_object_list
 
         answers: list[Any] = [None]
-        if accelerator.num_processes > 1:
-            begin(accelerator.num_processes)
         if accelerator.is_main_process:
             try:
                 answers = [self._answer_of_copy()]

@@ -79,7 +79,6 @@ def trainings(
     *,
     limit: float,
     libraries: Sequence[str] = LIBRARIES,
-    survivors: Sequence[int] = (0, 1),
 ) -> dict[str, list[dict[str, Any]]]:
     """Both ranks' results and weights of every training, in the same two processes.
 
@@ -90,12 +89,11 @@ def trainings(
         cases: of the script.
         limit: seconds for all of them.
         libraries: that both processes begin with.
-        survivors: ranks that have results.
     """
     ranks = ended(HERE / script, out, *cases, limit=limit, libraries=libraries)
     found: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        paths = [out / f"{case}-{rank}.json" for rank in survivors]
+        paths = [out / f"{case}-{rank}.json" for rank in (0, 1)]
         assert all(path.exists() for path in paths), [said[-2000:] for _code, said in ranks]
         found[case] = [
             {**json.loads(path.read_text()), "weights": torch.load(path.with_suffix(".pt"), weights_only=True)}

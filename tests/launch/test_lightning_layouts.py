@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,14 +137,6 @@ def test_a_rank_that_fails_while_planning_ends_all_with_one_message(results: Any
     assert first["error"] == "VramGuardError: rank 1 could not plan: RuntimeError: no such file on this machine"
     assert second["error"] == "RuntimeError: no such file on this machine"
     assert first["steps"] == second["steps"] == 0
-
-
-def test_a_rank_that_is_killed_while_planning_ends_the_training(tmp_path: Path) -> None:
-    """Whatever the mode is: without that rank nothing can be trained."""
-    found = trainings(SCRIPT, tmp_path, ["sharded+killed"], limit=200, survivors=(0,))
-    (first,) = found["sharded+killed"]
-    assert first["error"].startswith("LostRankError: the process of rank 1 ended while the training was planned")
-    assert first["steps"] == 0
 
 
 # --- what is read of a strategy -----------------------------------------------------------------------------------

@@ -26,15 +26,12 @@ def ranks(folder: Path, how: str) -> tuple[list[int], list[str]]:
     return list(codes), list(said)
 
 
-@pytest.mark.parametrize("killed", [1, 0])
-def test_a_rank_that_is_killed_while_planning_ends_the_other(tmp_path: Path, killed: int) -> None:
-    """The one that is killed last is waited for ten minutes, if it is not noticed; with rank 0 goes the store."""
-    codes, errors = ranks(tmp_path, f"killed {killed}")
-    assert codes[killed] == -signal.SIGKILL
-    assert codes[1 - killed] == 1, errors
-    words = "the process of rank 1 ended" if killed else "the process through which the ranks talk"
-    assert f"LostRankError: {words}" in errors[1 - killed]
-    assert "All ranks end" in errors[1 - killed]
+def test_the_rank_with_the_store_ends_the_other_if_it_is_killed_while_planning(tmp_path: Path) -> None:
+    codes, errors = ranks(tmp_path, "killed 0")
+    assert codes[0] == -signal.SIGKILL
+    assert codes[1] == 1, errors
+    assert "LostRankError: the process through which the ranks talk" in errors[1]
+    assert "All ranks end" in errors[1]
 
 
 def test_launchers_end_the_others_themselves(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from vram_guard import errors
 from vram_guard.forks.fork import is_ours, line_that_failed
-from vram_guard.guard.arrivals import all_arrive, begin, late, patience
+from vram_guard.guard.arrivals import all_arrive, late, patience
 from vram_guard.language import _
 
 T = TypeVar("T")
@@ -87,11 +87,9 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
     """Do ``work`` on every rank; where it failed on any, or one is late, that failure is everybody's outcome.
 
     Raises:
-        LostRankError: the process of a rank has ended.
+        LostRankError: the process through which the ranks talk has ended.
     """
     value, error, failure = None, None, None
-    if ranks.world_size > 1:
-        begin(ranks.world_size)
     began = time.monotonic()
     try:
         value = work()

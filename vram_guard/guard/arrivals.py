@@ -5,7 +5,7 @@ that waited for it in a collective would be ended by their backend's timeout, wh
 process), or would wait for half an hour. So each rank first says in the store of the process group that it has arrived:
 nothing of the backend waits then. The last one to arrive lets all of them go on together; one that has waited too long
 says so, and then all, the late one too, know that nobody is to be waited for. Whoever writes first decides. A rank
-whose process has ended is not waited for at all (:mod:`._companions`).
+whose process has ended is ended with the others by its launcher; where none does that, it is waited for as long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from vram_guard.errors import LostRankError
-from vram_guard.guard._companions import Companions
 from vram_guard.language import _
 from vram_guard.limits import IDLE_SECONDS, LOOK_AT_FIRST, LOOK_AT_MOST
 
@@ -25,7 +24,7 @@ from vram_guard.limits import IDLE_SECONDS, LOOK_AT_FIRST, LOOK_AT_MOST
 #: documentation of ``init_process_group``), which ends ranks that are farther apart without any guard.
 APART_SECONDS = 600.0
 
-_TOGETHER, _LATE, _ENDED = "together", "late", "ended "
+_TOGETHER, _LATE = "together", "late"
 _numbers = itertools.count()
 
 
@@ -37,14 +36,6 @@ def patience(own_seconds: float) -> float:
 def late() -> str:
     """The words for a rank that was not waited for any longer."""
     return _("a rank did not say what it has planned in the time that others wait for it")
-
-
-def begin(world_size: int) -> None:
-    """Say which process this rank is, before work in which it may be killed; every rank calls it at the same points."""
-    store = _store(world_size)
-    if store is not None:
-        with _lost_store():
-            Companions(store).announce(_rank())
 
 
 def all_arrive(world_size: int, most_seconds: float) -> bool:
@@ -59,43 +50,27 @@ def all_arrive(world_size: int, most_seconds: float) -> bool:
         where there is no store to ask, as ranks that talk by other means than torch.distributed have none.
 
     Raises:
-        LostRankError: the process of a rank has ended, on every other rank.
+        LostRankError: the process in which the store lies has ended.
     """
     number, store = next(_numbers), _store(world_size)
     if store is None:
         return True
     with _lost_store():
-        decided = _decided(store, number, world_size, most_seconds)
-    if decided.startswith(_ENDED):
-        raise LostRankError(_ended(decided.removeprefix(_ENDED)))
-    return decided == _TOGETHER
+        return _decided(store, number, world_size, most_seconds) == _TOGETHER
 
 
 def _decided(store: Any, number: int, world_size: int, most_seconds: float) -> str:
     arrived, decided = f"vram_guard/{number}/arrived", f"vram_guard/{number}/decided"
     if store.add(arrived, 1) == world_size:
         store.compare_set(decided, "", _TOGETHER)
-    companions = Companions(store)
     until, pause = time.monotonic() + most_seconds, LOOK_AT_FIRST
     while not store.check([decided]):
-        # As nothing has been decided, not all have arrived: nobody has gone on, and ended well after that.
-        ended = companions.ended()
-        if ended:
-            store.compare_set(decided, "", f"{_ENDED}{', '.join(map(str, ended))}")
-        elif time.monotonic() > until:
+        if time.monotonic() > until:
             store.compare_set(decided, "", _LATE)
         else:
             time.sleep(pause)
             pause = min(2 * pause, LOOK_AT_MOST)
     return str(store.get(decided).decode())
-
-
-def _ended(ranks: str) -> str:
-    return _(
-        "the process of rank {ranks} ended while the training was planned, without a word: killed, perhaps, by hand or "
-        "for want of host memory. All ranks end",
-        ranks=ranks,
-    )
 
 
 @contextlib.contextmanager
@@ -121,9 +96,3 @@ def _store(world_size: int) -> Any:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != world_size:
         return None
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - see simulate/private_api.py
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank()
