@@ -18,7 +18,7 @@ MATRIX_TORCHES ?= 2.4.1 2.13.0 newest
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix messages known known-page reference schemas clean
+.PHONY: help install demo demo-variants demo-mmengine test test-all test-slow fidelity lint docs format bench bench-published bench-sharded recorded gpu-measure gpu-compare test-matrix messages known known-page reference clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -109,9 +109,6 @@ known-page: $(STAMP) ## write build/calculator.html, the page that answers for t
 
 reference: $(STAMP) ## write the pages of commands, settings, Python names and operators from the code
 	PYTHONPATH=.:integrations $(BIN)/python tools/reference.py
-
-schemas: $(STAMP) ## write docs/schemas.json, the JSON schemas of the commands' answers
-	$(BIN)/python tools/json_schemas.py
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .matrix build dist demo-out bench-out bench-published.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -45,7 +45,6 @@ TECHNIQUES: dict[str, Callable[[nn.Module], Recipe]] = {
     "for-loop optimizer": lambda _: Recipe(optimizer="for-loop"),
     "optimizer in backward": lambda _: Recipe(optimizer_in_backward=True),
     "chunked loss": lambda _: Recipe(chunked_head="lm_head"),
-    "budget 0.5": lambda _: Recipe(activation_memory_budget=0.5),
 }
 
 

@@ -200,20 +200,6 @@ def test_each_of_several_models_has_its_own_part_of_the_plan(carried_out: Any) -
     assert treated == [[True, False], *[[False, False]] * 9, [False, True]]
 
 
-def test_a_budget_of_the_compiler_ends_with_the_training(carried_out: Any) -> None:
-    from accelerate import Accelerator
-    from torch._functorch import config
-
-    before = config.activation_memory_budget
-    carried_out(recipe=LaunchPlan().recipe.with_(activation_memory_budget=0.5))
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(nn.Linear(1, 1))
-    accelerator.prepare(nn.Linear(1, 1))
-    assert config.activation_memory_budget == 0.5
-    accelerator.end_training()
-    assert config.activation_memory_budget == before
-
-
 def test_another_model_than_the_planned_one_ends_the_launch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

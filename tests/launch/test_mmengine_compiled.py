@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from vram_guard_mmengine import VramGuardHook  # noqa: I001, F401 - first: it kn
 import mmengine_cases as cases
 import mmengine_compiled_cases as compiled
 import two_ranks
-import torch
-import torch._functorch.config
 from compiled_cases import MISSING
-from mmengine.hooks import Hook
 
 from vram_guard.plan import plan
 from vram_guard.plan.model import CompiledStep
@@ -108,53 +104,6 @@ def planned(cfg: Any) -> CompiledStep:
         made = plan(found.step, compiled.SAMPLES, "1GiB").compiled
     assert made is not None
     return made
-
-
-class Watching(Hook):
-    """Writes down the budget that the process has at every iteration."""
-
-    def __init__(self) -> None:
-        self.budgets: list[float] = []
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        self.budgets.append(torch._functorch.config.activation_memory_budget)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor compiles C++ on the CPU")
-def test_a_runner_trains_under_a_budget_that_is_planned_and_puts_it_back(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-
-    def trained(name: str, **guard: Any) -> dict[str, Any]:
-        cfg = compiled.cfg_of(root, tmp_path / name, compiled.SGD, width=64)
-        cfg.model.depth, cfg.train_dataloader.dataset.size, cfg.train_cfg.max_epochs = 3, 128, 2
-        cfg.val_dataloader.dataset.size = 128
-        cfg.compile = True
-        if guard:
-            cfg.runner_type, cfg.vram_guard = "vram_guard_mmengine.GuardRunner", guard
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        runner = cases.build(cfg)
-        runner.register_hook(watching := Watching())
-        runner.train()
-        found = cases.guard(runner).plan if guard else None
-        return {
-            "losses": cases.diary(runner).losses,
-            "budgets": [*watching.budgets, torch._functorch.config.activation_memory_budget],
-            "planned": found and found.recipe.activation_memory_budget,
-            "fits": found and (found.fits_as_written, found.fits),
-        }
-
-    as_written = trained("written")
-    asked = {"budget": "100MiB", "margin": 0, "allow": ["activation_memory_budget"]}
-    under = trained("budgeted", **asked)
-    assert under["fits"] == (False, True)
-    assert as_written["budgets"] == [1.0, 1.0, 1.0]
-    assert under["budgets"] == [under["planned"], under["planned"], 1.0]
-    assert 0 < under["planned"] < 1
-    assert len(under["losses"]) == 2
-    assert under["losses"] == pytest.approx(as_written["losses"], rel=1e-5)
 
 
 def test_two_processes_compile_what_is_predicted(tmp_path: Path) -> None:

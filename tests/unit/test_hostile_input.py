@@ -131,7 +131,7 @@ def cases():
         yield *spread, "--layouts", layouts
     for option, value in (("--node-gpus", "4"), ("--link", "nvlink"), ("--layouts", "ddp")):
         yield *BASES["plan"], *CARD, option, value  # of one GPU
-    for allowed in ("selective checkpoint", "selective_checkpoint=matmul", "activation_memory_budget=0.5"):
+    for allowed in ("selective checkpoint", "selective_checkpoint=matmul"):
         yield *BASES["plan"], *CARD, "--allow", allowed
         yield "launch", "--budget", "24GiB", "--allow", allowed, "ok.py"
     yield "launch", "--budget", "24GiB", "--advanced", "host_budget=24", "ok.py"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,6 @@ from vram_guard import cli
 
 __all__ = ["machine"]  # a fixture
 
-ROOT = Path(__file__).parents[2]
 
 CONFIG = "batch_size: 4\nstep: steps.py:build\nheight: 64\nwidth: 64\nhidden_dim: 8\nnum_layers: 2\n"
 STEP = """
@@ -86,14 +83,6 @@ def test_the_answer_of_the_monitor(machine, capsys):
     machine(Card(total=24 * GIB, free=GIB, processes=[SimpleNamespace(pid=4242, usedGpuMemory=None)]))
     assert cli.main(["monitor", "0.05", "--interval", "0.05", "--json"]) == 0
     assert held_against("monitor", json.loads(capsys.readouterr().out)) == []
-
-
-def test_the_file_is_up_to_date(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import json_schemas
-
-    assert json_schemas.PATH.read_text(encoding="utf-8") == json_schemas.document(), "make schemas"
-    sys.modules.pop("json_schemas")
 
 
 def test_every_command_has_a_schema():

@@ -35,7 +35,6 @@ _WHY: dict[str, str] = {
     "optimizer_in_backward": marked("an optimizer in the backward pass is not possible here: {why}"),
     "chunked_loss": marked("a loss in chunks is not possible here: {why}"),
     "expandable_segments": marked("expandable segments are not possible here: {why}"),
-    "activation_memory_budget": marked("a budget for what compiled code saves is not possible here: {why}"),
 }
 
 

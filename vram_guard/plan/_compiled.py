@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from vram_guard.language import Message, _
-from vram_guard.plan._answer import as_known, batch_reasons, make_plan, shortage, unchanged
+from vram_guard.plan._answer import as_known, batch_reasons, shortage, unchanged
 from vram_guard.plan._option import Option
 from vram_guard.plan.descriptions import Reason, Why
-from vram_guard.plan.model import CompiledStep, Plan, Rejected
+from vram_guard.plan.model import CompiledStep, Plan
 from vram_guard.plan.search_space import Candidate, Request
 from vram_guard.plan.source import Source, TraceRequest
-from vram_guard.plan.techniques import ACTIVATION_BUDGETS
 from vram_guard.plan.tracing import Traces
 from vram_guard.simulate.compiled import EAGER, Compiler, NotCompiledError, not_followed
-from vram_guard.techniques.recipe import AS_WRITTEN
 from vram_guard.timeline import Estimate, Timeline
 from vram_guard.units import Amount
 
@@ -28,8 +26,6 @@ def with_compiled(
     search: Callable[[Request], Plan],
     compiler: Compiler[TraceRequest],
     progress: Callable[[str], None],
-    *,
-    budgeted: bool = False,
 ) -> Plan:
     """The plan for the step as ``torch.compile`` compiles it; for the eager one, where that cannot be followed.
 
@@ -38,13 +34,12 @@ def with_compiled(
         request: what was asked.
         source: of the step, with its job where it has one.
         search: for a plan of the eager step under another request.
-        compiler: follows the source's compiled steps: at most three of them, and one for each budget that is tried.
+        compiler: follows the source's compiled steps: at most three of them.
         progress: called with a line of text before each slow part.
-        budgeted: whether compiled code may save less for its backward pass (``activation_memory_budget``).
     """
     following = _Compiled(source, request, compiler, progress)
     try:
-        return _followed(made, request, following, search, budgeted=budgeted)
+        return _followed(made, request, following, search)
     except NotCompiledError as error:
         why = str(error)
     finally:
@@ -71,19 +66,12 @@ class _Compiled:
         return Candidate(timeline, timeline.at(size, settings=self._request.settings_under(option.recipe)))
 
 
-def _followed(
-    made: Plan, request: Request, compiled: _Compiled, search: Callable[[Request], Plan], *, budgeted: bool
-) -> Plan:
+def _followed(made: Plan, request: Request, compiled: _Compiled, search: Callable[[Request], Plan]) -> Plan:
     before = compiled(request.as_written, request.batch_size) if _as_written(made) or not made.fits_as_written else None
     if before is not None and request.fits(before.estimate) and not made.fits_as_written:
         # The compiled step fits where the eager one does not: nothing has to change.
         found = unchanged(request, before, batch_reasons(before), made.rejected)
         return replace(found, compiled=_beside(made.before, before))
-    rejected: tuple[Rejected, ...] = ()
-    if budgeted and before is not None and not request.fits(before.estimate):
-        option, rejected = _largest_budget(request, compiled)
-        if option is not None:
-            return _under_budget(made, request, before, option, compiled(option, request.batch_size), rejected)
     chosen = before if before is not None and _as_written(made) else compiled(_option(made), made.micro_batch_size)
     if made.fits and not request.fits(chosen.estimate):
         # Compiled code may hold more than eager code: search once more for steps that take so much more.
@@ -109,57 +97,9 @@ def _followed(
         budget=request.budget.for_tier(chosen.estimate.tier, chosen.estimate.network),
         fits=fits,
         reason_values=reasons,
-        rejected=(*rejected, *made.rejected),
         correction=request.correction,
         compiled=_beside(eager, chosen),
     )
-
-
-def _largest_budget(request: Request, compiled: _Compiled) -> tuple[Option | None, tuple[Rejected, ...]]:
-    """The largest budget under which the step as written fits, and those that were tried before it.
-
-    Peaks do not fall with the budget: the partitioner counts what is saved, not what is computed again beside it. So
-    each is compiled.
-    """
-    from vram_guard.techniques.activation_budget import present_budget, why_not_budgeted
-
-    rejected: list[Rejected] = []
-
-    def note(option: Option, why: Reason, peak: int | None = None, missing: int = 0) -> None:
-        rejected.append(Rejected(option.of(request.batch_size), peak, missing, why))
-
-    missing_in_torch = why_not_budgeted()
-    for budget in ACTIVATION_BUDGETS:
-        option = request.as_written._replace(recipe=AS_WRITTEN.with_(activation_memory_budget=budget))
-        if missing_in_torch:
-            note(option, Reason(Why.FAILS, error=missing_in_torch))
-            break
-        if budget >= present_budget():
-            continue
-        try:
-            found = compiled(option, request.batch_size)
-        except NotCompiledError as error:
-            note(option, Reason(Why.FAILS, error=str(error)))
-            continue
-        code, peak = found.timeline.compiled, request.corrected(found.estimate)
-        if code is not None and code.redrawn:
-            note(option, Reason(Why.DRAWS_AGAIN, operators=", ".join(code.redrawn)))
-        elif code is not None and code.reads_changed:
-            note(option, Reason(Why.READS_CHANGED))
-        elif request.fits(found.estimate):
-            return option, tuple(rejected)
-        else:
-            over = max(0, peak - request.usable(found.estimate))
-            note(option, Reason(Why.OVER_BUDGET, peak=Amount(peak), missing=Amount(over)), peak, over)
-    return None, tuple(rejected)
-
-
-def _under_budget(
-    made: Plan, request: Request, before: Candidate, option: Option, after: Candidate, rejected: tuple[Rejected, ...]
-) -> Plan:
-    why = (shortage(request, before.estimate), Reason(Why.LEAST_RECOMPUTED))
-    found = make_plan(request, before, after, option, request.batch_size, True, why, rejected)
-    return replace(found, compiled=_beside(made.before, after))
 
 
 def _option(made: Plan) -> Option:

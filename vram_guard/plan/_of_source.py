@@ -38,7 +38,7 @@ from vram_guard.torch_release import torch_release
 _NOT_SPREAD = frozenset(
     {
         *("offload_frozen", "offload_optimizer", "offload_parameters", "8bit", "optimizer_in_backward"),
-        *("chunked_loss", "selective_checkpoint", "activation_memory_budget"),
+        *("chunked_loss", "selective_checkpoint"),
     }
 )
 
@@ -110,8 +110,7 @@ def _plan_of(
     made = searched(request)
     if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
         return made
-    budgeted = "activation_memory_budget" in _techniques(asked, whole)
-    return with_compiled(made, request, whole, searched, compiler, asked.progress, budgeted=budgeted)
+    return with_compiled(made, request, whole, searched, compiler, asked.progress)
 
 
 def _with_job(asked: PlanRequest, source: Source) -> tuple[Source, Source]:
@@ -226,9 +225,7 @@ def _no_selective_checkpointing(source: Source) -> str:
 
 def _not_spread(source: Source) -> frozenset[str]:
     """The techniques that are not planned because several GPUs train."""
-    if source.topology is not None:
-        return _NOT_SPREAD
-    return frozenset({"activation_memory_budget"}) if source.ranks > 1 else frozenset()
+    return frozenset() if source.topology is None else _NOT_SPREAD
 
 
 def _left_out(asked: PlanRequest, source: Source) -> tuple[Reason, ...]:

@@ -81,15 +81,6 @@ class Why(Enum):
     )
     STEP_DOES_NOT_HELP = marked("No change of the training step makes the whole run fit.")
     COMPILED_TOO_LARGE = marked("Compiled, the step needs {missing} more than may be used.")
-    LEAST_RECOMPUTED = marked("The largest budget that fits: less is computed again than under any smaller one.")
-    DRAWS_AGAIN = marked(
-        "its backward pass would draw other random numbers than its forward ({operators}): "
-        "github.com/pytorch/pytorch/issues/190758"
-    )
-    READS_CHANGED = marked(
-        "its backward pass would compute with buffers that the forward has changed by then: "
-        "github.com/pytorch/pytorch/pull/197039"
-    )
     SMALLER_EVALUATION = marked(
         "With batches of {size} in place of {batch}, {phase} fits beside the step. It is not applied: {why}."
     )
@@ -253,7 +244,6 @@ _ONE = {
     "shard": marked("FSDP2 in place of DDP"),
     "optimizer_in_backward": marked("an optimizer in the backward pass"),
     "chunked_loss": marked("a loss in chunks"),
-    "activation_memory_budget": marked("a budget for what compiled code saves"),
 }
 _SEVERAL = {
     "slices": marked("slices of the batch"),
@@ -288,7 +278,6 @@ def recipe_words(recipe: Recipe) -> list[str]:
     words += [_("optimizer in the backward pass")] if recipe.optimizer_in_backward else []
     words += [_("logits of '{name}' and their loss in chunks", name=recipe.chunked_head)] if recipe.chunked_head else []
     words += [_("expandable segments")] if recipe.expandable_segments else []
-    words += [saved_words(recipe)] if recipe.activation_memory_budget is not None else []
     return words
 
 
@@ -350,12 +339,6 @@ def loss_words(recipe: Recipe) -> str:
 def segments_words(recipe: Recipe) -> str:
     """The allocator's segments, in a word."""
     return _("expandable") if recipe.expandable_segments else _("as set")
-
-
-def saved_words(recipe: Recipe) -> str:
-    """What compiled code may save for its backward pass, in a few words."""
-    budget = recipe.activation_memory_budget
-    return _("as set") if budget is None else f"activation_memory_budget={budget:g}"
 
 
 def counted(modules: tuple[str, ...]) -> str:

@@ -14,7 +14,6 @@ from vram_guard.plan.descriptions import (
     offload_words,
     optimizer_words,
     ranges,
-    saved_words,
     segments_words,
     sharding_words,
     slices_words,
@@ -212,7 +211,6 @@ class Plan:
             (_("optimizer"), _("as written"), optimizer_words(self.recipe)),
             (_("loss"), _("as written"), loss_words(self.recipe)),
             (_("segments of the allocator"), _("as set"), segments_words(self.recipe)),
-            (_("saved by compiled code"), _("as set"), saved_words(self.recipe)),
             *(() if cut is None else ((cut.name, str(cut.batch_size_before), str(cut.batch_size)),)),
         )
         return tuple(change for change in sizes if change[1] != change[2])

@@ -35,7 +35,6 @@ TECHNIQUES: dict[str, str] = {
     "optimizer_in_backward": "each weight steps when its gradient is there, which is freed then",
     "chunked_loss": "logits and their cross-entropy in chunks of tokens, through the model's own last layer",
     "expandable_segments": "the allocator's segments grow, in place of new ones of a fixed size",
-    "activation_memory_budget": "compiled code saves less for its backward pass, and computes the rest again",
 }
 #: Form of the optimizer -> the technique that it is.
 FORMS = {"for-loop": "foreach", "fused": "fused", "8bit": "8bit"}
@@ -43,10 +42,6 @@ OFFLOADS = ("offload_activations", "offload_frozen", "offload_optimizer", "offlo
 
 #: What is allowed unless the user says otherwise: results stay equal, or as close as mixed precision is.
 DEFAULT_ALLOW = ("precision", "accumulate", "checkpoint", "slices", "offload", "foreach", "reshard", "evaluation")
-
-#: Values of ``activation_memory_budget`` that are tried, in this order: the larger, the less is computed again. Not 0:
-#: it saves nothing but inputs, and random numbers are then drawn anew (github.com/pytorch/pytorch/issues/190758).
-ACTIVATION_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 BFLOAT16_SINCE = (8, 0)
 FLOAT16_FAST_SINCE = (7, 0)

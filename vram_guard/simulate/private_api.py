@@ -248,11 +248,6 @@ COMPILER_EXTRAS: tuple[PrivateName, ...] = (
         "what a checkpointed block draws again",
         "test_checkpointed_blocks_that_draw_are_compiled_too",
     ),
-    PrivateName(
-        "torch._functorch.config:activation_memory_budget",
-        "compiled code saves less",
-        "test_the_largest_budget_that_fits_is_taken_and_traced_as_it_will_run",
-    ),
 )
 
 _OWN_GROUP = "test_a_process_with_a_group_of_its_own_keeps_it_and_a_real_model_is_sharded_after_a_trace"

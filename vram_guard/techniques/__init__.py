@@ -67,10 +67,6 @@ def install(model: nn.Module, recipe: Recipe) -> Callable[[], None]:
             from vram_guard.techniques._chunked_loss import chunk_loss
 
             undo.append(chunk_loss(model, recipe.chunked_head))
-        if recipe.activation_memory_budget is not None:
-            from vram_guard.techniques.activation_budget import limit_saved
-
-            undo.append(limit_saved(recipe.activation_memory_budget))
     except BaseException:
         take_off()
         raise

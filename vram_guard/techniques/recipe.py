@@ -94,8 +94,6 @@ class Recipe:
         chunked_head: the layer that makes the logits of a cross-entropy: logits and loss are computed in chunks; "":
             as written.
         expandable_segments: the allocator grows segments, in place of reserving ones of a fixed size.
-        activation_memory_budget: the share of its activations that compiled code may save; it computes the rest again.
-            None: as torch's own setting says.
         slices: how the forward of a module runs over slices of its batch; None: over the whole of it. The slices take
             the place of ``checkpoint`` and ``offload_activations``.
     """
@@ -110,7 +108,6 @@ class Recipe:
     optimizer_in_backward: bool = False
     chunked_head: str = ""
     expandable_segments: bool = False
-    activation_memory_budget: float | None = None
     checkpoint_keeps: tuple[str, ...] = ()
     slices: Slices | None = None
 

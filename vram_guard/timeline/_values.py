@@ -237,10 +237,6 @@ class CompiledCode(NamedTuple):
     """Graphs that Inductor compiled, forward and backward; equal blocks share theirs."""
     breaks: tuple[str, ...] = ()
     """Why Dynamo ended a graph and went on in another, in the order of the step."""
-    redrawn: tuple[str, ...] = ()
-    """Operators by which backward passes draw random numbers by themselves: not those of the forward."""
-    reads_changed: bool = False
-    """True if a backward pass is handed a buffer that its forward has changed."""
 
 
 #: The name of what synchronised batch normalisation does with the other processes.

@@ -51,8 +51,6 @@ class PlanInstaller:
         self._scaled: set[int] = set()
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         """Every scheduler of torch: a script need not hand its own to ``prepare``."""
-        self._undo: list[Callable[[], None]] = []
-        """What holds for the process, not for a model: it ends with the training."""
 
     def install(self) -> None:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
@@ -62,8 +60,6 @@ class PlanInstaller:
             self._watch_own_loop()
         wrap(Accelerator, "prepare", self.prepare)
         wrap(Accelerator, "prepare_model", self.prepare)
-        if self.plan.recipe.activation_memory_budget is not None:
-            wrap(Accelerator, "end_training", self._end_training)
         if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
             from torch.utils.data import DataLoader
 
@@ -118,11 +114,11 @@ class PlanInstaller:
         return prepared
 
     def _treat(self, model: nn.Module) -> None:
-        from vram_guard.techniques import AS_WRITTEN, install
+        from vram_guard.techniques import install
 
         recipe = self._recipe_of(model)
         try:
-            install(model, recipe.with_(activation_memory_budget=None))
+            install(model, recipe)
         except InvalidInputError as error:
             raise OtherModelError(
                 _(
@@ -132,14 +128,6 @@ class PlanInstaller:
                     error=error,
                 )
             ) from error
-        if not self._undo:
-            budget = AS_WRITTEN.with_(activation_memory_budget=recipe.activation_memory_budget)
-            self._undo.append(install(model, budget))
-
-    def _end_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        while self._undo:
-            self._undo.pop()()
-        return original(*args, **kwargs)
 
     def _number_of(self, model: nn.Module) -> int:
         return next(at for at, known in enumerate(self._models) if known is model)

@@ -97,7 +97,6 @@ def train(options, accelerator, model=None, before=None, clip=None):
                 "processes": accelerator.num_processes,
                 "precision": accelerator.mixed_precision,
                 "zero": zero_of(accelerator),
-                "budget": torch._functorch.config.activation_memory_budget,
             },
             options.out,
         )

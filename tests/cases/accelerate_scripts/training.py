@@ -272,32 +272,7 @@ def by_inductor(options):
     """Compiled by Accelerate, block by block, for the GPU."""
     plugin = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
     accelerator = Accelerator(dynamo_plugin=plugin)
-    prepared = []
-
-    def loss_of(model, x, y):
-        prepared[:] = [model]
-        return nn.functional.cross_entropy(model(x), y)
-
-    facts = loop(options, accelerator, loss_of=loss_of)
-    output = prepared[0].train()(dataset(options.batch_size)[:][0])
-    saved, budget = saved_by_compiled_code(output), torch._functorch.config.activation_memory_budget
-    accelerator.end_training()
-    budgets = [budget, torch._functorch.config.activation_memory_budget]
-    write(accelerator, options.out, saved=saved, budgets=budgets, **facts)
-
-
-def saved_by_compiled_code(output):
-    """Bytes that compiled functions keep for their backward passes; weights are kept by all of them."""
-    nodes, seen = [output.grad_fn], set()
-    tensors = {}
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [next_node for next_node, _ in node.next_functions]
-            for tensor in getattr(node, "saved_tensors", ()):
-                tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(tensors.values())
+    write(accelerator, options.out, **loop(options, accelerator))
 
 
 def reduce_overhead(options):

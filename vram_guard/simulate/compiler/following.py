@@ -17,6 +17,7 @@ import torch._dynamo.config
 import torch._dynamo.convert_frame
 import torch._dynamo.guards
 import torch._dynamo.utils
+import torch._functorch.config
 import torch._inductor.compile_fx
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
@@ -30,7 +31,6 @@ from vram_guard.patching import replaced
 from vram_guard.simulate.compiler.fake_tensors import fake_tensors_on_cuda
 from vram_guard.simulate.compiler.inductor import inductor_without_gpu, inputs_on_cuda
 from vram_guard.simulate.compiler.optimizers import optimizers_in_trace
-from vram_guard.techniques.activation_budget import present_budget, why_not_budgeted
 from vram_guard.timeline import CompiledCode, Note
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ class Followed:
     def code(self) -> CompiledCode:
         """What a timeline says of it."""
         breaks = (str(reason).strip().partition("\n")[0] for reason in self._breaks)
-        return CompiledCode(self.graphs, (*breaks, *self.uncompiled), tuple(self.redrawn), self.reads_changed)
+        return CompiledCode(self.graphs, (*breaks, *self.uncompiled))
 
     def on(self, timeline: Timeline) -> Timeline:
         """The timeline with what was compiled, and notes of what computes other gradients than eager code."""
         notes = []
         # Without a budget, what draws is never computed again: a backward pass that draws then does so by itself.
-        if self.redrawn and not why_not_budgeted() and present_budget() < 1:
+        if self.redrawn and getattr(torch._functorch.config, "activation_memory_budget", 1) < 1:
             notes.append(
                 Note(
                     Message(
