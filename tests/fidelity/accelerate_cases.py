@@ -20,19 +20,9 @@ WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 1, 1, 2, 1, 1, 0.3])
 LOSS = r"\bloss|gradient of|mean over|sample"
 
 
-@case("model's own cross-entropy")
-def cross_entropy(m, out, y):
-    return F.cross_entropy(out, y)
-
-
-@case("label smoothing and clipping", clip=0.5)
-def smoothed(m, out, y):
-    return F.cross_entropy(out, y, label_smoothing=0.1)
-
-
-@case("accumulation", accumulation=2)
-def accumulated(m, out, y):
-    return F.cross_entropy(out, y)
+case("model's own cross-entropy")(lambda m, out, y: F.cross_entropy(out, y))
+case("label smoothing and clipping", clip=0.5)(lambda m, out, y: F.cross_entropy(out, y, label_smoothing=0.1))
+case("accumulation", accumulation=2)(lambda m, out, y: F.cross_entropy(out, y))
 
 
 @case("two towers in the model", LOSS)
@@ -102,9 +92,7 @@ def of_outputs(name: str) -> Callable[[Any], Any]:
     return case(f"graph: {name}", JOINED, modes=(TIGHT,))
 
 
-@of_outputs("centred by the batch")
-def centred(m, out, y):
-    return F.cross_entropy(out - out.detach().mean(0), y)
+of_outputs("centred by the batch")(lambda m, out, y: F.cross_entropy(out - out.detach().mean(0), y))
 
 
 def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
@@ -131,9 +119,7 @@ def within(name: str, says: str = JOINED) -> Callable[[Any], Any]:
     return register
 
 
-@within("inputs shifted in place")
-def inputs_shifted(m, x, y):
-    return x.sub_(x.mean((0, 1))), y
+within("inputs shifted in place")(lambda m, x, y: (x.sub_(x.mean((0, 1))), y))
 
 
 # --- losses of the script, over what a model makes of its batch -----------------------------------------------------
@@ -189,14 +175,10 @@ def given(name: str, more: Callable[[torch.Tensor, torch.Tensor], Any], says: st
     return register
 
 
-@given("pairs", lambda x, y: y[:, None] == y)
-def by_pairs(out, y, pairs):
-    return (F.cross_entropy(out, y, reduction="none") * pairs.float().sum(-1)).mean()
-
-
-@given("a mean", lambda x, y: x.mean())
-def by_a_mean(out, y, mean):
-    return F.cross_entropy(out - mean, y)
+given("pairs", lambda x, y: y[:, None] == y)(
+    lambda out, y, pairs: (F.cross_entropy(out, y, reduction="none") * pairs.float().sum(-1)).mean()
+)
+given("a mean", lambda x, y: x.mean())(lambda out, y, mean: F.cross_entropy(out - mean, y))
 
 
 @case("graph: the length as an attribute", JOINED, modes=(TIGHT,), loss_of=lambda m, x, y: with_length(m, x, y))
@@ -244,9 +226,7 @@ def in_body(name: str, says: str = JOINED) -> Callable[[Any], Any]:
     return register
 
 
-@in_body("inputs centred")
-def body_centred(m, x, forward):
-    return forward(x - x.mean(0))
+in_body("inputs centred")(lambda m, x, forward: forward(x - x.mean(0)))
 
 
 @in_body("outputs centred without a graph")
@@ -262,14 +242,10 @@ def body_attended(m, x, forward):
     return out + ((rows @ rows.T).softmax(-1) @ rows)[:, None]
 
 
-@in_body("positions by the number of the sample")
-def body_numbered(m, x, forward):
-    return forward(x + 0.01 * torch.arange(len(x), device=x.device)[:, None, None])
-
-
-@in_body("next to its neighbour")
-def body_neighbour(m, x, forward):
-    return forward(x + 0.1 * torch.cat([x[1:], x[:1]]))
+in_body("positions by the number of the sample")(
+    lambda m, x, forward: forward(x + 0.01 * torch.arange(len(x), device=x.device)[:, None, None])
+)
+in_body("next to its neighbour")(lambda m, x, forward: forward(x + 0.1 * torch.cat([x[1:], x[:1]])))
 
 
 @in_body("scaled by a number")
@@ -296,9 +272,7 @@ def body_kept(m, x, forward):
     return forward(x / len(m.kept))
 
 
-@in_body("noise", says=r"random|draw|noise")
-def body_noisy(m, x, forward):
-    return forward(x + 0.01 * torch.randn_like(x))
+in_body("noise", says=r"random|draw|noise")(lambda m, x, forward: forward(x + 0.01 * torch.randn_like(x)))
 
 
 @in_body("a scale that its script changes", says=STATE + r"|reads")

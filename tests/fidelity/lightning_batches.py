@@ -51,24 +51,12 @@ def stacked(samples):
     return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
 
 
-@batches("tuple", exact=True)
-def of_tuple(m, batch):
-    return squared(m, *batch)
-
-
-@batches("list", collate=lambda s: list(stacked(s)), exact=True)
-def of_list(m, batch):
-    return squared(m, *batch)
-
-
-@batches("dict", collate=lambda s: dict(zip("xy", stacked(s), strict=True)), exact=True)
-def of_dict(m, batch):
-    return squared(m, batch["x"], batch["y"])
-
-
-@batches("single tensor", collate=lambda s: stacked(s)[0], exact=True)
-def of_tensor(m, batch):
-    return squared(m, batch, batch[:, :4])
+batches("tuple", exact=True)(lambda m, batch: squared(m, *batch))
+batches("list", collate=lambda s: list(stacked(s)), exact=True)(lambda m, batch: squared(m, *batch))
+batches("dict", collate=lambda s: dict(zip("xy", stacked(s), strict=True)), exact=True)(
+    lambda m, batch: squared(m, batch["x"], batch["y"])
+)
+batches("single tensor", collate=lambda s: stacked(s)[0], exact=True)(lambda m, batch: squared(m, batch, batch[:, :4]))
 
 
 class Named(NamedTuple):
@@ -76,9 +64,7 @@ class Named(NamedTuple):
     y: torch.Tensor
 
 
-@batches("namedtuple", collate=lambda s: Named(*stacked(s)), exact=True)
-def of_named(m, batch):
-    return squared(m, batch.x, batch.y)
+batches("namedtuple", collate=lambda s: Named(*stacked(s)), exact=True)(lambda m, batch: squared(m, batch.x, batch.y))
 
 
 @dataclass
@@ -87,9 +73,9 @@ class Data:
     y: torch.Tensor
 
 
-@batches("dataclass", REPORT, FIT, MICRO, TIGHT, collate=lambda s: Data(*stacked(s)))
-def of_dataclass(m, batch):
-    return squared(m, batch.x, batch.y)
+batches("dataclass", REPORT, FIT, MICRO, TIGHT, collate=lambda s: Data(*stacked(s)))(
+    lambda m, batch: squared(m, batch.x, batch.y)
+)
 
 
 class Movable:
@@ -100,9 +86,9 @@ class Movable:
         return Movable(self.x.to(*args, **kwargs), self.y.to(*args, **kwargs))
 
 
-@batches("class with to()", REPORT, FIT, MICRO, TIGHT, collate=lambda s: Movable(*stacked(s)))
-def of_movable(m, batch):
-    return squared(m, batch.x, batch.y)
+batches("class with to()", REPORT, FIT, MICRO, TIGHT, collate=lambda s: Movable(*stacked(s)))(
+    lambda m, batch: squared(m, batch.x, batch.y)
+)
 
 
 class Frozen(Mapping):  # type: ignore[type-arg]
@@ -119,41 +105,28 @@ class Frozen(Mapping):  # type: ignore[type-arg]
         return len(self.parts)
 
 
-@batches("mapping of its own", collate=lambda s: Frozen(zip("xy", stacked(s), strict=True)))
-def of_mapping(m, batch):
-    return squared(m, batch["x"], batch["y"])
-
-
-@batches("UserDict", collate=lambda s: collections.UserDict(zip("xy", stacked(s), strict=True)))
-def of_user_dict(m, batch):
-    return squared(m, batch["x"], batch["y"])
-
-
-@batches("OrderedDict", collate=lambda s: collections.OrderedDict(zip("xy", stacked(s), strict=True)), exact=True)
-def of_ordered(m, batch):
-    return squared(m, batch["x"], batch["y"])
-
-
-@batches("list of dicts", collate=lambda s: [{"x": x, "y": y} for x, y in s], exact=True)
-def of_dicts(m, batch):
-    return squared(m, torch.stack([one["x"] for one in batch]), torch.stack([one["y"] for one in batch]))
-
-
-@batches("list of tuples", collate=list, exact=True)
-def of_tuples(m, batch):
-    return squared(m, *stacked(batch))
-
-
-@batches("lists of tensors of all lengths", collate=lambda s: tuple(zip(*s, strict=True)))
-def of_lists(m, batch):
-    return squared(m, torch.stack(list(batch[0])), torch.stack(list(batch[1])))
-
-
-@batches("nested", collate=lambda s: {"in": {"x": [stacked(s)[0]]}, "out": (stacked(s)[1], {"again": stacked(s)[1]})})
-def of_nested(m, batch):
-    return squared(m, batch["in"]["x"][0], batch["out"][0]) + 0.1 * squared(
-        m, batch["in"]["x"][0], batch["out"][1]["again"]
+batches("mapping of its own", collate=lambda s: Frozen(zip("xy", stacked(s), strict=True)))(
+    lambda m, batch: squared(m, batch["x"], batch["y"])
+)
+batches("UserDict", collate=lambda s: collections.UserDict(zip("xy", stacked(s), strict=True)))(
+    lambda m, batch: squared(m, batch["x"], batch["y"])
+)
+batches("OrderedDict", collate=lambda s: collections.OrderedDict(zip("xy", stacked(s), strict=True)), exact=True)(
+    lambda m, batch: squared(m, batch["x"], batch["y"])
+)
+batches("list of dicts", collate=lambda s: [{"x": x, "y": y} for x, y in s], exact=True)(
+    lambda m, batch: squared(m, torch.stack([one["x"] for one in batch]), torch.stack([one["y"] for one in batch]))
+)
+batches("list of tuples", collate=list, exact=True)(lambda m, batch: squared(m, *stacked(batch)))
+batches("lists of tensors of all lengths", collate=lambda s: tuple(zip(*s, strict=True)))(
+    lambda m, batch: squared(m, torch.stack(list(batch[0])), torch.stack(list(batch[1])))
+)
+batches("nested", collate=lambda s: {"in": {"x": [stacked(s)[0]]}, "out": (stacked(s)[1], {"again": stacked(s)[1]})})(
+    lambda m, batch: (
+        squared(m, batch["in"]["x"][0], batch["out"][0])
+        + 0.1 * squared(m, batch["in"]["x"][0], batch["out"][1]["again"])
     )
+)
 
 
 @batches("scalars beside", collate=lambda s: (*stacked(s), 0.5, torch.tensor(2.0)), exact=True)
@@ -162,11 +135,9 @@ def with_scalars(m, batch):
     return squared(m, x, y) * factor * other
 
 
-@batches(
+batches(
     "strings and None beside", collate=lambda s: {"x": stacked(s)[0], "y": stacked(s)[1], "what": "train", "no": None}
-)
-def with_strings(m, batch):
-    return squared(m, batch["x"], batch["y"])
+)(lambda m, batch: squared(m, batch["x"], batch["y"]))
 
 
 @batches(
@@ -204,9 +175,9 @@ def with_eight_prototypes(m, batch):
     return squared(m, x, y) + 0.1 * near.mean()
 
 
-@batches("empty parts", collate=lambda s: {"x": stacked(s)[0], "y": stacked(s)[1], "more": {}, "none": []})
-def with_empty(m, batch):
-    return squared(m, batch["x"], batch["y"])
+batches("empty parts", collate=lambda s: {"x": stacked(s)[0], "y": stacked(s)[1], "more": {}, "none": []})(
+    lambda m, batch: squared(m, batch["x"], batch["y"])
+)
 
 
 # --- where the samples are not the first dimension ----------------------------------------------------------------
@@ -326,29 +297,19 @@ def picture_loss(m, x, y):
     return F.mse_loss(m.net(x.flatten(1)[:, :6])[:, :3] * x.mean((1, 2, 3))[:, None], y)
 
 
-@batches("three pictures of three channels", data=Pictures, size=3, micro=1, exact=True)
-def rgb(m, batch):
-    return picture_loss(m, *batch)
-
-
-@batches(
+batches("three pictures of three channels", data=Pictures, size=3, micro=1, exact=True)(
+    lambda m, batch: picture_loss(m, *batch)
+)
+batches(
     "list of three pictures of three channels",
     data=Pictures,
     size=3,
     micro=1,
     collate=lambda s: ([x for x, _ in s], torch.stack([y for _, y in s])),
     exact=True,
-)
-def rgb_list(m, batch):
-    return picture_loss(m, torch.stack(batch[0]), batch[1])
-
-
-@batches("six pictures in thirds", data=Pictures, size=6, micro=2, exact=True)
-def thirds(m, batch):
-    return picture_loss(m, *batch)
-
-
-@batches(
+)(lambda m, batch: picture_loss(m, torch.stack(batch[0]), batch[1]))
+batches("six pictures in thirds", data=Pictures, size=6, micro=2, exact=True)(lambda m, batch: picture_loss(m, *batch))
+batches(
     "channels last",
     data=lambda: Pictures(16),
     size=8,
@@ -356,23 +317,19 @@ def thirds(m, batch):
         part.contiguous(memory_format=torch.channels_last) if part.ndim == 4 else part for part in stacked(s)
     ),
     exact=True,
-)
-def channels_last(m, batch):
-    return picture_loss(m, *batch)
-
-
-@batches(
+)(lambda m, batch: picture_loss(m, *batch))
+batches(
     "whole numbers and booleans",
     collate=lambda s: {"x": (stacked(s)[0] > 0), "n": stacked(s)[1].long(), "y": stacked(s)[1]},
     exact=True,
+)(
+    lambda m, batch: (
+        squared(m, batch["x"].float(), batch["y"]) + 0.01 * batch["n"].float().mean() * m.net.last.bias.sum()
+    )
 )
-def kinds(m, batch):
-    return squared(m, batch["x"].float(), batch["y"]) + 0.01 * batch["n"].float().mean() * m.net.last.bias.sum()
-
-
-@batches("double precision", collate=lambda s: tuple(part.double() for part in stacked(s)), exact=True)
-def doubles(m, batch):
-    return squared(m, batch[0].float(), batch[1].float())
+batches("double precision", collate=lambda s: tuple(part.double() for part in stacked(s)), exact=True)(
+    lambda m, batch: squared(m, batch[0].float(), batch[1].float())
+)
 
 
 @batches("a batch of one", REPORT, FIT, size=1)
@@ -380,9 +337,9 @@ def one(m, batch):
     return squared(m, *batch)
 
 
-@batches("fields of unequal kinds", data=lambda: Rows("x", "y", "label", "mask", "weight"), exact=True)
-def fields(m, batch):
-    return squared(m, batch["x"], batch["y"]) + 0.1 * F.cross_entropy(m.net(batch["x"]), batch["label"])
+batches("fields of unequal kinds", data=lambda: Rows("x", "y", "label", "mask", "weight"), exact=True)(
+    lambda m, batch: squared(m, batch["x"], batch["y"]) + 0.1 * F.cross_entropy(m.net(batch["x"]), batch["label"])
+)
 
 
 @batches("halves cut by the step itself")
@@ -423,19 +380,11 @@ def shifted_in_place(m, batch):
     return squared(m, x, y)
 
 
-@batches("normalised over the batch")
-def normalised_over_batch(m, batch):
-    return squared(m, F.normalize(batch[0], dim=0), batch[1])
-
-
-@batches("shares of the batch")
-def shares_of_batch(m, batch):
-    return squared(m, batch[0].softmax(0), batch[1])
-
-
-@batches("standardised by a function")
-def standardised_by_function(m, batch):
-    return squared(m, F.batch_norm(batch[0], None, None, training=True), batch[1])
+batches("normalised over the batch")(lambda m, batch: squared(m, F.normalize(batch[0], dim=0), batch[1]))
+batches("shares of the batch")(lambda m, batch: squared(m, batch[0].softmax(0), batch[1]))
+batches("standardised by a function")(
+    lambda m, batch: squared(m, F.batch_norm(batch[0], None, None, training=True), batch[1])
+)
 
 
 @batches("features standardised by a function")
@@ -444,16 +393,10 @@ def features_by_function(m, batch):
     return F.mse_loss(m.net.last(hidden), batch[1])
 
 
-@batches("the sample before beside every sample")
-def sample_before(m, batch):
-    return squared(m, batch[0] + 0.5 * F.pad(batch[0], (0, 0, 1, 0))[:-1], batch[1])
-
-
-@batches("transformed over the batch")
-def transformed_over_batch(m, batch):
-    return squared(m, torch.fft.fft(batch[0], dim=0).real, batch[1])
-
-
-@batches("samples one by one", exact=True)
-def one_by_one(m, batch):
-    return squared(m, torch.stack([x - x.mean() for x in batch[0]]), batch[1])
+batches("the sample before beside every sample")(
+    lambda m, batch: squared(m, batch[0] + 0.5 * F.pad(batch[0], (0, 0, 1, 0))[:-1], batch[1])
+)
+batches("transformed over the batch")(lambda m, batch: squared(m, torch.fft.fft(batch[0], dim=0).real, batch[1]))
+batches("samples one by one", exact=True)(
+    lambda m, batch: squared(m, torch.stack([x - x.mean() for x in batch[0]]), batch[1])
+)

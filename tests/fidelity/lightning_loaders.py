@@ -44,9 +44,7 @@ def loaders(name: str, *modes: str, **about: Any) -> Callable[[Callable[[], Any]
     return register
 
 
-@loaders("shuffling")
-def shuffling():
-    return loader(shuffle=True)
+loaders("shuffling")(lambda: loader(shuffle=True))
 
 
 @loaders("shuffling with a generator of its own")
@@ -55,14 +53,8 @@ def own_generator():
     return loader(shuffle=True, generator=generator), generator.get_state
 
 
-@loaders("without the short batch")
-def dropping():
-    return loader(shuffle=True, drop_last=True)
-
-
-@loaders("weighted sampler")
-def weighted():
-    return loader(sampler=WeightedRandomSampler(drawn(5, SAMPLES).abs(), SAMPLES))
+loaders("without the short batch")(lambda: loader(shuffle=True, drop_last=True))
+loaders("weighted sampler")(lambda: loader(sampler=WeightedRandomSampler(drawn(5, SAMPLES).abs(), SAMPLES)))
 
 
 @loaders("weighted sampler with a generator")
@@ -72,14 +64,10 @@ def weighted_own():
     return loader(sampler=sampler), generator.get_state
 
 
-@loaders("subset sampler")
-def subset():
-    return loader(sampler=SubsetRandomSampler(range(4, 25)))
-
-
-@loaders("random sampler with replacement")
-def replaced():
-    return loader(sampler=RandomSampler(Pairs(), replacement=True, num_samples=20))
+loaders("subset sampler")(lambda: loader(sampler=SubsetRandomSampler(range(4, 25))))
+loaders("random sampler with replacement")(
+    lambda: loader(sampler=RandomSampler(Pairs(), replacement=True, num_samples=20))
+)
 
 
 class Order(Sampler):  # type: ignore[type-arg]
@@ -142,9 +130,9 @@ def batch_sampler():
     return made, lambda: (sampler.begun, sampler.rng.get_state())
 
 
-@loaders("batch sampler of uneven batches", exact=False, says=r"batch|size|sample")
-def uneven_batches():
-    return DataLoader(Pairs(), batch_sampler=Batches(sizes=(8, 3, 7, 4, 6)))
+loaders("batch sampler of uneven batches", exact=False, says=r"batch|size|sample")(
+    lambda: DataLoader(Pairs(), batch_sampler=Batches(sizes=(8, 3, 7, 4, 6)))
+)
 
 
 class Drawing(Pairs):
@@ -323,9 +311,9 @@ def own_iterable():
     return made, lambda: made.begun
 
 
-@loaders("generator", exact=False, says=r"loader|iterat|generator|stream|read")
-def generating():
-    return Training(Base(), (batch for batch in loader(Pairs(200))), trainer={"max_steps": 4})
+loaders("generator", exact=False, says=r"loader|iterat|generator|stream|read")(
+    lambda: Training(Base(), (batch for batch in loader(Pairs(200))), trainer={"max_steps": 4})
+)
 
 
 # --- loaders that are made late ---------------------------------------------------------------------------------
@@ -400,23 +388,17 @@ for _mode in ("min_size", "max_size_cycle", "max_size"):
     loaders(f"combined, {_mode}", exact=False, says=r"batch|sample|size")(lambda mode=_mode: combined(mode))
 
 
-@loaders("list of loaders")
-def several():
-    return Training(OfBoth(), [loader(shuffle=True), loader(Pairs(29))])
-
-
-@loaders("dict of loaders of unequal batches", exact=False, says=r"batch|sample|size")
-def unequal():
-    return Training(OfBoth(), {"a": loader(), "b": loader(Pairs(16), 4)})
-
-
-@loaders("workers that stay", REPORT, MICRO)
-def persistent():
-    return Training(
+loaders("list of loaders")(lambda: Training(OfBoth(), [loader(shuffle=True), loader(Pairs(29))]))
+loaders("dict of loaders of unequal batches", exact=False, says=r"batch|sample|size")(
+    lambda: Training(OfBoth(), {"a": loader(), "b": loader(Pairs(16), 4)})
+)
+loaders("workers that stay", REPORT, MICRO)(
+    lambda: Training(
         Base(),
         loader(shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork"),
         trainer={"max_epochs": 2},
     )
+)
 
 
 @loaders("workers with a generator in the dataset", REPORT)

@@ -19,25 +19,28 @@ CAUSE = r"\bloss|gradient of|reduc|normali|mean over"
 
 
 def loss(*fields: str, exact: bool = False, tight: bool = False, **more: Any) -> Any:
-    """Register a loss ``function(module, out, batch)``; ``out`` are the scores of the first field."""
+    """Register ``function(module, out, batch)``, or several by their names; ``out`` are scores of the first field."""
 
-    def register(function: Callable[..., torch.Tensor]) -> Any:
+    def row(name: str, function: Callable[..., torch.Tensor]) -> None:
         def make() -> Training:
             class OfLoss(Base):
                 def loss(self, batch: Any) -> torch.Tensor:
                     return function(self, self.net(batch[fields[0]]), batch)
 
             module = OfLoss()
-            for name, value in more.get("parts", dict)().items():
-                setattr(module, name, value)
-            for name, value in more.get("buffers", {}).items():
-                module.register_buffer(name, value.clone())
+            for part, value in more.get("parts", dict)().items():
+                setattr(module, part, value)
+            for buffer, value in more.get("buffers", {}).items():
+                module.register_buffer(buffer, value.clone())
             return Training(module, loader(Rows(*fields)), callbacks=[one() for one in more.get("callbacks", ())])
 
         says = "" if exact else CAUSE
-        name = function.__name__
         case(f"loss {name}", unchanged(name), MICRO, *([TIGHT] if tight else []), says=says, exact=exact,
              tolerance=more.get("tolerance"))(make)  # fmt: skip
+
+    def register(function: Callable[..., torch.Tensor] | None = None, **functions: Callable[..., torch.Tensor]) -> Any:
+        for name, one in ({function.__name__: function} if function else functions).items():
+            row(name, one)
         return function
 
     return register
@@ -52,59 +55,31 @@ WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])
 # --- means over samples, or over positions of equal numbers -------------------------------------------------
 
 
-@loss("x", "y", exact=True, tight=True)
-def squared(m, out, b):
-    return F.mse_loss(out, b["y"])
-
-
-@loss("x", "label", exact=True, tight=True)
-def cross_entropy(m, out, b):
-    return F.cross_entropy(out, b["label"])
-
-
-@loss("x", "label", exact=True, tight=True)
-def label_smoothing(m, out, b):
-    return F.cross_entropy(out, b["label"], label_smoothing=0.1)
-
-
-@loss("x", "y", exact=True)
-def absolute(m, out, b):
-    return F.l1_loss(out, b["y"])
-
-
-@loss("x", "y", exact=True)
-def huber(m, out, b):
-    return F.huber_loss(out, b["y"]) + F.smooth_l1_loss(out, b["y"])
-
-
-@loss("x", "label", exact=True)
-def binary(m, out, b):
-    return F.binary_cross_entropy_with_logits(out, F.one_hot(b["label"], 4).float())
-
-
-@loss("x", "label", exact=True)
-def binary_with_positive_weights(m, out, b):
-    return F.binary_cross_entropy_with_logits(out, F.one_hot(b["label"], 4).float(), pos_weight=WEIGHTS)
-
-
-@loss("x", "label", exact=True)
-def binary_with_element_weights(m, out, b):
-    return F.binary_cross_entropy_with_logits(out, F.one_hot(b["label"], 4).float(), weight=WEIGHTS)
-
-
-@loss("x", "y", exact=True)
-def sum_by_length(m, out, b):
-    return (out - b["y"]).square().sum() / len(out)
-
-
-@loss("x", "y", exact=True)
-def sum_of_dimensions_mean_of_samples(m, out, b):
-    return (out - b["y"]).square().sum(-1).mean()
-
-
-@loss("x", "label", "y", exact=True, tight=True)
-def several_tasks(m, out, b):
-    return F.cross_entropy(out, b["label"]) + 0.3 * F.mse_loss(out, b["y"])
+loss("x", "y", exact=True, tight=True)(squared=lambda m, out, b: F.mse_loss(out, b["y"]))
+loss("x", "label", exact=True, tight=True)(
+    cross_entropy=lambda m, out, b: F.cross_entropy(out, b["label"]),
+    label_smoothing=lambda m, out, b: F.cross_entropy(out, b["label"], label_smoothing=0.1),
+)
+loss("x", "y", exact=True)(
+    absolute=lambda m, out, b: F.l1_loss(out, b["y"]),
+    huber=lambda m, out, b: F.huber_loss(out, b["y"]) + F.smooth_l1_loss(out, b["y"]),
+)
+loss("x", "label", exact=True)(
+    binary=lambda m, out, b: F.binary_cross_entropy_with_logits(out, F.one_hot(b["label"], 4).float()),
+    binary_with_positive_weights=lambda m, out, b: F.binary_cross_entropy_with_logits(
+        out, F.one_hot(b["label"], 4).float(), pos_weight=WEIGHTS
+    ),
+    binary_with_element_weights=lambda m, out, b: F.binary_cross_entropy_with_logits(
+        out, F.one_hot(b["label"], 4).float(), weight=WEIGHTS
+    ),
+)
+loss("x", "y", exact=True)(
+    sum_by_length=lambda m, out, b: (out - b["y"]).square().sum() / len(out),
+    sum_of_dimensions_mean_of_samples=lambda m, out, b: (out - b["y"]).square().sum(-1).mean(),
+)
+loss("x", "label", "y", exact=True, tight=True)(
+    several_tasks=lambda m, out, b: F.cross_entropy(out, b["label"]) + 0.3 * F.mse_loss(out, b["y"])
+)
 
 
 @loss("x", "label", "y", exact=True, parts=lambda: {"spread": nn.Parameter(torch.zeros(2))})
@@ -113,16 +88,12 @@ def learned_task_weights(m, out, b):
     return (losses * torch.exp(-m.spread) + m.spread).sum()
 
 
-@loss("x", "y", exact=True)
-def divergence_by_batch(m, out, b):
-    return F.kl_div(out.log_softmax(-1), b["y"].softmax(-1), reduction="batchmean")
-
-
-@loss("x", "y", exact=True)
-def distillation(m, out, b):
-    return (
+loss("x", "y", exact=True)(
+    divergence_by_batch=lambda m, out, b: F.kl_div(out.log_softmax(-1), b["y"].softmax(-1), reduction="batchmean"),
+    distillation=lambda m, out, b: (
         F.kl_div((out / 4).log_softmax(-1), (b["y"] / 4).log_softmax(-1), log_target=True, reduction="batchmean") * 16
-    )
+    ),
+)
 
 
 @loss("x", "label", exact=True)
@@ -131,29 +102,17 @@ def focal(m, out, b):
     return ((1 - torch.exp(-of_each)) ** 2 * of_each).mean()
 
 
-@loss("x", "y", exact=True)
-def gaussian_likelihood(m, out, b):
-    return F.gaussian_nll_loss(out, b["y"], F.softplus(out) + 0.1)
-
-
-@loss("x", "rank", exact=True)
-def poisson_likelihood(m, out, b):
-    return F.poisson_nll_loss(out[:, 0], b["rank"])
-
-
-@loss("x", "x2", "label", exact=True)
-def cosine_embedding(m, out, b):
-    return F.cosine_embedding_loss(out, m.net(b["x2"].flip(-1)), 2.0 * (b["label"] > 1) - 1)
-
-
-@loss("x", "x2", exact=True)
-def triplet_of_each_sample(m, out, b):
-    return F.triplet_margin_loss(out, m.net(b["x2"]), m.net(-b["x"]))
-
-
-@loss("x", "label", exact=True)
-def several_margins(m, out, b):
-    return F.multi_margin_loss(out, b["label"])
+loss("x", "y", exact=True)(
+    gaussian_likelihood=lambda m, out, b: F.gaussian_nll_loss(out, b["y"], F.softplus(out) + 0.1)
+)
+loss("x", "rank", exact=True)(poisson_likelihood=lambda m, out, b: F.poisson_nll_loss(out[:, 0], b["rank"]))
+loss("x", "x2", "label", exact=True)(
+    cosine_embedding=lambda m, out, b: F.cosine_embedding_loss(out, m.net(b["x2"].flip(-1)), 2.0 * (b["label"] > 1) - 1)
+)
+loss("x", "x2", exact=True)(
+    triplet_of_each_sample=lambda m, out, b: F.triplet_margin_loss(out, m.net(b["x2"]), m.net(-b["x"]))
+)
+loss("x", "label", exact=True)(several_margins=lambda m, out, b: F.multi_margin_loss(out, b["label"]))
 
 
 @loss("x", "label", exact=True)
@@ -162,9 +121,9 @@ def dice_of_each_sample(m, out, b):
     return (1 - 2 * (p * t).sum(-1) / (p + t).sum(-1)).mean()
 
 
-@loss("x", "y", exact=True)
-def root_of_each_sample(m, out, b):
-    return (out - b["y"]).square().mean(-1).add(1e-6).sqrt().mean()
+loss("x", "y", exact=True)(
+    root_of_each_sample=lambda m, out, b: (out - b["y"]).square().mean(-1).add(1e-6).sqrt().mean()
+)
 
 
 @loss("tokens", "targets", "target_length", exact=True)
@@ -173,19 +132,15 @@ def connectionist(m, out, b):
     return F.ctc_loss(out.log_softmax(-1).transpose(0, 1), b["targets"], steps, b["target_length"])
 
 
-@loss("x", "y", exact=True)
-def with_weight_penalty(m, out, b):
-    return F.mse_loss(out, b["y"]) + 1e-2 * sum(p.square().sum() for p in m.net.parameters())
-
-
-@loss("x", "y", exact=True)
-def with_absolute_weight_penalty(m, out, b):
-    return F.mse_loss(out, b["y"]) + 1e-3 * m.net.first.weight.abs().sum() + m.net.last.weight.norm() * 0.01
-
-
-@loss("x", "y", exact=True)
-def with_activation_penalty(m, out, b):
-    return F.mse_loss(out, b["y"]) + 0.01 * out.abs().mean()
+loss("x", "y", exact=True)(
+    with_weight_penalty=lambda m, out, b: (
+        F.mse_loss(out, b["y"]) + 1e-2 * sum(p.square().sum() for p in m.net.parameters())
+    ),
+    with_absolute_weight_penalty=lambda m, out, b: (
+        F.mse_loss(out, b["y"]) + 1e-3 * m.net.first.weight.abs().sum() + m.net.last.weight.norm() * 0.01
+    ),
+    with_activation_penalty=lambda m, out, b: F.mse_loss(out, b["y"]) + 0.01 * out.abs().mean(),
+)
 
 
 @loss("x", "y", exact=True)
@@ -195,9 +150,11 @@ def gradient_penalty_of_each_sample(m, out, b):
     return F.mse_loss(out, b["y"]) + 0.1 * (slope.norm(dim=-1) - 1).square().mean()
 
 
-@loss("x", "y", exact=True)
-def mixture_likelihood(m, out, b):
-    return -torch.logsumexp(out.log_softmax(-1) - 0.5 * (out - b["y"]).square(), -1).mean()
+loss("x", "y", exact=True)(
+    mixture_likelihood=lambda m, out, b: (
+        -torch.logsumexp(out.log_softmax(-1) - 0.5 * (out - b["y"]).square(), -1).mean()
+    )
+)
 
 
 @loss("x", "label", exact=True)
@@ -206,22 +163,20 @@ def evidence_bound(m, out, b):
     return F.cross_entropy(out, b["label"]) - 0.05 * (1 + spread - mean.square() - spread.exp()).sum(-1).mean()
 
 
-@loss("tokens", "token_0", exact=True)
-def tokens_of_equal_numbers(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_0"]))
+loss("tokens", "token_0", exact=True)(
+    tokens_of_equal_numbers=lambda m, out, b: F.cross_entropy(*flat(out, b["token_0"]))
+)
 
 
 # --- normalised by what the batch holds ---------------------------------------------------------------------
 
 
-@loss("x", "label", exact=True, tight=True, parts=lambda: {"criterion": nn.CrossEntropyLoss(weight=WEIGHTS.clone())})
-def class_weights(m, out, b):
-    return m.criterion(out, b["label"])
-
-
-@loss("x", "label", exact=True, parts=lambda: {"criterion": nn.NLLLoss(weight=WEIGHTS.clone())})
-def class_weights_of_likelihoods(m, out, b):
-    return m.criterion(out.log_softmax(-1), b["label"])
+loss("x", "label", exact=True, tight=True, parts=lambda: {"criterion": nn.CrossEntropyLoss(weight=WEIGHTS.clone())})(
+    class_weights=lambda m, out, b: m.criterion(out, b["label"])
+)
+loss("x", "label", exact=True, parts=lambda: {"criterion": nn.NLLLoss(weight=WEIGHTS.clone())})(
+    class_weights_of_likelihoods=lambda m, out, b: m.criterion(out.log_softmax(-1), b["label"])
+)
 
 
 class Reweighs(Callback):
@@ -234,20 +189,21 @@ class Reweighs(Callback):
             pl_module.criterion.weight[1] *= 5
 
 
-@loss("x", "label", exact=True, parts=lambda: {"criterion": nn.CrossEntropyLoss(weight=WEIGHTS.clone())},
-      callbacks=[Reweighs])  # fmt: skip
-def class_weights_that_a_callback_changes(m, out, b):
-    return m.criterion(out, b["label"])
-
-
-@loss("x", "label", exact=True, buffers={"w": WEIGHTS.double()[None]})
-def class_weights_in_another_shape_and_precision(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=m.w.squeeze(0).to(out.dtype).detach().contiguous())
-
-
-@loss("x", "label", exact=True, parts=lambda: {"w": nn.Parameter(WEIGHTS.clone(), requires_grad=False)})
-def class_weights_in_a_parameter(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=m.w)
+loss(
+    "x",
+    "label",
+    exact=True,
+    parts=lambda: {"criterion": nn.CrossEntropyLoss(weight=WEIGHTS.clone())},
+    callbacks=[Reweighs],
+)(class_weights_that_a_callback_changes=lambda m, out, b: m.criterion(out, b["label"]))
+loss("x", "label", exact=True, buffers={"w": WEIGHTS.double()[None]})(
+    class_weights_in_another_shape_and_precision=lambda m, out, b: F.cross_entropy(
+        out, b["label"], weight=m.w.squeeze(0).to(out.dtype).detach().contiguous()
+    )
+)
+loss("x", "label", exact=True, parts=lambda: {"w": nn.Parameter(WEIGHTS.clone(), requires_grad=False)})(
+    class_weights_in_a_parameter=lambda m, out, b: F.cross_entropy(out, b["label"], weight=m.w)
+)
 
 
 def twins() -> Any:
@@ -255,79 +211,45 @@ def twins() -> Any:
     return {"criterion": one, "beside": nn.CrossEntropyLoss(weight=one.weight)}
 
 
-@loss("x", "label", parts=twins)
-def class_weights_of_two_names(m, out, b):
-    return m.criterion(out, b["label"])
-
-
-@loss("x", "label", buffers={"w": WEIGHTS})
-def class_weights_rounded(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=m.w.bfloat16().to(out.dtype))
-
-
-@loss("x", "label", buffers={"w": WEIGHTS})
-def class_weights_of_a_buffer_of_counts(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=1 / m.w)
-
-
-@loss("x", "label")
-def class_weights_of_the_step(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=torch.tensor([0.2, 1.0, 3.0, 0.5], device=out.device))
-
-
-@loss("x", "label", parts=lambda: {"w": WEIGHTS.clone()})
-def class_weights_in_an_attribute(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=m.w)
-
-
-@loss("x", "label")
-def class_weights_of_the_file(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=WEIGHTS)
-
-
-@loss("x", "label_255", exact=True, tight=True)
-def ignoring_255(m, out, b):
-    return F.cross_entropy(out, b["label_255"], ignore_index=255)
-
-
-@loss("tokens", "token_0", exact=True)
-def ignoring_0(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_0"]), ignore_index=0)
-
-
-@loss("tokens", "token_-100", exact=True, tight=True)
-def ignoring_minus_100(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_-100"]))
-
-
-@loss("tokens", "token_255", exact=True, buffers={"w": WEIGHTS})
-def ignoring_255_with_class_weights(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255, weight=m.w)
-
-
-@loss("tokens", "token_-100", exact=True)
-def next_tokens(m, out, b):
-    return F.cross_entropy(*flat(out[:, :-1], b["token_-100"][:, 1:]))
-
-
-@loss("tokens", "mask", exact=True, tight=True)
-def masked_mean(m, out, b):
-    return (out.square().mean(-1) * b["mask"]).sum() / b["mask"].sum()
-
-
-@loss("tokens", "mask")
-def masked_by_selection(m, out, b):
-    return (out[b["mask"]] - 0.5).square().mean()
-
-
-@loss("x", "y", "weight", exact=True)
-def weighted_mean(m, out, b):
-    return ((out - b["y"]).square().mean(-1) * b["weight"]).sum() / b["weight"].sum()
-
-
-@loss("x", "y", "weight", exact=True)
-def weighted_samples(m, out, b):
-    return ((out - b["y"]).square().mean(-1) * b["weight"]).mean()
+loss("x", "label", parts=twins)(class_weights_of_two_names=lambda m, out, b: m.criterion(out, b["label"]))
+loss("x", "label", buffers={"w": WEIGHTS})(
+    class_weights_rounded=lambda m, out, b: F.cross_entropy(out, b["label"], weight=m.w.bfloat16().to(out.dtype)),
+    class_weights_of_a_buffer_of_counts=lambda m, out, b: F.cross_entropy(out, b["label"], weight=1 / m.w),
+)
+loss("x", "label")(
+    class_weights_of_the_step=lambda m, out, b: F.cross_entropy(
+        out, b["label"], weight=torch.tensor([0.2, 1.0, 3.0, 0.5], device=out.device)
+    )
+)
+loss("x", "label", parts=lambda: {"w": WEIGHTS.clone()})(
+    class_weights_in_an_attribute=lambda m, out, b: F.cross_entropy(out, b["label"], weight=m.w)
+)
+loss("x", "label")(class_weights_of_the_file=lambda m, out, b: F.cross_entropy(out, b["label"], weight=WEIGHTS))
+loss("x", "label_255", exact=True, tight=True)(
+    ignoring_255=lambda m, out, b: F.cross_entropy(out, b["label_255"], ignore_index=255)
+)
+loss("tokens", "token_0", exact=True)(
+    ignoring_0=lambda m, out, b: F.cross_entropy(*flat(out, b["token_0"]), ignore_index=0)
+)
+loss("tokens", "token_-100", exact=True, tight=True)(
+    ignoring_minus_100=lambda m, out, b: F.cross_entropy(*flat(out, b["token_-100"]))
+)
+loss("tokens", "token_255", exact=True, buffers={"w": WEIGHTS})(
+    ignoring_255_with_class_weights=lambda m, out, b: F.cross_entropy(
+        *flat(out, b["token_255"]), ignore_index=255, weight=m.w
+    )
+)
+loss("tokens", "token_-100", exact=True)(
+    next_tokens=lambda m, out, b: F.cross_entropy(*flat(out[:, :-1], b["token_-100"][:, 1:]))
+)
+loss("tokens", "mask", exact=True, tight=True)(
+    masked_mean=lambda m, out, b: (out.square().mean(-1) * b["mask"]).sum() / b["mask"].sum()
+)
+loss("tokens", "mask")(masked_by_selection=lambda m, out, b: (out[b["mask"]] - 0.5).square().mean())
+loss("x", "y", "weight", exact=True)(
+    weighted_mean=lambda m, out, b: ((out - b["y"]).square().mean(-1) * b["weight"]).sum() / b["weight"].sum(),
+    weighted_samples=lambda m, out, b: ((out - b["y"]).square().mean(-1) * b["weight"]).mean(),
+)
 
 
 @loss("x", "label")
@@ -338,9 +260,11 @@ def by_positives(m, out, b):
     )
 
 
-@loss("tokens", "token_255", "y")
-def ignored_labels_and_a_mean(m, out, b):
-    return F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255) + F.mse_loss(out[:, 0], b["y"])
+loss("tokens", "token_255", "y")(
+    ignored_labels_and_a_mean=lambda m, out, b: (
+        F.cross_entropy(*flat(out, b["token_255"]), ignore_index=255) + F.mse_loss(out[:, 0], b["y"])
+    )
+)
 
 
 @loss("x", "label")
@@ -352,42 +276,22 @@ def rare_classes(m, out, b):
 # --- sums -----------------------------------------------------------------------------------------------------
 
 
-@loss("x", "y", tight=True)
-def summed(m, out, b):
-    return F.mse_loss(out, b["y"], reduction="sum") * 0.02
-
-
-@loss("x", "y", tight=True)
-def sum_by_eight(m, out, b):
-    return (out - b["y"]).square().mean(-1).sum() / 8
-
-
-@loss("x", "label")
-def sum_of_likelihoods(m, out, b):
-    return F.cross_entropy(out, b["label"], reduction="sum") / 10
-
-
-@loss("x", "y", "label")
-def a_sum_and_a_mean(m, out, b):
-    return F.cross_entropy(out, b["label"], reduction="sum") / 10 + F.mse_loss(out, b["y"])
-
-
-@loss("x", "y")
-def mean_times_length(m, out, b):
-    return F.mse_loss(out, b["y"]) * len(out) / 8
+loss("x", "y", tight=True)(
+    summed=lambda m, out, b: F.mse_loss(out, b["y"], reduction="sum") * 0.02,
+    sum_by_eight=lambda m, out, b: (out - b["y"]).square().mean(-1).sum() / 8,
+)
+loss("x", "label")(sum_of_likelihoods=lambda m, out, b: F.cross_entropy(out, b["label"], reduction="sum") / 10)
+loss("x", "y", "label")(
+    a_sum_and_a_mean=lambda m, out, b: F.cross_entropy(out, b["label"], reduction="sum") / 10 + F.mse_loss(out, b["y"])
+)
+loss("x", "y")(mean_times_length=lambda m, out, b: F.mse_loss(out, b["y"]) * len(out) / 8)
 
 
 # --- no mean and no sum -----------------------------------------------------------------------------------------
 
 
-@loss("x", "y", tight=True)
-def root_mean_square(m, out, b):
-    return F.mse_loss(out, b["y"]).sqrt()
-
-
-@loss("x", "y")
-def logarithm_of_the_mean(m, out, b):
-    return torch.log1p(F.mse_loss(out, b["y"]))
+loss("x", "y", tight=True)(root_mean_square=lambda m, out, b: F.mse_loss(out, b["y"]).sqrt())
+loss("x", "y")(logarithm_of_the_mean=lambda m, out, b: torch.log1p(F.mse_loss(out, b["y"])))
 
 
 @loss("x", "label", tight=True)
@@ -403,18 +307,16 @@ def tversky_by_class(m, out, b):
     return (1 - hit / (hit + 0.3 * (p * (1 - t)).sum(0) + 0.7 * ((1 - p) * t).sum(0) + 0.1)).mean()
 
 
-@loss("x", "label")
-def dice_and_likelihood(m, out, b):
-    return F.cross_entropy(out, b["label"]) + dice_of_the_batch(m, out, b)
+loss("x", "label")(
+    dice_and_likelihood=lambda m, out, b: F.cross_entropy(out, b["label"]) + dice_of_the_batch(m, out, b)
+)
 
 
 def similar(m, out, b):
     return F.normalize(out, dim=-1) @ F.normalize(m.net(b["x2"]), dim=-1).T / 0.5
 
 
-@loss("x", "x2", tight=True)
-def contrastive(m, out, b):
-    return F.cross_entropy(similar(m, out, b), torch.arange(len(out)))
+loss("x", "x2", tight=True)(contrastive=lambda m, out, b: F.cross_entropy(similar(m, out, b), torch.arange(len(out))))
 
 
 @loss("x", "x2", tight=True, parts=lambda: {"scale": nn.Parameter(torch.tensor(math.log(5.0)))})
@@ -450,14 +352,12 @@ def pairs_ranked(m, out, b):
     return (F.softplus(-(out[:, :1] - out[:, 0])) * higher).sum() / higher.sum().clamp(min=1)
 
 
-@loss("x", "rank")
-def neighbours_ranked(m, out, b):
-    return F.margin_ranking_loss(out[:-1, 0], out[1:, 0], (b["rank"][:-1] - b["rank"][1:]).sign(), margin=0.1)
-
-
-@loss("x", "rank")
-def list_ranked(m, out, b):
-    return -(b["rank"].softmax(0) * out[:, 0].log_softmax(0)).sum()
+loss("x", "rank")(
+    neighbours_ranked=lambda m, out, b: F.margin_ranking_loss(
+        out[:-1, 0], out[1:, 0], (b["rank"][:-1] - b["rank"][1:]).sign(), margin=0.1
+    ),
+    list_ranked=lambda m, out, b: -(b["rank"].softmax(0) * out[:, 0].log_softmax(0)).sum(),
+)
 
 
 @loss("x", "label")
@@ -502,19 +402,15 @@ def correlation(m, out, b):
     return 1 - (one * two).sum() / (one.norm() * two.norm())
 
 
-@loss("x", "y")
-def explained_variance(m, out, b):
-    return (out - b["y"]).square().sum() / (b["y"] - b["y"].mean(0)).square().sum()
-
-
-@loss("x", "y")
-def worst_sample(m, out, b):
-    return (out - b["y"]).square().mean(-1).max()
-
-
-@loss("x", "label")
-def hard_examples_only(m, out, b):
-    return F.cross_entropy(out, b["label"], reduction="none").topk(max(1, len(out) // 2)).values.mean()
+loss("x", "y")(
+    explained_variance=lambda m, out, b: (out - b["y"]).square().sum() / (b["y"] - b["y"].mean(0)).square().sum(),
+    worst_sample=lambda m, out, b: (out - b["y"]).square().mean(-1).max(),
+)
+loss("x", "label")(
+    hard_examples_only=lambda m, out, b: (
+        F.cross_entropy(out, b["label"], reduction="none").topk(max(1, len(out) // 2)).values.mean()
+    )
+)
 
 
 @loss("x", "y")
@@ -529,9 +425,11 @@ def entropic_risk(m, out, b):
     return torch.logsumexp(of_each, 0) - math.log(len(out))
 
 
-@loss("x", "y")
-def moments_matched(m, out, b):
-    return (out.mean(0) - b["y"].mean(0)).square().sum() + (out.std(0) - b["y"].std(0)).square().sum()
+loss("x", "y")(
+    moments_matched=lambda m, out, b: (
+        (out.mean(0) - b["y"].mean(0)).square().sum() + (out.std(0) - b["y"].std(0)).square().sum()
+    )
+)
 
 
 @loss("x", "y")
@@ -547,14 +445,10 @@ def gradient_penalty_of_the_batch(m, out, b):
     return F.mse_loss(out, b["y"]) + slope.norm()
 
 
-@loss("x", "y")
-def neighbours_smooth(m, out, b):
-    return F.mse_loss(out, b["y"]) + 0.2 * (out[1:] - out[:-1]).square().mean()
-
-
-@loss("x", "y", "label")
-def root_beside_a_mean(m, out, b):
-    return F.cross_entropy(out, b["label"]) + F.mse_loss(out, b["y"]).sqrt()
+loss("x", "y")(neighbours_smooth=lambda m, out, b: F.mse_loss(out, b["y"]) + 0.2 * (out[1:] - out[:-1]).square().mean())
+loss("x", "y", "label")(
+    root_beside_a_mean=lambda m, out, b: F.cross_entropy(out, b["label"]) + F.mse_loss(out, b["y"]).sqrt()
+)
 
 
 @loss("x", "y")
@@ -563,15 +457,13 @@ def balanced_by_its_own_size(m, out, b):
     return one + two * (one / two).detach()
 
 
-@loss("x", "y")
-def clipped_loss(m, out, b):
-    return F.mse_loss(out, b["y"]).clamp(max=2.0)
+loss("x", "y")(clipped_loss=lambda m, out, b: F.mse_loss(out, b["y"]).clamp(max=2.0))
 
 
 # The gradient of a bias before a normalisation cancels out, and only rounding is left of it.
-@loss("x", "y", parts=lambda: {"norm": nn.BatchNorm1d(4, affine=False, track_running_stats=False)}, tolerance=1e-3)
-def batch_statistics_in_the_loss(m, out, b):
-    return F.mse_loss(m.norm(out), b["y"])
+loss("x", "y", parts=lambda: {"norm": nn.BatchNorm1d(4, affine=False, track_running_stats=False)}, tolerance=1e-3)(
+    batch_statistics_in_the_loss=lambda m, out, b: F.mse_loss(m.norm(out), b["y"])
+)
 
 
 @loss("x", "y")
@@ -580,26 +472,18 @@ def by_a_number_of_margins(m, out, b):
     return ((out - b["y"]).square() * missed).sum() / max(1, int(missed.sum()))
 
 
-@loss("x", "y")
-def scaled_by_the_largest(m, out, b):
-    return F.mse_loss(out, b["y"]) / float(out.detach().abs().max())
-
-
-@loss("x", "y")
-def divided_before_the_sum(m, out, b):
-    return ((out - b["y"]).square().mean(-1) / len(out)).sum()
-
-
-@loss("x", "y")
-def with_the_length_added(m, out, b):
-    return F.mse_loss(m.net(b["x"] + 0.01 * len(out)), b["y"])
-
-
-@loss("x", "label")
-def class_weights_and_the_largest(m, out, b):
-    return F.cross_entropy(out, b["label"], weight=WEIGHTS) / float(out.detach().abs().max())
-
-
-@loss("x", "y")
-def by_the_number_of_the_sample(m, out, b):
-    return F.mse_loss(m.net(b["x"] + 0.1 * torch.arange(len(out))[:, None]), b["y"])
+loss("x", "y")(
+    scaled_by_the_largest=lambda m, out, b: F.mse_loss(out, b["y"]) / float(out.detach().abs().max()),
+    divided_before_the_sum=lambda m, out, b: ((out - b["y"]).square().mean(-1) / len(out)).sum(),
+    with_the_length_added=lambda m, out, b: F.mse_loss(m.net(b["x"] + 0.01 * len(out)), b["y"]),
+)
+loss("x", "label")(
+    class_weights_and_the_largest=lambda m, out, b: (
+        F.cross_entropy(out, b["label"], weight=WEIGHTS) / float(out.detach().abs().max())
+    )
+)
+loss("x", "y")(
+    by_the_number_of_the_sample=lambda m, out, b: F.mse_loss(
+        m.net(b["x"] + 0.1 * torch.arange(len(out))[:, None]), b["y"]
+    )
+)

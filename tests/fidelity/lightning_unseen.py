@@ -247,104 +247,32 @@ def rate(m, number):
     return 10 * m.trainer.optimizers[0].param_groups[0]["lr"]
 
 
-@scaled("the rate of its own optimizer")
-def own_rate(m, number):
-    return 10 * m.optimizers().param_groups[0]["lr"]
-
-
-@scaled("the rate through the strategy")
-def strategy_rate(m, number):
-    return 10 * m.trainer.strategy.optimizers[0].param_groups[0]["lr"]
-
-
-@scaled("the rate of the scheduler")
-def scheduler_rate(m, number):
-    return 10 * m.lr_schedulers().get_last_lr()[0]
-
-
-@scaled("the rate of the scheduler's settings")
-def scheduler_settings(m, number):
-    return 10 * m.trainer.lr_scheduler_configs[0].scheduler._last_lr[0]
-
-
-@scaled("a dict of a callback")
-def of_callback(m, number):
-    return next(one for one in m.trainer.callbacks if isinstance(one, Moves)).held["scale"]
-
-
-@scaled("a deque of a callback")
-def of_deque(m, number):
-    return next(one for one in m.trainer.callbacks if isinstance(one, Moves)).warmth[0]
-
-
-@scaled("a list by the number of the batch")
-def by_list(m, number):
-    return TABLE[number]
-
-
-@scaled("a tensor by the number of the batch")
-def by_tensor(m, number):
-    return VALUES[number]
-
-
-@scaled("an array by the number of the batch")
-def by_array(m, number):
-    return float(np.array(TABLE)[number])
-
-
-@scaled("an exponential of the number of the batch")
-def by_math(m, number):
-    return math.exp(-number)
-
-
-@scaled("a range up to the number of the batch")
-def by_range(m, number):
-    return 1.0 + len(range(number))
-
-
-@scaled("a tensor of the number of the batch")
-def as_tensor(m, number):
-    return torch.tensor(1.0 + 0.1 * torch.tensor(number))
-
-
-@scaled("a float of the number of the batch")
-def as_float(m, number):
-    return 1.0 / (1.0 + float(number))
-
-
-@scaled("a sequence by the number of the batch")
-def by_repeat(m, number):
-    return 1.0 + len([0] * number)
-
-
-@scaled("a power of the number of the batch")
-def by_power(m, number):
-    return 0.5**number
-
-
-@scaled("a list by the epoch")
-def by_epoch(m, number):
-    return TABLE[m.current_epoch]
-
-
-@scaled("a list by the step")
-def by_step(m, number):
-    return TABLE[m.global_step % 5]
-
-
-@scaled("the trainer's loop")
-def by_loop(m, number):
-    return TABLE[m.trainer.fit_loop.epoch_loop.batch_idx]
-
-
-@scaled("what was logged")
-def logged(m, number):
-    return 1.0 + float(m.trainer.callback_metrics.get("loss", 0.0))
-
-
-@scaled("what was logged in this step")
-def logged_now(m, number):
-    return 1.0 + float(m.trainer.logged_metrics.get("loss", 0.0))
+scaled("the rate of its own optimizer")(lambda m, number: 10 * m.optimizers().param_groups[0]["lr"])
+scaled("the rate through the strategy")(lambda m, number: 10 * m.trainer.strategy.optimizers[0].param_groups[0]["lr"])
+scaled("the rate of the scheduler")(lambda m, number: 10 * m.lr_schedulers().get_last_lr()[0])
+scaled("the rate of the scheduler's settings")(
+    lambda m, number: 10 * m.trainer.lr_scheduler_configs[0].scheduler._last_lr[0]
+)
+scaled("a dict of a callback")(
+    lambda m, number: next(one for one in m.trainer.callbacks if isinstance(one, Moves)).held["scale"]
+)
+scaled("a deque of a callback")(
+    lambda m, number: next(one for one in m.trainer.callbacks if isinstance(one, Moves)).warmth[0]
+)
+scaled("a list by the number of the batch")(lambda m, number: TABLE[number])
+scaled("a tensor by the number of the batch")(lambda m, number: VALUES[number])
+scaled("an array by the number of the batch")(lambda m, number: float(np.array(TABLE)[number]))
+scaled("an exponential of the number of the batch")(lambda m, number: math.exp(-number))
+scaled("a range up to the number of the batch")(lambda m, number: 1.0 + len(range(number)))
+scaled("a tensor of the number of the batch")(lambda m, number: torch.tensor(1.0 + 0.1 * torch.tensor(number)))
+scaled("a float of the number of the batch")(lambda m, number: 1.0 / (1.0 + float(number)))
+scaled("a sequence by the number of the batch")(lambda m, number: 1.0 + len([0] * number))
+scaled("a power of the number of the batch")(lambda m, number: 0.5**number)
+scaled("a list by the epoch")(lambda m, number: TABLE[m.current_epoch])
+scaled("a list by the step")(lambda m, number: TABLE[m.global_step % 5])
+scaled("the trainer's loop")(lambda m, number: TABLE[m.trainer.fit_loop.epoch_loop.batch_idx])
+scaled("what was logged")(lambda m, number: 1.0 + float(m.trainer.callback_metrics.get("loss", 0.0)))
+scaled("what was logged in this step")(lambda m, number: 1.0 + float(m.trainer.logged_metrics.get("loss", 0.0)))
 
 
 @scaled("a default argument that counts")
@@ -378,14 +306,8 @@ def _in_closure() -> Any:
 _in_closure()
 
 
-@scaled("a random number for the batch", MICRO, TIGHT)
-def one_draw(m, number):
-    return torch.rand(())
-
-
-@scaled("a numpy draw for the batch")
-def numpy_draw(m, number):
-    return float(np.random.uniform(0.5, 1.5))
+scaled("a random number for the batch", MICRO, TIGHT)(lambda m, number: torch.rand(()))
+scaled("a numpy draw for the batch")(lambda m, number: float(np.random.uniform(0.5, 1.5)))
 
 
 @scaled("a seed for the step")

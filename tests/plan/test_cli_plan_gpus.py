@@ -74,30 +74,3 @@ def test_an_answer_for_programs_and_the_exit_code(
     budget = ["--step", "steps.py:build", "--budget", "1MiB", "--allow", "", "--set", "batch_size=4"]
     assert cli.main(["plan", *budget, "--gpus", "2", "--layouts", "fsdp2", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["report"]["fits"] is False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--gpus", "12"), "12 GPUs are no whole number of nodes of 8"),
-        (("--gpus", "8", "--link", "token-ring"), "unknown link 'token-ring'; known are nvlink"),
-        (("--gpus", "few"), "--gpus must be a whole number"),
-        (("--gpus", "8", "--node-gpus", "0"), "--node-gpus must be between 1"),
-        (("--gpus", "8", "--layouts", "fsdp"), "layouts: unknown 'fsdp'"),
-        (("--link", "nvlink"), "it needs --gpus"),
-    ],
-)
-def test_bad_usage_is_said_in_one_line(
-    folder: Path,
-    arguments: tuple[str, ...],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vram_guard import cli
-
-    monkeypatch.chdir(folder)
-    assert cli.main(["--lang", "en", "plan", *COMMON, "--set", "batch_size=4", *arguments]) == 2
-    told = capsys.readouterr()
-    assert said in told.err
-    assert told.out == ""

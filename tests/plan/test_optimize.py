@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,9 +21,9 @@ from vram_guard import TrainingStep, cli, trace
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.optimize.batch import choose_batch, chosen_by_measurement, smallest_of_the_fastest
-from vram_guard.optimize.document import ConfigChange, Document, written
+from vram_guard.optimize.document import ConfigChange, Document
 from vram_guard.optimize.host import usable_cores
-from vram_guard.optimize.names import SETTINGS, find
+from vram_guard.optimize.names import find
 from vram_guard.optimize.rules import Advice, Situation
 from vram_guard.watch import throughput
 from vram_guard.watch.throughput import MeasuredBatch, measure
@@ -464,17 +463,7 @@ def test_entries_that_refer_to_others_are_left_alone(folder, capsys):
         ("batch_size: 4\nnum_workers: [1]\n", "from 0"),
         ("batch_size: 4\nprefetch_factor: 0\n", "from 1"),
         ("lr: 0.1\n", "no batch size"),
-        ("- 1\n- 2\n", "must be a mapping"),
-        ("a: !!python/object/apply:os.system ['touch pwned']\nbatch_size: 4\n", "tag"),
-        ("a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-            f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
-        ) + "batch_size: 4\n", "aliases"),
-        ("a: &a {b: *a}\nbatch_size: 4\n", "alias"),
         ("batch_size: 4\nbatch_size: 8\n", "yaml, line 2: duplicate key batch_size"),
-        ("a: " + "[" * 5000 + "]" * 5000 + "\nbatch_size: 4\n", "deep"),
-        ("x: '" + "y" * 2**20 + "'\nbatch_size: 4\n", "larger than"),
-        ("batch_size: 4\n\x00", ""),
-        ("", "must be a mapping"),
     ],
 )  # fmt: skip
 def test_bad_configs(folder, capsys, text, said):
@@ -487,26 +476,6 @@ def test_bad_configs(folder, capsys, text, said):
     assert sorted(path.name for path in folder.iterdir() if path.suffix != ".py") == ["lightweight_config.yaml"]
 
 
-@each(
-    ("arguments", "said"),
-    [
-        (["--config", "missing.yaml"], "missing.yaml"),
-        (["--config", "."], "folder"),
-        (["--config", "lightweight_config.yaml", "--output", "lightweight_config.yaml"], "another name"),
-        (["--config", "lightweight_config.yaml", "--output", "."], "folder"),
-        (["--config", "lightweight_config.yaml", "--output", "sr.py/x.yaml"], "not written"),
-        (["--config", "lightweight_config.yaml", "--step", "sr.py:nothing"], "nothing"),
-        (["--config", "lightweight_config.yaml", "--step", "nothing"], "module:function"),
-        (["--config", "lightweight_config.yaml", "--benchmark-seconds", "-1"], "--benchmark-seconds"),
-        (["--config", "lightweight_config.yaml", "--processes", "0"], "--processes"),
-    ],
-)
-def test_bad_usage(folder, capsys, arguments, said):
-    assert cli.main(["optimize", "--gpu", "RTX 4090", *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert (folder / "lightweight_config.yaml").read_text() == GUIDE
-
-
 def test_an_unknown_gpu_and_none_at_all(folder, capsys, monkeypatch):
     assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "RTX 4099"]) == 2
     assert "RTX 4090" in capsys.readouterr().err
@@ -515,23 +484,11 @@ def test_an_unknown_gpu_and_none_at_all(folder, capsys, monkeypatch):
         assert "No GPU can be read" in capsys.readouterr().err
 
 
-def test_benchmark_without_a_step(folder, capsys):
-    (folder / "lightweight_config.yaml").write_text("batch_size: 4\n")
-    assert cli.main(["optimize", "--config", "lightweight_config.yaml", "--gpu", "T4", "--benchmark"]) == 2
-    assert "--step" in capsys.readouterr().err
-
-
 def test_the_limit_of_a_container(tmp_path):
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert usable_cores(tmp_path / "cpu.max") == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert usable_cores(tmp_path / "cpu.max") == usable_cores(tmp_path / "missing") >= 1
-
-
-def test_numbers_as_text():
-    assert written(2e-4, "1E-4") == "2e-4"
-    assert written(1e22, "1.0") == "10000000000000000000000"
-    assert written("bf16", "'no'") == "'bf16'"
 
 
 # --- measuring ---
@@ -628,9 +585,3 @@ def test_the_guides_benchmark_in_a_process_of_its_own(folder):
     assert written_batch in sizes
     assert "samples/s" in run.stderr
     assert "the CPU's" in run.stderr
-
-
-def test_settings_have_distinct_names():
-    names = [name for known in SETTINGS.values() for name in known]
-    assert len(names) == len(set(names))
-    assert SimpleNamespace(**dict.fromkeys(names))  # every one can be a key

@@ -56,25 +56,9 @@ def test_json_and_exit_codes(capsys):
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["missing.yaml"], "missing.yaml"),
-        (["missing.py"], "missing.py is unknown"),
-        ([], "name what to plan for"),
-        ([CONFIG, "--plot", "x.bmp"], ".svg"),
-        ([CONFIG, "--set", "batch_size=0"], "batch_size"),
-        ([CONFIG, "--set", "batchsize=3"], "--set batchsize: nothing reads a value of this name; did you mean batch"),
-        ([CONFIG, "--set", "batch_size=3", "--set", "batch_size=4"], "--set gives batch_size twice"),
-        ([CONFIG, "--margin", "5"], "0.05 for 5%"),
-        ([CONFIG, "--budget", "24"], '--budget 24 is 24 bytes: with a unit, such as "24GiB"'),
-        ([CONFIG, "--budget", "24 parsecs"], "--budget '24 parsecs' has a unit other than"),
-        ([CONFIG, "--html", "/proc/no/r.html"], "was not written"),
-    ],
-)
-def test_bad_usage(arguments, said, capsys):
-    assert cli.main(["plan", *arguments, "--gpu", "RTX 4090"]) == 2
-    assert said in capsys.readouterr().err
+def test_a_page_that_cannot_be_written_is_told_behind_the_answer(capsys):
+    assert cli.main(["plan", CONFIG, "--gpu", "RTX 4090", "--html", "/proc/no/r.html"]) == 2
+    assert "was not written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -223,25 +223,3 @@ def test_an_index_names_every_tensor_once(tmp_path):
     plain = sum(count for count in read_folder(tmp_path / "x").components["transformer"].weights.numbers.values())
     (folder / "diffusion_pytorch_model.safetensors.index.json").unlink()
     assert read_folder(tmp_path / "x").components["transformer"].weights.parameters == plain
-
-
-@each(
-    ("arguments", "said"),
-    [
-        ("--model-path no-such-folder", "nothing is downloaded"),
-        ("--model-path EMPTY", "holds no model"),
-        ("--model-path SMALL --train vae", "there is no vae"),
-        ("--model-path SMALL --dtype int4", "--dtype must be one of"),
-        ("--model-path SMALL --batch 0", "--batch-size must be between"),
-        ("--model-path SMALL --num_frames -1", "--num-frames must be"),
-        ("--model-path SMALL --device 0 --gpu T4", "not both"),
-        ("--model-path SMALL --gpu RTX4099", "RTX 4090"),
-        ("--model-path SMALL --device cpu", "CUDA device"),
-    ],
-)
-def test_nonsense_is_refused(small, tmp_path, capsys, arguments, said):
-    given = arguments.replace("SMALL", str(small)).replace("EMPTY", str(tmp_path))
-    assert cli.main(["estimate", *shlex.split(given)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err.replace("either", "not both")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 from each import each
+from folders import SMALL, SMALL_TEXT, write_cogvideox
 
 from vram_guard import cli
 from vram_guard.language import CHINESE, ENGLISH
@@ -23,11 +26,15 @@ FILES = {
     "ok.py": "import torch\nfrom vram_guard import TrainingStep\n\n"
     "def main(): pass\n\ndef step():\n    return TrainingStep("
     "model=lambda: torch.nn.Linear(8, 8), batch=lambda size: torch.zeros(size, 8), "
-    "loss=lambda model, x: model(x).sum(), optimizer=torch.optim.SGD)\n",
+    "loss=lambda model, x: model(x).sum(), optimizer=torch.optim.SGD)\n\n"
+    "def sized(width=8):\n    return step()\n",
+    "ok-bare.yaml": "batch_size: 4\n",
     "raises.py": f"def net(): raise RuntimeError({ESCAPES!r} + '\\nno weights')\n",
     "config.json": json.dumps({"model_type": "gpt2", "architectures": [ESCAPES], "n_layer": ESCAPES}),
     "binary": bytes(range(256)),
     "nul.yaml": b"batch_size: 4\0\n",
+    "loop.yaml": "a: &a {b: *a}\nbatch_size: 4\n",
+    "large.yaml": "x: '" + "y" * 2**20 + "'\nbatch_size: 4\n",
     "duplicate.yaml": "batch_size: 4\nbatch_size: 8\n",
     "tag.yaml": "batch_size: !!python/object/apply:os.system ['echo hi']\n",
     "deep.yaml": "a: " + "[" * 3000 + "]" * 3000 + "\n",
@@ -138,6 +145,7 @@ def cases():
     yield "plan", "raises.py:net", "--input", "8", "--batch", "2", *CARD
     yield "estimate", "--model", "config.json", "--batch", "2", *CARD
     yield from (tuple(text.split()) for text in OTHERS)
+    yield from (tuple(shlex.split(text)) for text in NAMED)
 
 
 OTHERS = (
@@ -190,12 +198,82 @@ OTHERS = (
 )
 
 
+#: What the rule of thumb needs besides a batch.
+RULE = "--height 128 --width 128 --hidden_dim 256 --num_layers 10"
+#: Command lines, and the part of the line that names what is wrong with each.
+NAMED = {
+    "plan missing.yaml --gpu 4090": "missing.yaml",
+    "plan missing.py --gpu 4090": "missing.py is unknown",
+    "plan --gpu 4090": "name what to plan for",
+    "plan ok.yaml --gpu 4090 --plot x.bmp": ".svg",
+    "plan ok.yaml --gpu 4090 --set batch_size=0": "batch_size",
+    "plan ok.yaml --gpu 4090 --set batchsize=3": "nothing reads a value of this name; did you mean batch",
+    "plan ok.yaml --gpu 4090 --set batch_size=3 --set batch_size=4": "--set gives batch_size twice",
+    "plan ok.yaml --gpu 4090 --margin 5": "0.05 for 5%",
+    "plan ok.yaml --budget 24": '--budget 24 is 24 bytes: with a unit, such as "24GiB"',
+    "plan ok.yaml --budget '24 parsecs'": "--budget '24 parsecs' has a unit other than",
+    "plan ok.yaml --gpu 4090 --gpus 12": "12 GPUs are no whole number of nodes of 8",
+    "plan ok.yaml --gpu 4090 --gpus 8 --link token-ring": "unknown link 'token-ring'; known are nvlink",
+    "plan ok.yaml --gpu 4090 --gpus few": "--gpus must be a whole number",
+    "plan ok.yaml --gpu 4090 --gpus 8 --node-gpus 0": "--node-gpus must be between 1",
+    "plan ok.yaml --gpu 4090 --gpus 8 --layouts fsdp": "layouts: unknown 'fsdp'",
+    "plan ok.yaml --gpu 4090 --link nvlink": "it needs --gpus",
+    "compare --gpu 4090": "name configs",
+    "compare ok.yaml --gpu 4090 --set batch_size": "NAME=VALUE",
+    "compare ok.yaml --gpu 4090 --set batch_size=many": "whole number",
+    "compare ok.yaml --gpu 4090 --set batch_size=[1": "not a valid value",
+    "compare --step ok.py:sized --gpu 4090 --set width=3": "no batch size",
+    "compare --gpu 4090 --set batch_size=3": "no model that can be built",
+    "compare ok.yaml --step ok.py:nothing --gpu 4090": "nothing",
+    "compare ok.yaml ok.yaml --gpu 4090": "two configurations",
+    "compare ok.yaml --gpu 4090 --allow magic": "magic",
+    "variants ok.py:nothing --batch 4 --gpu 4090": "nothing",
+    "variants a=ok.py:step a=ok.py:step --batch 4 --gpu 4090": "two variants",
+    "variants ok.py:step --gpu 4090": "--batch",
+    "gpus --model diffsr --hidden_dim 8": "diffsr is unknown",
+    "gpus --hidden_dim 8": "missing: --height",
+    "gpus --hidden_dim 8 --num_layers 2 --resolutions 64x": "--resolutions must be",
+    "gpus --hidden_dim 8 --num_layers 2 --resolutions ,": "--resolutions must be",
+    "gpus 'RTX 4099' --model fno": "RTX 4090",
+    "estimate --model-path no-such-folder": "nothing is downloaded",
+    "estimate --model-path folder": "holds no model",
+    "estimate --model-path okay --train vae": "there is no vae",
+    "estimate --model-path okay --dtype int4": "--dtype must be one of",
+    "estimate --model-path okay --batch 0": "--batch-size must be between",
+    "estimate --model-path okay --num_frames -1": "--num-frames must be",
+    "estimate --model-path okay --device 0 --gpu T4": "either",
+    "estimate --model-path okay --device cpu": "CUDA device",
+    f"estimate --gpu T4 {RULE} --batch 0": "--batch must be between 1 and",
+    f"estimate --gpu T4 {RULE} --batch 1.5": "--batch must be a whole number",
+    f"estimate --gpu T4 {RULE} --batch \uff18": "--batch must be a whole number",
+    f"estimate --gpu T4 {RULE} --batch {2**63}": "--batch must be between",
+    f"estimate --gpu T4 {RULE} --batch 8 --threshold 70": "threshold must be above 0 and at most 1",
+    f"estimate --gpu T4 {RULE} --batch 8 --threshold x": "--threshold must be a number",
+    f"estimate {RULE} --batch 8 --gpu_memory inf": "--gpu-memory inf is not an amount",
+    f"estimate {RULE} --batch 8 --gpu_memory 100MB": "less than the",
+    f"estimate {RULE} --batch 8 --gpu_memory 24 --budget 1GiB": "not both",
+    f"estimate {RULE} --batch 8 --gpu RTX4099": "RTX 4090",
+    f"estimate {RULE} --batch 8 --model ok.py:stpe --gpu_memory 24": "did you mean step",
+    f"estimate {RULE} --batch 8 --model ok.py:step --gpu_memory 24": "--height is not read for a training step of your",
+    "estimate --config folder --gpu T4": "is a folder",
+    f"estimate {RULE} --gpu_memory 24": "missing: --batch",
+    "optimize --config ok.yaml --gpu T4 --output ok.yaml": "another name",
+    "optimize --config ok.yaml --gpu T4 --output folder": "folder",
+    "optimize --config ok.yaml --gpu T4 --output ok.py/x.yaml": "not written",
+    "optimize --config ok.yaml --gpu T4 --step nothing": "module:function",
+    "optimize --config ok.yaml --gpu T4 --benchmark-seconds -1": "--benchmark-seconds",
+    "optimize --config ok.yaml --gpu T4 --processes 0": "--processes",
+    "optimize --config ok-bare.yaml --gpu T4 --benchmark": "--step",
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("hostile")
     for name, content in FILES.items():
         (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (made / "folder").mkdir()
+    write_cogvideox(made / "okay", SMALL, SMALL_TEXT)
     (made / "folder.png").mkdir()
     return made
 
@@ -234,6 +312,18 @@ def test_one_clear_line_and_exit_code_2(language, folder, monkeypatch, capsys):
         if fault := faults(arguments, language, capsys):
             found[tuple(word[:40] for word in arguments)] = fault
     assert not found, f"{len(found)}:\n" + "\n".join(f"{' '.join(words)!r}: {fault}" for words, fault in found.items())
+
+
+def test_what_is_wrong_is_named(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    found = {}
+    for line, named in NAMED.items():
+        with contextlib.suppress(SystemExit):  # argparse's own
+            cli.main(shlex.split(line))
+        said = capsys.readouterr()
+        if named not in said.err or said.out:
+            found[line] = said
+    assert not found
 
 
 @pytest.mark.parametrize(
