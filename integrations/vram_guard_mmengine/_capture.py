@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
 from mmengine.device import get_device
 from mmengine.hooks import EarlyStoppingHook
-from mmengine.model import MMDistributedDataParallel, is_model_wrapper, revert_sync_batchnorm
-from mmengine.optim import OptimWrapper
+from mmengine.model import is_model_wrapper, revert_sync_batchnorm
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
-from torch._compile import _disable_dynamo
 from torch.utils.data import DataLoader
 
 from vram_guard.apply.backward_hooks import of_package
@@ -27,16 +22,13 @@ from vram_guard.capture.later_calls import later_calls
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
-from vram_guard.forks.exclusive import in_copy
-from vram_guard.guard.refusals import Refusal
+from vram_guard.guard.refusals import Refusal, later_changes
 from vram_guard.guard.training import CapturedTraining
-from vram_guard.job import Job, JobRun
+from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.parallel.data_parallel import options_of
-from vram_guard.patching import replaced
 from vram_guard.proof.effects import StepEffects
-from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
 from vram_guard_mmengine import (
@@ -55,8 +47,7 @@ from vram_guard_mmengine._evaluation import (
 )
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._kinds import is_mmengines, synchronises
-from vram_guard_mmengine._schedule import Schedule
-from vram_guard_mmengine._shadow import Shadow, is_users
+from vram_guard_mmengine._loss import AccumulatedLoss, CompiledMethod, HostBatch, Loss, RecordingOptimWrapper
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +58,6 @@ if TYPE_CHECKING:
     from vram_guard.plan import Plan
     from vram_guard.techniques import Sharding
 
-# ruff: noqa: ARG002 - OptimWrapper decides what its methods are given
 
 #: Wrappers under which each process holds the whole model, and one optimizer updates it.
 WRAPPERS = ("MMDistributedDataParallel",)
@@ -80,22 +70,18 @@ class CapturedRun(CapturedTraining):
     runner: Any
     optim: _optim.OptimFacts
     recorder: RecordingOptimWrapper
-    schedule: Schedule | None = None
-    """Later steps that traces have found; None where the job is left out."""
     loss_said: bool = False
     """True if the user has said how losses of micro-batches are weighed."""
 
     def objection(self, plan: Plan) -> Refusal | None:
         """A loss that hooks change later is not proven by the first step."""
-        unproven = "" if self.schedule is None or self.loss_said else self.schedule.unproven
-        if plan.splits == 1 or not unproven:
+        if plan.splits == 1 or self.loss_said or "loss" not in later_changes(plan):
             return None
         return Refusal(
             "accumulate",
             _(
-                "the model is changed during the training ({what}): what its loss is over a batch is proven for the "
-                "first steps only; pass loss_weight",
-                what=unproven,
+                "the model is changed during the training, as notes of the prediction say: what its loss is over a "
+                "batch is proven for the first steps only; pass loss_weight"
             ),
         )
 
@@ -128,165 +114,6 @@ class CapturedRun(CapturedTraining):
     def refusals(self, settings: GuardSettings) -> Iterator[Refusal]:
         """See :mod:`vram_guard_mmengine._refusals`."""
         return _refusals.refusals(self.runner, self.optim, settings, growable=self.sample.growable)
-
-
-class CompiledMethod(NamedTuple):
-    """A method of the model that a runner puts under torch.compile."""
-
-    name: str
-    options: Mapping[str, Any]
-    """Of torch.compile."""
-
-
-class HostBatch:
-    """A batch in host memory: the model's own data preprocessor takes it to the GPU, in its own time."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-
-class RecordingOptimWrapper(OptimWrapper):  # type: ignore[misc]
-    """Stands in for the optimizer wrapper in a traced ``train_step``: it only takes the loss.
-
-    MMEngine runs the backward pass inside ``train_step``, where the preprocessed batch and the losses are still local
-    names. So what the callers hold when the loss arrives is held until the next step begins.
-    """
-
-    def __init__(self, accumulate: int = 1) -> None:  # there is no optimizer to wrap
-        self._divides = accumulate == 1  # over several micro-batches, a trace does
-        self._loss: torch.Tensor | None = None
-        self.outputs: Any = None
-        """Of the last ``train_step``."""
-        self.effects = StepEffects()
-        self._held: list[dict[str, Any]] = []
-        self._accumulative_counts = 1
-        self._inner_count = 0
-        self._max_counts = -1
-
-    def begin(self) -> None:
-        """A new step: what the last one held is let go."""
-        self._loss = self.outputs = None
-        self._held.clear()
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The loss of this step."""
-        if self._loss is None:
-            raise UnsupportedStepError(
-                _("train_step did not call optim_wrapper.update_params: there is no loss to follow")
-            )
-        return self._loss
-
-    def optim_context(self, model: nn.Module) -> Any:
-        """The trace's own autocast is on already."""
-        return nullcontext()
-
-    def update_params(self, loss: torch.Tensor, step_kwargs: Any = None, zero_kwargs: Any = None) -> None:
-        """Take the loss, once a step; as ``scale_loss`` hands it on, which Dynamo compiles."""
-        self._take(loss / 1 if self._divides else loss)
-
-    @_disable_dynamo  # Dynamo ends a graph here, as it does at the backward pass of MMEngine's own
-    def _take(self, loss: torch.Tensor) -> None:
-        if self._loss is not None:
-            raise UnsupportedStepError(
-                _("train_step calls update_params more than once; only one update per step is supported")
-            )
-        self._loss = loss
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no public way to what callers hold
-        while frame is not None and frame.f_code is not _LOSS_CODE:
-            self._held.append(dict(frame.f_locals))
-            frame = frame.f_back
-
-    def _refused(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise UnsupportedStepError(
-            _("train_step drives the optimizer itself, instead of calling optim_wrapper.update_params(loss)")
-        )
-
-    backward = step = zero_grad = scale_loss = _refused
-
-
-class Wrapper:
-    """Stands in for MMDistributedDataParallel: its ``train_step``, where the replica itself is the trace's."""
-
-    detect_anomalous_params = False
-    train_step = MMDistributedDataParallel.train_step
-    _run_forward = MMDistributedDataParallel._run_forward  # noqa: SLF001 - which ``train_step`` calls
-
-    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
-        self.module = module
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self.module, *args, **kwargs)
-
-
-class _Loss:
-    """``train_step`` up to the loss.
-
-    Args:
-        recorder: takes the loss.
-        compiled: what the runner will compile of the model; None: nothing.
-    """
-
-    def __init__(self, recorder: RecordingOptimWrapper, compiled: CompiledMethod | None = None) -> None:
-        self.recorder = recorder
-        self._compiled = compiled
-
-    def through(self, wrapped: Callable[..., Any]) -> Callable[[Any, HostBatch], torch.Tensor]:
-        """The same where the model lies in a MMDistributedDataParallel, whose ``train_step`` is run.
-
-        Args:
-            wrapped: a module and what it is called with -> what it returns, as the wrapper's forward calls it.
-        """
-        made: dict[int, Wrapper] = {}
-
-        def loss(model: Any, batch: HostBatch) -> torch.Tensor:
-            return self(made.setdefault(id(model), Wrapper(model, wrapped)), batch)
-
-        return loss
-
-    def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
-        self.recorder.begin()
-        with self._as_compiled(model):
-            outputs = self.recorder.outputs = model.train_step(batch.data, optim_wrapper=self.recorder)
-        logged = outputs if isinstance(outputs, Mapping) else {}
-        # Those with "loss" in their names are the parts of the loss, and are put together as it is.
-        for name, value in logged.items():
-            if "loss" not in name:
-                self.recorder.effects.log(name, value)
-        return self.recorder.loss
-
-    def _as_compiled(self, model: Any) -> AbstractContextManager[None]:
-        """Inside the block the model has what the runner puts on it; on the host, for proofs, it runs uncompiled."""
-        parts = model.module if isinstance(model, Wrapper) else model
-        if self._compiled is None or not is_symbolic(next(parts.parameters())):
-            return nullcontext()
-        name, options = self._compiled
-        if not hasattr(model, name):  # the stand-in has no forward of its own; only the part is compiled
-            model = parts
-        return replaced(model, {name: torch.compile(getattr(model, name), **options)})
-
-
-_LOSS_CODE = _Loss.__call__.__code__
-
-
-class _AccumulatedLoss(_Loss):
-    """The same where batches are accumulated: of a wrapper that shards, all but the last run under ``no_sync``.
-
-    A trace runs two of them. ``OptimWrapper.optim_context`` has the backward pass inside, which here comes after.
-    """
-
-    def __init__(self, recorder: RecordingOptimWrapper, compiled: CompiledMethod | None = None) -> None:
-        super().__init__(recorder, compiled)
-        self._calls = 0
-        self._unsynchronised = ExitStack()
-
-    def __call__(self, model: Any, batch: HostBatch) -> torch.Tensor:
-        self._calls += 1
-        self._unsynchronised.close()
-        if self._calls % 2 and hasattr(model, "no_sync"):
-            self._unsynchronised.enter_context(model.no_sync())
-        return super().__call__(model, batch)
 
 
 def capture(
@@ -324,7 +151,7 @@ def capture(
     step = TrainingStep(
         model=model,
         batch=lambda size: HostBatch(sample.make(size)),
-        loss=(_Loss if layout is None or facts.accumulate == 1 else _AccumulatedLoss)(recorder, compiled),
+        loss=(Loss if layout is None or facts.accumulate == 1 else AccumulatedLoss)(recorder, compiled),
         optimizer=lambda _parameters: facts.make(model if layout is None else wrapper.made[-1]),
         precision=facts.precision,
         accumulate=facts.accumulate,
@@ -341,12 +168,10 @@ def capture(
         update_compiled=compiled.options if compiled is not None and compiled.name == "train_step" else None,
     )
     notes = [*sample.notes, *_notes(model)]
-    schedule = None
     if whole_job:
-        schedule = _schedule(runner, sample)
-        step = step.with_(job=_job(runner, model, sample, facts, recorder, schedule, notes, planned_batch))
+        step = step.with_(job=_job(runner, sample, loader, facts, notes, planned_batch))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
-    return CapturedRun(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, schedule, loss_said)
+    return CapturedRun(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, loss_said)
 
 
 def evaluation(runner: Any, kind: Literal["val", "test"], planned_batch: PlannedBatch) -> CapturedEvaluation:
@@ -356,29 +181,18 @@ def evaluation(runner: Any, kind: Literal["val", "test"], planned_batch: Planned
 
 
 def _job(
-    runner: Any,
-    model: nn.Module,
-    sample: Sample,
-    facts: _optim.OptimFacts,
-    recorder: RecordingOptimWrapper,
-    schedule: Schedule,
-    notes: list[str],
-    planned_batch: PlannedBatch,
-) -> Job:
-    """What the training does besides its steps."""
-    length = _length(runner, sample.loader)
+    runner: Any, sample: Sample, loader: Any, facts: _optim.OptimFacts, notes: list[str], planned_batch: PlannedBatch
+) -> Job | None:
+    """What the training does besides its steps; None where its loop is not followed, which the notes say."""
+    if not issubclass(_loop_class(runner), (EpochBasedTrainLoop, IterBasedTrainLoop)):
+        notes.append(
+            _("only training steps are predicted: {kind} is a loop of its own", kind=_loop_class(runner).__name__)
+        )
+        return None
+    length = _length(runner, loader)
     loop = runner._train_loop  # noqa: SLF001 - the runner has no public name for a loop that is not built
     begins = loop.get("val_begin", 1) if isinstance(loop, dict) else loop.val_begin
     most = length[0 if by_epoch(runner) else 1]
-    if left_out := [hook for hook in runner.hooks if is_users(hook)] if not in_copy() else []:
-        notes.append(
-            _(
-                "hooks that are not MMEngine's are followed in a copy of the process only, which could not be made: "
-                "what they do is not included in the prediction ({hooks})",
-                hooks=", ".join(sorted({type(hook).__name__ for hook in left_out})),
-            )
-        )
-
     sharded = _layouts.layout_of(runner) is not None
     if sharded:
         notes.append(
@@ -387,33 +201,18 @@ def _job(
                 kind=type(runner.strategy).__name__,
             )
         )
-
-    def shadow(run: JobRun) -> Shadow:
-        return Shadow(
-            runner,
-            run,
-            loader=sample.loader,
-            loop_class=_loop_class(runner),
-            length=length,
-            accumulate=facts.accumulate,
-            data_batch=sample.make(run.batch_size),
-        )
-
-    return Job(
-        RunnerJob(
-            runner,
-            model,
-            shadow,
-            recorder.begin,
-            lambda: recorder.outputs,
-            None if begins > most else rounds_of_training(runner, "val", notes, planned_batch),
-            None if sharded else checkpoint_of(runner, notes),
-            not sharded,
-            schedule,
-            test=rounds_of_training(runner, "test", notes, planned_batch) if later_calls("test") else None,
-        ),
-        steps=None if _stops_early(runner) else length[1] // facts.accumulate or None,
+    play = RunnerJob(
+        runner,
+        sample,
+        loader,
+        facts,
+        number_of_batches(loader) if by_epoch(runner) else None,
+        validation=None if begins > most else rounds_of_training(runner, "val", notes, planned_batch),
+        test=rounds_of_training(runner, "test", notes, planned_batch) if later_calls("test") else None,
+        checkpoint=None if sharded else checkpoint_of(runner, notes),
+        saves=not sharded,
     )
+    return Job(play, steps=None if _stops_early(runner) else length[1] // facts.accumulate or None, ends_process=True)
 
 
 def _stops_early(runner: Any) -> bool:
@@ -421,15 +220,9 @@ def _stops_early(runner: Any) -> bool:
     return any(isinstance(hook, EarlyStoppingHook) for hook in runner.hooks)
 
 
-def _schedule(runner: Any, sample: Sample) -> Schedule:
-    return Schedule(
-        sample, lambda make: lambda size: HostBatch(make(size)), by_epoch(runner), number_of_batches(sample.loader)
-    )
-
-
 def by_epoch(runner: Any) -> bool:
     """True if the training is counted in epochs, not in iterations."""
-    return _loop_class(runner) is not IterBasedTrainLoop
+    return not issubclass(_loop_class(runner), IterBasedTrainLoop)
 
 
 def _check_strategy(runner: Any) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from mmengine.device import get_device
-from mmengine.runner import EpochBasedTrainLoop
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
@@ -19,17 +18,16 @@ from vram_guard.longest.choice import longest_beside
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.proof.effects import StepEffects
 from vram_guard.state.containers import leaves
-from vram_guard.state.objects import objects_kept
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_mmengine import _layouts
-from vram_guard_mmengine._shadow import Shadow, copied_evaluator, quiet_mmengine
+from vram_guard_mmengine._followed import FollowedRunner
 from vram_guard_mmengine._symbolic_run import symbolic_run
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from vram_guard.job import JobRun
+    from vram_guard.job import JobRun, LoopRun
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
@@ -97,23 +95,21 @@ class EvaluationLoop:
             return (min(size, last) if last > 0 else size, size)[:batches], batches - 1
         return (size, size, last) if batches > 2 else (size, last), max(batches - 2, 1)
 
-    def play(self, run: JobRun, shadow: Shadow, most: int | None = None) -> None:
-        """Run the loop on the copy of the runner; batches have at most so many samples."""
-        runner, kind = shadow.runner, self.kind
-        given = getattr(self.runner, f"_{kind}_loop")
-        rounds, evaluator = _Loader(run, self, most), copied_evaluator(self.evaluator)
-        vars(runner).update({f"_{kind}_dataloader": rounds, f"_{kind}_evaluator": evaluator})
-        if isinstance(given, dict):
-            loop = getattr(runner, f"build_{kind}_loop")(given)
-        else:
-            loop = object.__new__(type(given))
-            vars(loop).update(vars(given), _runner=runner, dataloader=rounds, evaluator=evaluator)
-            setattr(loop, f"{kind}_loss", {})
+    def in_loop(self, followed: FollowedRunner, most: int | None = None) -> Any:
+        """The runner's loop, built as MMEngine builds it, over these rounds; batches have at most so many samples."""
+        runner, kind = followed.runner, self.kind
+        for metric in self.evaluator.metrics:
+            metric.results.clear()
+            metric.compute_metrics = lambda _results: {}  # MMEngine hands it copies in host memory
+        rounds = _Loader(followed.run, self, most)
+        vars(runner).update({f"_{kind}_dataloader": rounds, f"_{kind}_evaluator": self.evaluator})
+        loop = getattr(runner, f"_{kind}_loop")
+        if isinstance(loop, dict):
+            loop = getattr(runner, f"build_{kind}_loop")(loop)
+        vars(loop).update(_runner=runner, dataloader=rounds, evaluator=self.evaluator)
+        setattr(loop, f"{kind}_loss", {})
         setattr(runner, f"_{kind}_loop", loop)
-        try:
-            loop.run()
-        finally:
-            rounds.close()
+        return loop
 
 
 class _Loader:
@@ -124,25 +120,14 @@ class _Loader:
         self._followed = rounds.followed(most)
         self.batch_size = rounds.sizes(most)[0][0]
         self._run = run
-        self._open: list[Any] = []
 
     def __len__(self) -> int:
         return len(self._followed)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._batches()
-        self._open.append(batches)
-        return batches
-
-    def _batches(self) -> Iterator[Any]:
         for batch, count in self._followed:
             with self._run.repeat(count):
                 yield batch
-
-    def close(self) -> None:
-        """No round is open any more."""
-        for batches in self._open:
-            batches.close()
 
 
 def rounds_of(runner: Any, kind: Kind, notes: list[str], planned_batch: PlannedBatch) -> EvaluationLoop | None:
@@ -250,25 +235,18 @@ def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, planned_batch:
         raise UnsupportedStepError(_("its loaders have no batches"))
     states = [(one.shape, one.dtype) for one in _left_of_training(runner)]
 
-    def play(run: JobRun) -> None:
-        with quiet_mmengine(lambda *_: {}), objects_kept(runner.hooks, besides=model):
-            run.hold([torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in states])
-            shadow = Shadow(
-                runner,
-                run,
-                loader=rounds.loader,
-                loop_class=EpochBasedTrainLoop,
-                length=(1, 1),
-                accumulate=1,
-                data_batch=None,
-            )
-            with run.phase("validation" if kind == "val" else "test"):
-                rounds.play(run, shadow, run.batch_size)
+    def play(run: LoopRun) -> None:
+        run.hold([torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in states])
+        followed = FollowedRunner(run, runner)
+        loop = rounds.in_loop(followed, run.batch_size)
+        with run.phase("validation" if kind == "val" else "test"):
+            loop.run()
 
     step = evaluation_step(
         model,
         rounds.sample.make,
         play,
+        ends_process=True,
         parallel=_layouts.layout_of(runner),
         device="cpu" if get_device() == "cpu" else "cuda",
     )

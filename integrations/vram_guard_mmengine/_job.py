@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mmengine.hooks import CheckpointHook
 from mmengine.runner.checkpoint import find_latest_checkpoint
+from torch.utils.data import DataLoader
 
-from vram_guard.job import JobRun
+from vram_guard.apply.microbatch import splitter_of
+from vram_guard.capture.loader import Sample
+from vram_guard.errors import UnsupportedStepError
+from vram_guard.job import LoopRun
 from vram_guard.language import Message, _
-from vram_guard.patching import replaced
+from vram_guard.patching import replace_attributes
 from vram_guard.state.containers import mapped
-from vram_guard.state.objects import objects_kept
+from vram_guard.watch.batches import MicroBatches
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._evaluation import EvaluationLoop
-from vram_guard_mmengine._schedule import Schedule
-from vram_guard_mmengine._shadow import Shadow, quiet_mmengine
-
-if TYPE_CHECKING:
-    from torch import nn
-
+from vram_guard_mmengine._followed import FollowedRunner, short
+from vram_guard_mmengine._later import FollowedSteps, OverError
+from vram_guard_mmengine._loss import HostBatch
+from vram_guard_mmengine._optim import OptimFacts, wrapper_of_trace
+from vram_guard_mmengine._split_step import SplitTrainStep
+from vram_guard_mmengine._step_switches import StepSwitches
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
@@ -44,29 +48,27 @@ class RunnerJob:
 
     Attributes:
         runner: whose loops and optimizer are not built yet.
-        model: the runner's, without its wrapper.
-        shadow: the run of a trace -> the copy of the runner that MMEngine's code gets.
-        batch_ends: lets go of what the last training step held.
-        outputs: what its ``train_step`` returned.
+        sample: of its training loader.
+        loader: of the training, built.
+        facts: about the optimizer.
+        batches: of an epoch; None where the training is not counted in epochs.
         validation: None where nothing is validated, or it cannot be followed.
+        test: of ``Runner.test``, which the script calls after the training; None where it does not.
         checkpoint: None where the training begins anew, or it cannot be followed.
         saves: False where the strategy gathers and writes checkpoints itself.
-        schedule: of later steps that differ.
         most: samples of a batch of validation; None: as many as its loader delivers.
     """
 
     runner: Any
-    model: nn.Module
-    shadow: Callable[[JobRun], Shadow]
-    batch_ends: Callable[[], None]
-    outputs: Callable[[], Any]
+    sample: Sample
+    loader: Any
+    facts: OptimFacts
+    batches: int | None
     validation: EvaluationLoop | None
+    test: EvaluationLoop | None
     checkpoint: Checkpoint | None
     saves: bool
-    schedule: Schedule
     most: int | None = None
-    test: EvaluationLoop | None = None
-    """Of ``Runner.test``, which the script calls after the training; None where it does not."""
 
     def evaluation_batch_size(self, name: str) -> int | None:
         """See :class:`~vram_guard.job.Resizable`."""
@@ -76,31 +78,21 @@ class RunnerJob:
         """See :class:`~vram_guard.job.Resizable`."""
         return replace(self, most=size)
 
-    def __call__(self, run: JobRun) -> None:
-        """Play the whole training."""
-        with quiet_mmengine(self._read(run)), objects_kept(self.runner.hooks, besides=self.model):
-            shadow = self.shadow(run)
-            self._begin(run, shadow)
-            self._train(run, shadow, 2)
-            if self.saves:
-                with self._followed(run, "saving"):
-                    self._save(shadow)
-            if self.validation is not None:
-                with self._followed(run, "validation"):
-                    self.validation.play(run, shadow, self.most)
-            run.model.train()
-            shadow.call("before_train_iter", batch_idx=0, data_batch=shadow.data_batch)
-            try:
-                self._train(run, shadow, 1)
-            except Exception as error:  # noqa: BLE001 - the user's own code, as validation has left it
-                said = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-                run.note(Message("the step after validation cannot be followed ({error})", error=said))
-            self.schedule.play(run, shadow, lambda **changes: self._train(run, shadow, 1, **changes))
-            if self.test is not None:  # optimizer states are still there
-                with self._followed(run, "test"):
-                    self.test.play(run, shadow)
+    def __call__(self, run: LoopRun) -> None:
+        """The rest of ``Runner.train``, and ``Runner.test`` where it follows."""
+        if run.optimizer is None:
+            raise UnsupportedStepError(_("no weight is trained when the training begins"))
+        followed = FollowedRunner(run, self.runner, self._read(run))
+        runner = followed.runner
+        runner.optim_wrapper = wrapper_of_trace(runner.optim_wrapper, self.facts, run.optimizer, run.autocast())
+        if hasattr(runner, "strategy"):
+            runner.strategy.optim_wrapper = runner.optim_wrapper
+        _Training(followed, self).run()
+        if self.test is not None:  # optimizer states are still there
+            with followed.phase("test"):
+                self.test.in_loop(followed).run()
 
-    def _read(self, run: JobRun) -> Callable[[str, Any], Any]:
+    def _read(self, run: LoopRun) -> Callable[[str, Any], Any]:
         """In place of reading a checkpoint: tensors of the same sizes, on the device that MMEngine asks for."""
 
         def read(_name: str, map_location: Any) -> Any:
@@ -109,72 +101,121 @@ class RunnerJob:
 
         return read
 
-    @contextlib.contextmanager
-    def _followed(self, run: JobRun, name: Any, label: str = "") -> Iterator[None]:
-        """A phase, which the training may do without where it cannot be followed."""
-        with run.phase(name, label):
+
+class _Training:
+    """``Runner.train``, once its parts are built."""
+
+    def __init__(self, followed: FollowedRunner, job: RunnerJob) -> None:
+        self._followed, self._job = followed, job
+        self._run, self._runner = followed.run, followed.runner
+        self._validated = False
+        self._loop = self._built_loop()
+        self._steps = FollowedSteps(
+            followed, StepSwitches(followed.run, self._runner, job.sample), job.batches, self._step(), self._save
+        )
+        self._follow_loops()
+
+    def run(self) -> None:
+        """All of it."""
+        followed, run, runner = self._followed, self._run, self._runner
+        flexible = hasattr(runner, "strategy")
+        with run.phase("setup"):
+            if not flexible:
+                followed.call("before_run")
+        if self._job.checkpoint is not None:
+            with followed.phase("resuming"):
+                runner.load_or_resume()
+        with run.phase("setup"):
+            if flexible:
+                followed.call("before_run")
+        with run.loop(micro_batches=True), contextlib.suppress(OverError):
+            self._loop.run()
+
+    def _built_loop(self) -> Any:
+        runner = self._runner
+        runner._train_dataloader = self._job.loader
+        kinds: set[Any] = {type(self._job.loader), DataLoader}
+        for kind in kinds:
+            replace_attributes(kind, {"__iter__": self._iterated(kind.__iter__)})
+        loop = runner._train_loop = runner.build_train_loop(runner._train_loop)
+        vars(loop).update(_runner=runner, dataloader=self._job.loader)
+        return loop
+
+    def _iterated(self, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """In place of a loader's ``__iter__``: the training's, by whatever loader, is led from place to place."""
+
+        def iterated(loader: Any) -> Any:
+            loop = vars(self).get("_loop")
+            trains = loader is self._job.loader if loop is None else loader is loop.dataloader
+            if not trains or self._followed.in_hook:
+                return own(loader)
+            return iter(()) if loop is None else self._steps.deliver()
+
+        return iterated
+
+    def _follow_loops(self) -> None:
+        loop, model = self._loop, self._runner.model
+        if self._job.batches is None:
+            loop.dataloader_iterator = self._steps.deliver()
+        model.__class__ = self._led
+        if self._job.validation is None:
+            self._runner._val_loop = None
+            return
+        try:
+            validation = self._job.validation.in_loop(self._followed, self._job.most)
+        except Exception as error:  # noqa: BLE001 - the user's own loop
+            self._runner._val_loop = None
+            why = short(error)
+            self._run.note(Message("validation is not included in the prediction ({why})", why=why))
+            return
+        validates = validation.run
+
+        def validate() -> None:
+            if self._validated or not self._steps.first_over:
+                return
+            self._validated = True
+            with self._followed.phase("validation"):
+                validates()
+            self._steps.elsewhere()
+
+        validation.run = validate
+        vars(loop).update(val_begin=0, val_interval=1, _decide_current_val_interval=lambda: None)
+
+    def _step(self) -> Callable[..., Any]:
+        """``train_step`` itself; of a batch that a plan cuts, of its micro-batches."""
+        run, runner, model = self._run, self._runner, self._runner.model
+        kind = type(model)
+        # In a class of its own, so that hooks which copy the model (averages) copy no more than that.
+        steps = {"train_step": lambda _model, data, optim_wrapper: self._steps.train_step(data, optim_wrapper)}
+        self._led = type(kind.__name__, (kind,), steps)
+
+        def step(data: Any, optim_wrapper: Any) -> Any:
+            model.__class__ = kind
             try:
-                yield
-            except Exception as error:  # noqa: BLE001 - the user's own code, and MMEngine's on tensors without values
-                said = f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
-                run.note(
-                    Message(
-                        "{phase} cannot be followed to its end ({error}): the rest of it is not included in the "
-                        "prediction",
-                        phase=name,
-                        error=said,
+                return run.loss(HostBatch(data, optim_wrapper))
+            finally:
+                model.__class__ = self._led
+
+        if run.loaded_samples == run.batch_size:
+            return step
+        runner.optim_wrapper._accumulative_counts = 1  # two micro-batches of one batch show what there is to see
+        splitter = splitter_of(self._job.sample.make, run.loaded_samples, run.batch_size)
+        return SplitTrainStep(step, MicroBatches(splitter))
+
+    def _save(self) -> None:
+        if not self._job.saves:
+            return
+        with self._followed.phase("saving"):
+            for hook in self._runner.hooks:
+                if isinstance(hook, CheckpointHook) and (hook.interval > 0 or hook.save_last or hook.save_best):
+                    regular = hook.interval > 0 or hook.save_last
+                    self._runner.save_checkpoint(
+                        "checkpoints",
+                        "traced.pth",
+                        save_optimizer=regular and hook.save_optimizer,
+                        save_param_scheduler=False,
+                        by_epoch=hook.by_epoch,
                     )
-                )
-
-    def _begin(self, run: JobRun, shadow: Shadow) -> None:
-        """As ``Runner.train`` begins, and its strategies' way of it."""
-        with run.phase("setup"):
-            if not hasattr(shadow.runner, "strategy"):
-                shadow.call("before_run")
-        if self.checkpoint is not None:
-            with self._followed(run, "resuming"):
-                shadow.runner.load_or_resume()
-        with run.phase("setup"):
-            if hasattr(shadow.runner, "strategy"):
-                shadow.call("before_run")
-            shadow.call("before_train")
-            shadow.call("before_train_epoch")
-        shadow.at(shadow.loop._epoch, shadow.loop._iter)
-        run.model.train()
-
-    def _train(self, run: JobRun, shadow: Shadow, steps: int, label: str = "", **changes: Any) -> None:
-        """Steps, each followed by what the hooks do after it."""
-        hub = shadow.runner.message_hub
-
-        def after() -> None:
-            told = {"batch_idx": shadow.batch_idx, "data_batch": shadow.data_batch, "outputs": self.outputs()}
-            shadow.call("after_train_iter", **told)
-            self.batch_ends()
-
-        with replaced(hub, {"get_info": self._asked(hub)}):
-            run.train(steps, label, after=after, **changes)
-
-    def _asked(self, hub: Any) -> Callable[..., Any]:
-        """In place of ``MessageHub.get_info``: a model that asks it may run other steps later."""
-        get_info = hub.get_info
-
-        def answered(key: str, *default: Any, **named: Any) -> Any:
-            value = get_info(key, *default, **named)
-            return self.schedule.asked.answer(key, value) if key in ("epoch", "iter") and type(value) is int else value
-
-        return answered
-
-    def _save(self, shadow: Shadow) -> None:
-        for hook in self.runner.hooks:
-            if isinstance(hook, CheckpointHook) and (hook.interval > 0 or hook.save_last or hook.save_best):
-                regular = hook.interval > 0 or hook.save_last
-                shadow.runner.save_checkpoint(
-                    "checkpoints",
-                    "traced.pth",
-                    save_optimizer=regular and hook.save_optimizer,
-                    save_param_scheduler=False,
-                    by_epoch=hook.by_epoch,
-                )
 
 
 def checkpoint_of(runner: Any, notes: list[str]) -> Checkpoint | None:

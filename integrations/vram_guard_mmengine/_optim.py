@@ -149,3 +149,30 @@ def in_precision(config: Any, precision: str, device: str) -> Any:
     changed["dtype"] = "float16" if half else "bfloat16"
     changed["loss_scale"] = "dynamic" if half else {"enabled": False}
     return changed
+
+
+# --- in a trace -------------------------------------------------------------------------------------------------
+
+
+def wrapper_of_trace(
+    given: Any, facts: OptimFacts, optimizer: torch.optim.Optimizer, region: contextlib.AbstractContextManager[Any]
+) -> OptimWrapper:
+    """The user's wrapper around the optimizer of a trace, on the simulated GPU.
+
+    Args:
+        given: config or object, which is changed.
+        facts: about it.
+        optimizer: to wrap.
+        region: in which the trace runs its forward, whose precision may be another one than the written.
+    """
+    if facts.built:
+        given.optimizer = optimizer
+        return given
+    with region:
+        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    precision = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}.get(half, "32-true")  # type: ignore[arg-type]
+    if precision != facts.precision or issubclass(facts.kind, CpuMixedOptimWrapper):
+        given = in_precision(given, precision, "cuda")
+    described = ("type", "optimizer", "constructor", "paramwise_cfg")
+    settings = {name: value for name, value in given.items() if name not in described}
+    return _class_of(given.get("type", "OptimWrapper"))(optimizer=optimizer, **settings)

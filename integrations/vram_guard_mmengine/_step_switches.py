@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -15,21 +14,30 @@ from vram_guard.language import Message, _
 from vram_guard.limits import LONGEST_SWITCHES
 from vram_guard.state.containers import MUTABLE
 from vram_guard.state.random_generators import random_state_kept
-from vram_guard_mmengine._shadow import PARTS, Shadow
+from vram_guard_mmengine._evaluation import is_endless
+
+#: Attributes by which data sets and loaders of OpenMMLab hold what a hook may exchange.
+_PARTS = ("_dataset", "dataset", "datasets", "pipeline", "transforms", "sampler", "batch_sampler")
 
 _NOT_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_device"))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_WITHOUT_PARTS = (nn.Module, torch.Tensor, type, torch.device, torch.dtype, Enum)
+_WITHOUT__PARTS = (nn.Module, torch.Tensor, type, torch.device, torch.dtype, Enum)
 
 
 class StepSwitches:
-    """All that decides about a step's memory: flags of weights and modules, accumulation, the data set's pipeline."""
+    """All that decides about a step's memory: flags of weights and modules, accumulation, the data set's pipeline.
 
-    def __init__(self, run: JobRun, shadow: Shadow, sample: Sample) -> None:
-        self._run, self._shadow, self._written = run, shadow, sample
-        self._data = _parts_of(shadow.loader)
-        self._sample = sample
-        self._sizes = _shapes(self._sample.make(1))
+    Args:
+        run: of the trace.
+        runner: in it, whose training loop is built.
+        sample: of the training's loader.
+    """
+
+    def __init__(self, run: JobRun, runner: Any, sample: Sample) -> None:
+        self._run, self._runner = run, runner
+        self._written = self._sample = sample
+        self._data = _parts_of(self._loader)
+        self._sizes = _shapes(sample.make(1))
         self.counters: set[str] = set()
         """Numbers that go on by the same amount from place to place, such as an epoch's."""
         self.other_loss = False
@@ -37,19 +45,32 @@ class StepSwitches:
         self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._inner: list[Any] = []
         """Objects and containers among the attributes of modules."""
+        self._state: dict[str, Any] = {}
+        self._glanced: list[Any] = []
+        self._seen: list[dict[str, Any]] = []
+        self._gone: dict[str, int] = {}
+
+    @property
+    def _loader(self) -> Any:
+        return self._runner._train_loop.dataloader  # noqa: SLF001 - the public name builds a loop
+
+    def begin(self) -> None:
+        """The first steps are over: :meth:`difference` compares with what is now."""
         self._state = self._look()
         self._glanced = self._glance()
         self._seen = [self._state]
-        self._gone: dict[str, int] = {}
+
+    def batch(self) -> Any:
+        """A batch as the loader delivers it now; where a plan cuts batches, micro-batches keep their size."""
+        self._read()
+        size = self._run.loaded_samples
+        return self._sample.make(-(-size * self._sample.batch_size // self._written.batch_size))
 
     def difference(self) -> str:
         """What is now as it was never before, in words; "" where there is nothing."""
-        data, glanced = _parts_of(self._shadow.loader), self._glance()
-        if data == self._data and glanced == self._glanced:
+        glanced, read = self._glance(), self._state["train_dataloader"]
+        if glanced == self._glanced and read == self._batch_sizes:
             return ""
-        if data != self._data:
-            self._data = data
-            self._read()
         self._glanced = glanced
         before, self._state = self._state, self._look()
         self._count(before)
@@ -62,14 +83,8 @@ class StepSwitches:
         return self._in_words(before)
 
     @property
-    def accumulative_counts(self) -> int:
-        """Batches of an optimizer step as it is now."""
-        return int(self._state["accumulative_counts"])
-
-    def batches(self) -> Callable[[int], Any]:
-        """Samples of a micro-batch as written -> a micro-batch as it is now."""
-        before, after, make = self._written.batch_size, self._sample.batch_size, self._sample.make
-        return lambda size: make(-(-size * after // before))
+    def _batch_sizes(self) -> tuple[Any, int]:
+        return self._sizes, self._sample.batch_size
 
     def _count(self, before: dict[str, Any]) -> None:
         """Find counters: the same step forward twice in a row."""
@@ -97,19 +112,19 @@ class StepSwitches:
 
     def _glance(self) -> list[Any]:
         """Enough to see that no attribute was set: the objects by their identity, and what can change inside them."""
-        wrapper = self._shadow.runner.optim_wrapper
+        wrapper = self._runner.optim_wrapper
         found: list[Any] = [getattr(wrapper, "_accumulative_counts", 1)]
-        for module in self._shadow.runner.model.modules():
+        for module in self._runner.model.modules():
             own = vars(module)
             found.append(tuple(map(id, own.values())))
             found += [one.requires_grad for one in own["_parameters"].values() if one is not None]
         return [*found, [_simple(one) for one in self._inner]]
 
     def _look(self) -> dict[str, Any]:
-        model, wrapper = self._shadow.runner.model, self._shadow.runner.optim_wrapper
+        model, wrapper = self._runner.model, self._runner.optim_wrapper
         state: dict[str, Any] = {
             "accumulative_counts": getattr(wrapper, "_accumulative_counts", 1),
-            "train_dataloader": (self._sizes, self._sample.batch_size),
+            "train_dataloader": self._batch_sizes,
         }
         for name, parameter in model.named_parameters():
             state[f"requires_grad {name}"] = parameter.requires_grad
@@ -131,10 +146,14 @@ class StepSwitches:
         return state
 
     def _read(self) -> None:
-        """Samples of a pipeline that a hook has exchanged."""
+        """Samples of a loader that a hook has changed, or exchanged."""
+        data = _parts_of(self._loader)
+        if data == self._data:
+            return
+        self._data = data
         try:
             with random_state_kept():
-                self._sample = read_loader(self._shadow.loader)
+                self._sample = read_loader(self._loader, endless=is_endless(self._loader))
                 self._sizes = _shapes(self._sample.make(1))
         except Exception as error:  # noqa: BLE001 - the user's own code reads the data
             self._run.note(
@@ -147,7 +166,7 @@ class StepSwitches:
 
 def _has_parts(value: Any) -> bool:
     """True for what can change without being another object: containers, and objects that are no modules or tensors."""
-    return isinstance(value, MUTABLE) or (hasattr(value, "__dict__") and not isinstance(value, _WITHOUT_PARTS))
+    return isinstance(value, MUTABLE) or (hasattr(value, "__dict__") and not isinstance(value, _WITHOUT__PARTS))
 
 
 def _shapes(batch: Any) -> Any:
@@ -188,6 +207,6 @@ def _parts_of(part: Any, depth: int = 6) -> Any:
         return [_parts_of(one, depth - 1) for one in part]
     if not hasattr(part, "__dict__"):
         return type(part).__qualname__
-    simple = {name: _simple(value, 1) for name, value in vars(part).items() if name not in PARTS}
-    inner = {name: _parts_of(vars(part)[name], depth - 1) for name in PARTS if name in vars(part)}
+    simple = {name: _simple(value, 1) for name, value in vars(part).items() if name not in _PARTS}
+    inner = {name: _parts_of(vars(part)[name], depth - 1) for name in _PARTS if name in vars(part)}
     return type(part).__qualname__, simple, inner

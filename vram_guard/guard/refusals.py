@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vram_guard.plan import Plan
     from vram_guard.plan.pins import Pins
+    from vram_guard.timeline import LaterChange
 
 _WHY: dict[str, str] = {
     "accumulate": marked("smaller micro-batches are not possible here: {why}"),
@@ -121,13 +122,18 @@ _PARTS = {
 
 def undone_later(plan: Plan) -> Refusal | None:
     """A technique of the plan that would not survive what later steps change, as far as its timelines have them."""
-    recipe, seen = plan.recipe, (plan.timeline, plan.timeline_before)
-    later = {change for one in seen if one is not None for change in one.later_changes}
+    recipe, later = plan.recipe, later_changes(plan)
     if "trained" in later and recipe.frozen_on_host:
         return Refusal("offload_frozen", _("weights that are frozen now are trained in a later epoch"))
     if "optimized" in later and recipe.optimizer_on_host:
         return Refusal("offload_optimizer", _("the optimizer gets other weights in a later epoch"))
     return None
+
+
+def later_changes(plan: Plan) -> set[LaterChange]:
+    """What later steps change, as far as the plan's timelines have them."""
+    seen = (plan.timeline, plan.timeline_before)
+    return {change for one in seen if one is not None for change in one.later_changes}
 
 
 def splitting_notes(model: nn.Module, loss_weight: LossWeight, make: Callable[[int], Any], size: int) -> Iterator[str]:
