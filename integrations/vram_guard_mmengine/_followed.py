@@ -64,6 +64,7 @@ class FollowedRunner:
         self._failed: set[tuple[int, str]] = set()
         _silence_mmengine(checkpoint)
         runner.model = run.model
+        runner._waiting = None  # with which GuardRunner would place the model: it has its place
         runner.message_hub = MessageHub.get_current_instance()
         runner.message_hub.update_info_dict({"epoch": 0, "iter": 0})
         runner.visualizer = _Nothing()
