@@ -186,7 +186,10 @@ def _job(
     """What the training does besides its steps; None where its loop is not followed, which the notes say."""
     if not issubclass(_loop_class(runner), (EpochBasedTrainLoop, IterBasedTrainLoop)):
         notes.append(
-            _("only training steps are predicted: {kind} is a loop of its own", kind=_loop_class(runner).__name__)
+            _(
+                "only training steps are predicted: {kind} derives from none of the training loops of MMEngine",
+                kind=_loop_class(runner).__name__,
+            )
         )
         return None
     length = _length(runner, loader)

@@ -24,7 +24,7 @@ from vram_guard.watch.batches import MicroBatches
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._evaluation import EvaluationLoop
 from vram_guard_mmengine._followed import FollowedRunner, short
-from vram_guard_mmengine._later import FollowedSteps, OverError
+from vram_guard_mmengine._later import FollowedIterations, OverError
 from vram_guard_mmengine._loss import HostBatch
 from vram_guard_mmengine._optim import OptimFacts, wrapper_of_trace
 from vram_guard_mmengine._split_step import SplitTrainStep
@@ -110,7 +110,7 @@ class _Training:
         self._run, self._runner = followed.run, followed.runner
         self._validated = False
         self._loop = self._built_loop()
-        self._steps = FollowedSteps(
+        self._steps = FollowedIterations(
             followed, StepSwitches(followed.run, self._runner, job.sample), job.batches, self._step(), self._save
         )
         self._follow_loops()

@@ -35,7 +35,7 @@ class OverError(Exception):
     """All that is followed of a training has run."""
 
 
-class FollowedSteps:
+class FollowedIterations:
     """The steps of one trace.
 
     Args:

@@ -18,7 +18,7 @@ from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
-from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
+from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPERS
 from torch.utils import _pytree as pytree
 
 from vram_guard.errors import DoesNotFitError
@@ -190,6 +190,41 @@ class Gathering(Hook):
 
     def before_save_checkpoint(self, runner: Any, checkpoint: Any) -> None:
         checkpoint["copies"] = [one.clone() for one in runner.model.parameters()]
+
+
+@HOOKS.register_module(force=True)
+class Exchanging(Hook):
+    """Puts another loader in place of the training's."""
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == 2:
+            dataset = {"type": "Piped"}
+            sampler = {"type": "DefaultSampler", "shuffle": True}
+            loader = {"batch_size": 2 * BATCH, "num_workers": 0, "dataset": dataset, "sampler": sampler}
+            runner.train_loop.dataloader = runner.build_dataloader(loader)
+
+
+@HOOKS.register_module(force=True)
+class UnfreezeInside(Hook):
+    """Blocks that are trained from an iteration on."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def before_train(self, runner: Any) -> None:
+        runner.model.layers.requires_grad_(False)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        runner.model.layers.requires_grad_(runner.iter >= self.iteration)
+
+
+@OPTIM_WRAPPERS.register_module(force=True)
+class Remembering(OptimWrapper):
+    """Keeps the gradients of the last step."""
+
+    def step(self, **kwargs: Any) -> None:
+        self.last = [one.grad.clone() for group in self.optimizer.param_groups for one in group["params"]]
+        super().step(**kwargs)
 
 
 @METRICS.register_module(force=True)
@@ -370,6 +405,37 @@ def test_a_pipeline_that_a_hook_exchanges_makes_larger_batches(look: Callable[..
     found = look(hook, train_dataloader__dataset={"type": "Piped", "_delete_": True})
     assert found.said("epoch 3", "train_dataloader")
     assert found.phase("training", "epoch 3").peak_allocated > 2 * found.phase("training").peak_allocated
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_a_hook_that_changes_the_model_at_an_iteration(look: Callable[..., Look], plain: Look, by_epoch: bool) -> None:
+    endless = {"type": "InfiniteSampler", "shuffle": True}
+    counted = {"type": "IterBasedTrainLoop", "max_iters": 40, "val_interval": 10, "_delete_": True}
+    found = look({"type": "UnfreezeInside", "iteration": 7}, **({} if by_epoch else {"train_cfg": counted,
+                 "train_dataloader__sampler": endless}))  # fmt: skip
+    names = [(phase.name, phase.label) for phase in found.phases]
+    before = [(name, "") for name in ("setup", "training", "saving", "validation", "training")]
+    assert names == [*before, ("training", "iteration 8")]
+    assert found.phase("training", "iteration 8").peak_allocated == plain.peak
+
+
+def test_a_loader_that_a_hook_puts_in_place_of_the_trainings(look: Callable[..., Look], plain: Look) -> None:
+    found = look({"type": "Exchanging"})
+    assert found.phase("training").peak_allocated == plain.peak
+    assert found.phase("training", "epoch 3").peak_allocated > 1.5 * plain.peak
+
+
+def test_what_an_optimizer_wrapper_of_the_users_keeps_is_counted(look: Callable[..., Look], plain: Look) -> None:
+    found = look(optim_wrapper__type="Remembering")
+    assert found.peak - plain.peak == rounded(MODELS.build(MODEL).parameters())
+
+
+def test_a_training_that_ends_with_its_first_steps_is_saved_and_validated(look: Callable[..., Look]) -> None:
+    endless = {"type": "InfiniteSampler", "shuffle": True}
+    counted = {"type": "IterBasedTrainLoop", "max_iters": 2, "val_interval": 10, "_delete_": True}
+    names = [phase.name for phase in look(train_cfg=counted, train_dataloader__sampler=endless).phases]
+    assert names == ["setup", "training", "saving", "validation"]
+    assert [phase.name for phase in look(train_cfg__max_epochs=1).phases] == names
 
 
 def test_a_loss_that_a_hook_switches_on(look: Callable[..., Look]) -> None:
