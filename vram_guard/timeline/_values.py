@@ -304,7 +304,8 @@ class Work(NamedTuple):
     """The CUDA stream on which it was started, numbered as :attr:`Block.stream` is."""
 
 
-#: How later steps differ from the first: other weights are trained, or handed to the optimizer; the loss may be another.
+#: How later steps differ from the first: other weights are trained, or handed to the optimizer; the loss may be
+#: another.
 LaterChange = Literal["trained", "optimized", "loss"]
 
 #: What a forward changes: "tensor": an attribute that is neither parameter nor buffer; "object": a container, a helper
