@@ -232,7 +232,7 @@ def test_the_cache_of_a_generation_grows_with_every_token(answers: dict[str, Any
 
 
 def test_pictures_that_a_diffusion_pipeline_makes_are_an_evaluation(tmp_path: Path) -> None:
-    """Twenty denoising steps of the script's own pipeline, at twice as many samples as pictures, and its decoder."""
+    """Eight denoising steps of the script's own pipeline, at twice as many samples as pictures, and its decoder."""
     pytest.importorskip("diffusers")
     for count in (4, 16):
         cases.request(tmp_path / f"asked/{count}", DIFFUSION, "--pictures", count, budget="20GiB")

@@ -178,7 +178,7 @@ def test_datamodules_iterable_datasets_and_collections(tmp_path: Any) -> None:
     assert module.loaded == [64]
 
     stream = cases.loader(dataset=cases.Stream(SAMPLES), shuffle=False)
-    assert fit(tmp_path, growing(target_utilization=0.0006), stream, max_epochs=1).loaded[0] > 8
+    assert fit(tmp_path, growing(target_utilization=0.00035), stream, max_epochs=1).loaded[0] > 8
 
     pair = {"a": cases.loader(SAMPLES), "b": cases.loader(SAMPLES)}
     assert fit(tmp_path, growing(), pair, max_epochs=1).loaded == [128]
