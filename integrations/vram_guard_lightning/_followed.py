@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vram_guard.guard.unfollowed import left_out_if_it_fails
 from vram_guard.language import Message
 from vram_guard.patching import replace_attributes
 from vram_guard_lightning import _namespaces
@@ -171,20 +172,14 @@ class FollowedTrainer:
         """Code that may fail: the step is predicted all the same, and a note says why."""
         modes = [(part, part.training) for part in self.module.modules()]
         stage = self.trainer.state.stage
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - the user's own code runs
-            why = f"{type(error).__name__}: {error}"
-            said = Message(
-                "{phase} cannot be followed to its end ({error}): the rest of it is not included in the prediction",
-                phase=what,
-                error=why,
-            )
-            self.run.note(said)
-            error.__traceback__ = error.__context__ = error.__cause__ = None  # frames hold symbolic tensors
-            for part, training in modes:
-                part.training = training
-            self.trainer.state.stage = stage
+        with left_out_if_it_fails(self.run, what):
+            try:
+                yield
+            except Exception:
+                for part, training in modes:
+                    part.training = training
+                self.trainer.state.stage = stage
+                raise
 
     # --- batches ----------------------------------------------------------------------------------------------
 

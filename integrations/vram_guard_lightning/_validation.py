@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.guard.evaluation_loader import EvaluationLoader
 from vram_guard.language import _
 from vram_guard.limits import ROUNDS_FOLLOWED
 from vram_guard.longest.choice import longest_beside
@@ -20,59 +21,28 @@ from vram_guard_lightning._sample import loaders_in, read
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from vram_guard.capture.loader import Sample
     from vram_guard_lightning._followed import FollowedTrainer
 
 # ruff: noqa: SLF001 - every private name of Lightning used here is listed in private_api.py
 
 
 @dataclass(frozen=True)
-class Loader:
-    """One loader of an evaluation: its batches as it delivers them, and how many of them there are."""
-
-    sample: Sample
-    batches: int
-    longest: Sample | None = None
-    """One of the batches is longer than those that are delivered first."""
-
-    def of_at_most(self, size: int) -> tuple[Any, int]:
-        """A batch of its own size, or of this one where that is smaller, and the number of batches then."""
-        own = self.sample.batch_size
-        if size >= own:
-            return self.sample.make(own), self.batches
-        samples = self.batches * own
-        whole = self.sample.dataset_size
-        if whole is not None and whole > samples - own:  # the last batch may be shorter; a sampler may draw more
-            samples = min(samples, whole)
-        return self.sample.make(size), math.ceil(samples / size)
-
-    def followed(self, size: int, sanity: int | None) -> tuple[list[Any], int, int]:
-        """The batches that are followed, the number of the one that stands for others, and for how many it stands."""
-        batch, count = self.of_at_most(size)
-        if sanity is not None:
-            return [batch], 1, min(count, sanity or count)
-        last = [] if self.longest is None else [self.longest.make(min(size, self.longest.batch_size))]
-        count -= len(last)
-        typical = min(count, 2)
-        return [batch] * typical + last, typical, count - typical + 1
-
-
-@dataclass(frozen=True)
 class EvaluationBatches:
     """The batches of an evaluation's loaders, and remarks for a reader of the prediction."""
 
-    loaders: Mapping[int, Loader]
+    loaders: Mapping[int, EvaluationLoader]
     """By their place among all loaders of the evaluation; those without batches are left out."""
     notes: tuple[str, ...]
 
     @property
     def batch_size(self) -> int:
         """Samples of the largest batch."""
-        return max(one.sample.batch_size for one in self.loaders.values())
+        return max(one.size() for one in self.loaders.values())
 
     def of_at_most(self, size: int) -> Any:
-        """A batch of the first loader, see :meth:`Loader.of_at_most`."""
-        return next(iter(self.loaders.values())).of_at_most(size)[0]
+        """A batch of the first loader."""
+        first = next(iter(self.loaders.values()))
+        return first.sample.make(first.size(size))
 
     def run(
         self,
@@ -83,9 +53,7 @@ class EvaluationBatches:
         sanity: int | None = None,
         most: int | None = None,
     ) -> None:
-        """Run the loop over two batches of each loader, of which the second stands for the others.
-
-        The longest batch comes last, where all that is collected of the others is there.
+        """Run the loop over a few batches of each loader, which stand for all.
 
         Args:
             followed: the Trainer.
@@ -94,21 +62,19 @@ class EvaluationBatches:
             sanity: the most batches of each loader in a sanity check, which one batch stands for; None: it is none.
             most: samples of a batch; None: as many as the loaders deliver.
         """
-        size = self.batch_size if most is None else most
-        given = {place: one.followed(size, sanity) for place, one in self.loaders.items()}
+        given = {place: one.followed(most, first=sanity) for place, one in self.loaders.items()}
         seen = dict.fromkeys(given, 0)
         name = "_evaluation_step" if hasattr(loop, "_evaluation_step") else "_predict_step"
         own = getattr(loop, name)
 
         def batches() -> Iterator[tuple[Any, int, int]]:
-            for place, (made, _repeated, _left) in given.items():
-                yield from ((batch, number, place) for number, batch in enumerate(made))
+            for place, made in given.items():
+                yield from ((batch, number, place) for number, (batch, _count) in enumerate(made))
 
         def step(batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any) -> None:
+            _batch, count = given[dataloader_idx][seen[dataloader_idx]]
             seen[dataloader_idx] += 1
-            _made, repeated, left = given[dataloader_idx]
-            stands = seen[dataloader_idx] == repeated
-            with followed.run.repeat(left) if stands else contextlib.nullcontext():
+            with followed.run.repeat(count) if count > 1 else contextlib.nullcontext():
                 own(batch, batch_idx, dataloader_idx, *rest)
 
         followed.batches[loop] = batches
@@ -149,7 +115,7 @@ def read_rounds(
         planned_batch: its longest batch, where all batches are evaluated.
     """
     mode = getattr(made, "_mode", "sequential")
-    found: dict[int, Loader] = {}
+    found: dict[int, EvaluationLoader] = {}
     notes: list[str] = []
     for place, loader in enumerate(loaders_in(made) if mode == "sequential" else [made]):
         count = _count(trainer, loader, mode, limit)
@@ -161,7 +127,7 @@ def read_rounds(
             longest, said = longest_beside(
                 functools.partial(read, loader), planned_batch, ranks=_layouts.data_ranks(trainer)
             )
-        found[place] = Loader(sample, count or ROUNDS_FOLLOWED, longest)
+        found[place] = EvaluationLoader(sample, count, sample.dataset_size, longest)
         notes += [_("{phase}: {note}", phase=what, note=note) for note in said]
         if count is None:
             notes.append(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from mmengine.device import get_device
 
-from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.capture.loader import read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
+from vram_guard.guard.evaluation_loader import EvaluationLoader
 from vram_guard.language import _
 from vram_guard.longest.choice import longest_beside
 from vram_guard.longest.planned_batch import PlannedBatch
@@ -42,58 +43,16 @@ class EvaluationLoop:
     Attributes:
         runner: the user's, whose loop may not be built yet.
         kind: of evaluation.
-        sample: of its loader.
+        rounds: over its loader.
         loader: built.
         evaluator: built.
-        batches: of the loader; None where it has no known end.
-        samples: of one process; None where the data set does not tell.
-        longest: one of the batches is longer than the first ones; None: it is not, or that is not known.
     """
 
     runner: Any
     kind: Kind
-    sample: Sample
+    rounds: EvaluationLoader
     loader: Any
     evaluator: Any
-    batches: int | None
-    samples: int | None
-    longest: Sample | None = None
-
-    def followed(self, most: int | None) -> list[tuple[Any, int]]:
-        """Batches, and for how many rounds each stands; the longest comes last, beside all that is collected.
-
-        Args:
-            most: samples of a batch; None: as many as the loader delivers.
-        """
-        sizes, repeated = self.sizes(most)
-        found = [(self.sample.make(size), repeated if number == 1 else 1) for number, size in enumerate(sizes)]
-        if self.longest is not None:
-            batch, count = found.pop(min(1, len(found) - 1))
-            if count > 1:
-                found.insert(1, (batch, count - 1))
-            own = self.longest.batch_size
-            found.append((self.longest.make(own if most is None else min(own, most)), 1))
-        return found
-
-    def sizes(self, most: int | None = None) -> tuple[tuple[int, ...], int]:
-        """Batch sizes of the first round, of that of those that follow, and of a shorter last one.
-
-        Args:
-            most: samples of a batch; None: as many as the loader delivers.
-
-        Returns:
-            And how many rounds the second of these stands for.
-        """
-        own = self.sample.batch_size
-        size = own if most is None else min(own, most)
-        if self.batches is None:
-            return (size, size), 1
-        evaluated = self.batches * own if self.samples is None else min(self.samples, self.batches * own)
-        batches = self.batches if size == own else -(-evaluated // size)
-        last = size if self.samples is None else self.samples - (batches - 1) * size
-        if batches == 1 or not 0 < last < size:
-            return (min(size, last) if last > 0 else size, size)[:batches], batches - 1
-        return (size, size, last) if batches > 2 else (size, last), max(batches - 2, 1)
 
     def in_loop(self, followed: FollowedRunner, most: int | None = None) -> Any:
         """The runner's loop, built as MMEngine builds it, over these rounds; batches have at most so many samples."""
@@ -117,8 +76,8 @@ class _Loader:
 
     def __init__(self, run: JobRun, rounds: EvaluationLoop, most: int | None) -> None:
         self.dataset = rounds.loader.dataset
-        self._followed = rounds.followed(most)
-        self.batch_size = rounds.sizes(most)[0][0]
+        self._followed = rounds.rounds.followed(most)
+        self.batch_size = rounds.rounds.size(most)
         self._run = run
 
     def __len__(self) -> int:
@@ -165,7 +124,7 @@ def rounds_of(runner: Any, kind: Kind, notes: list[str], planned_batch: PlannedB
     longest, said = longest_beside(functools.partial(read_loader, loader), planned_batch)
     what = _("validation") if kind == "val" else _("test")
     notes += [_("{phase}: {note}", phase=what, note=note) for note in said if longest is not None]
-    return EvaluationLoop(runner, kind, sample, loader, evaluator, batches, samples, longest)
+    return EvaluationLoop(runner, kind, EvaluationLoader(sample, batches, samples, longest), loader, evaluator)
 
 
 def rounds_of_training(runner: Any, kind: Kind, notes: list[str], planned_batch: PlannedBatch) -> EvaluationLoop | None:
@@ -244,14 +203,14 @@ def capture_evaluation(runner: Any, kind: Kind, model: nn.Module, planned_batch:
 
     step = evaluation_step(
         model,
-        rounds.sample.make,
+        rounds.rounds.sample.make,
         play,
         ends_process=True,
         parallel=_layouts.layout_of(runner),
         device="cpu" if get_device() == "cpu" else "cuda",
     )
     quiet = functools.partial(symbolic_run, 1, 1, StepEffects())
-    return CapturedEvaluation(step, rounds.sample.batch_size, quiet, tuple(notes))
+    return CapturedEvaluation(step, rounds.rounds.sample.batch_size, quiet, tuple(notes))
 
 
 def _left_of_training(runner: Any) -> list[torch.Tensor]:

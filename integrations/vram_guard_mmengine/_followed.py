@@ -20,6 +20,7 @@ from mmengine._strategy import single_device
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 
+from vram_guard.guard.unfollowed import in_a_line, left_out_if_it_fails
 from vram_guard.job import LoopRun
 from vram_guard.language import Message
 from vram_guard.patching import replace_attributes
@@ -93,7 +94,7 @@ class FollowedRunner:
                         "{hook}.{name} cannot be followed ({error}): what it does is not included in the prediction",
                         hook=type(hook).__name__,
                         name=name,
-                        error=short(error),
+                        error=in_a_line(error),
                     )
                 )
         self.in_hook = outer
@@ -103,19 +104,8 @@ class FollowedRunner:
     @contextlib.contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:
         """A phase, which the training may do without where it cannot be followed."""
-        with self.run.phase(name):
-            try:
-                yield
-            except Exception as error:  # noqa: BLE001 - the user's own code, and MMEngine's on tensors without values
-                self.run.note(
-                    Message(
-                        "{phase} cannot be followed to its end ({error}): the rest of it is not included in the "
-                        "prediction",
-                        phase=name,
-                        error=short(error),
-                    )
-                )
-                error.__traceback__ = error.__context__ = error.__cause__ = None  # frames hold symbolic tensors
+        with self.run.phase(name), left_out_if_it_fails(self.run, name):
+            yield
 
 
 def _followed(hook: Any) -> bool:
@@ -127,11 +117,6 @@ def _followed(hook: Any) -> bool:
 def is_users(hook: Any) -> bool:
     """True if the hook is neither the guard nor one of MMEngine's own."""
     return type(hook).__module__.partition(".")[0] not in ("mmengine", "vram_guard_mmengine")
-
-
-def short(error: Exception) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:300]
 
 
 class _Nothing:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from vram_guard.apply.microbatch import splitter_of
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import UnsupportedStepError
+from vram_guard.guard.unfollowed import in_a_line
 from vram_guard.job import LoopRun
 from vram_guard.language import Message, _
 from vram_guard.patching import replace_attributes
@@ -23,7 +24,7 @@ from vram_guard.state.containers import mapped
 from vram_guard.watch.batches import MicroBatches
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._evaluation import EvaluationLoop
-from vram_guard_mmengine._followed import FollowedRunner, short
+from vram_guard_mmengine._followed import FollowedRunner
 from vram_guard_mmengine._later import FollowedIterations, OverError
 from vram_guard_mmengine._loss import HostBatch
 from vram_guard_mmengine._optim import OptimFacts, wrapper_of_trace
@@ -72,7 +73,7 @@ class RunnerJob:
 
     def evaluation_batch_size(self, name: str) -> int | None:
         """See :class:`~vram_guard.job.Resizable`."""
-        return None if self.validation is None or name != "validation" else self.validation.sample.batch_size
+        return None if self.validation is None or name != "validation" else self.validation.rounds.size()
 
     def with_evaluation_batch_size(self, _name: str, size: int) -> RunnerJob:
         """See :class:`~vram_guard.job.Resizable`."""
@@ -165,7 +166,7 @@ class _Training:
             validation = self._job.validation.in_loop(self._followed, self._job.most)
         except Exception as error:  # noqa: BLE001 - the user's own loop
             self._runner._val_loop = None
-            why = short(error)
+            why = in_a_line(error)
             self._run.note(Message("validation is not included in the prediction ({why})", why=why))
             return
         validates = validation.run

@@ -15,10 +15,11 @@ from mmengine.hooks import Hook
 
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.places import StepDecisions
+from vram_guard.guard.unfollowed import forget_frames, in_a_line
 from vram_guard.language import Message, _
 from vram_guard.limits import LATER_SECONDS, LATER_STEPS, LONGEST_SWITCHES, PLACES_LOOKED_AT
 from vram_guard.patching import replaced
-from vram_guard_mmengine._followed import FollowedRunner, is_users, short
+from vram_guard_mmengine._followed import FollowedRunner, is_users
 from vram_guard_mmengine._step_switches import StepSwitches
 
 # ruff: noqa: SLF001 - loops and optimizer wrappers have no public names for where they are
@@ -146,10 +147,10 @@ class FollowedIterations:
             Message(
                 "the step from {place} on cannot be followed ({error}): it is not included in the prediction",
                 place=self._name(self._loop._iter),
-                error=short(error),
+                error=in_a_line(error),
             )
         )
-        error.__traceback__ = error.__context__ = error.__cause__ = None  # frames hold symbolic tensors
+        forget_frames(error)
         self._state = "left out"
         return {}
 
