@@ -295,35 +295,27 @@ def test_layers_may_be_divided_over_more_than_a_node(monkeypatch: Any) -> None:
     assert (found.tensor, found.dimensions, found.reshard) == (8, {"shard": 1, "tensor": 8}, True)
 
 
-@pytest.mark.parametrize("name", ["process_group", "ignored_parameters", "ignored_states"])
-def test_what_belongs_to_the_real_processes_is_refused(name: str) -> None:
+class OtherDeepSpeedStrategy:
+    """Of a library that is not followed."""
+
+
+def test_what_belongs_to_the_real_processes_and_other_strategies_are_refused_by_name() -> None:
     from vram_guard.errors import UnsupportedStepError
     from vram_guard_lightning import _layouts
 
-    with pytest.raises(UnsupportedStepError, match=rf"FSDPStrategy\({name}="):
-        _layouts.layout_of(trainer(strategy("FSDPStrategy", **{name: [object()]})))
-
-
-def test_other_strategies_are_refused_by_name() -> None:
-    from vram_guard.errors import UnsupportedStepError
-    from vram_guard_lightning import _layouts
-
-    class DeepSpeedStrategy:
-        pass
-
-    with pytest.raises(UnsupportedStepError, match="DeepSpeedStrategy"):
-        _layouts.layout_of(trainer(DeepSpeedStrategy()))
+    real = ("process_group", "ignored_parameters", "ignored_states")
+    refused = {rf"FSDPStrategy\({name}=": strategy("FSDPStrategy", **{name: [object()]}) for name in real}
+    for named, found in {**refused, "OtherDeepSpeedStrategy": OtherDeepSpeedStrategy()}.items():
+        with pytest.raises(UnsupportedStepError, match=named):
+            _layouts.layout_of(trainer(found))
 
 
 @pytest.mark.parametrize(
-    ("written", "others"), [("FULL_SHARD", (False,)), ("SHARD_GRAD_OP", (True,)), ("NO_SHARD", ())]
+    ("written", "others"), [("FULL_SHARD", {False}), ("SHARD_GRAD_OP", {True}), ("NO_SHARD", set())]
 )
-def test_a_sharding_strategy_is_planned_to_free_or_keep_what_it_does_not(
-    written: str, others: tuple[bool, ...]
-) -> None:
-    from lightning.pytorch.strategies import FSDPStrategy
-
+def test_a_sharding_strategy_is_planned_to_free_or_keep_what_it_does_not(written: str, others: set[bool]) -> None:
     from vram_guard_lightning import _layouts
 
-    trainer: Any = SimpleNamespace(strategy=FSDPStrategy(sharding_strategy=written))
-    assert _layouts._other_times(trainer, SimpleNamespace()) == others  # type: ignore[arg-type]
+    made = trainer(strategy("FSDPStrategy", sharding_strategy=written))
+    ways = _layouts.shardings_of(made, _layouts.layout_of(made))()  # type: ignore[arg-type] - it divides the model
+    assert {one.reshard for one in ways if not one.offload} == others
