@@ -40,18 +40,14 @@ def variant(key):
 
 
 def questions():
-    """Every training of every architecture, with lengths, batches and cards that differ from one to the next.
-
-    The largest batch, a search over replays, is sought for every second training.
-    """
-    for number, one in enumerate(architectures()):
+    """Every training of every architecture, with lengths, batches and cards that differ from one to the next."""
+    for one in architectures():
         for index, key in enumerate(variants_of(one.name)):
             known = (each for each in (8192, 1024, 512) if any(timelines_of(one.name, variant(key), each)))
             most = next(known, 0)
             for turn, (eighths, batch) in enumerate(((1, 1), (3, 5), (8, 37))):
                 length = most and max(LENGTH_STEP, most * eighths // 8 // LENGTH_STEP * LENGTH_STEP)
-                gpu = CARDS[(3 * index + turn) % len(CARDS)]
-                seek = index % 3 == turn and (index + number) % 2 == 0
+                gpu, seek = CARDS[(3 * index + turn) % len(CARDS)], index % 3 == turn
                 yield {"model": one.name, "index": index, "gpu": gpu, "length": length, "batch": batch, "seek": seek}
 
 
