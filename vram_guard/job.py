@@ -46,15 +46,12 @@ class JobRun(Protocol):
         """Micro-batches of an optimizer step in this trace, as the plan that is tried has them."""
         ...
 
-    def train(
-        self, steps: int = 2, label: str = "", *, after: Callable[[], object] | None = None, **changes: Any
-    ) -> None:
+    def train(self, steps: int = 2, label: str = "", **changes: Any) -> None:
         """Optimizer steps by the step's own loop.
 
         Args:
             steps: how many.
             label: of these steps in reports ("epoch 5: unfrozen").
-            after: called at the end of each step, as a part of it (hooks and callbacks of a framework).
             changes: fields of the :class:`~vram_guard.step.TrainingStep` that differ from here on (``batch``, ``loss``,
                 ``accumulate``, ``keeps``, ``zero_grad``, ``clip_grad_norm``, ``clip_grad_value``, ``whole_batch``).
         """

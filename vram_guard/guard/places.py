@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vram_guard.job import JobRun
 from vram_guard.limits import STEPS_ONE_BY_ONE
 
 
@@ -81,19 +80,6 @@ class StepDecisions:
     def _kind(self, place: Mapping[str, int]) -> tuple[Any, ...]:
         found = self._decided.items()
         return tuple(decide(place[name]) for name, one in found for decide in one.decisions.values())
-
-
-def train_differently(run: JobRun, train: Callable[[], object]) -> None:
-    """One step that differs from those before it, and a second where the first leaves more than it has met.
-
-    Args:
-        run: of the trace.
-        train: runs one step.
-    """
-    met = run.allocated
-    train()
-    if run.allocated > met:
-        train()
 
 
 # --- numbers --------------------------------------------------------------------------------------------------

@@ -94,9 +94,7 @@ class PlayedRun:
         if not self._steps and self._loop.step.optimizer is not None:
             raise InvalidInputError(_("the job never trains: its play has to call run.train()"))
 
-    def train(
-        self, steps: int = 2, label: str = "", *, after: Callable[[], object] | None = None, **changes: Any
-    ) -> None:
+    def train(self, steps: int = 2, label: str = "", **changes: Any) -> None:
         """So many optimizer steps."""
         checked_count("steps", steps)
         known_names("run.train", changes, CHANGEABLE)
@@ -110,20 +108,18 @@ class PlayedRun:
             self.left.differs()
             self._label = label
         for _step in range(steps):
-            self._traced_step(after)
+            self._traced_step()
         if self.left.unsettled:
-            self._traced_step(after)
+            self._traced_step()
         if self._loop.step.keeps == "nothing":
             self._loop.batch = None
         self._recorder.label = ""
 
-    def _traced_step(self, after: Callable[[], object] | None) -> None:
+    def _traced_step(self) -> None:
         """One optimizer step."""
         self._steps += 1
         self.left.begins()
         self._loop.run((self._steps,))
-        if after is not None:
-            after()
         self.left.ended(self._steps)
 
     # --- a loop of the job's own ------------------------------------------------------------------------------
