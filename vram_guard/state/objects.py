@@ -12,18 +12,6 @@ from vram_guard.state.reached import ReachedState
 
 
 @contextlib.contextmanager
-def attributes_kept(objects: Iterable[Any]) -> Iterator[None]:
-    """Afterwards these objects have the attributes that they had, the same objects each."""
-    kept = [(vars(one), dict(vars(one))) for one in objects]
-    try:
-        yield
-    finally:
-        for attributes, before in kept:
-            attributes.clear()
-            attributes.update(before)
-
-
-@contextlib.contextmanager
 def objects_kept(objects: Iterable[Any], *, besides: nn.Module) -> Iterator[None]:
     """Afterwards these objects have the attributes that they had, and so have modules and containers that they hold.
 
