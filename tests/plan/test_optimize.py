@@ -21,9 +21,9 @@ from vram_guard import TrainingStep, cli, trace
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.optimize.batch import choose_batch, chosen_by_measurement, smallest_of_the_fastest
-from vram_guard.optimize.document import ConfigChange, Document
+from vram_guard.optimize.document import ConfigChange, Document, written
 from vram_guard.optimize.host import usable_cores
-from vram_guard.optimize.names import find
+from vram_guard.optimize.names import SETTINGS, find
 from vram_guard.optimize.rules import Advice, Situation
 from vram_guard.watch import throughput
 from vram_guard.watch.throughput import MeasuredBatch, measure
@@ -489,6 +489,17 @@ def test_the_limit_of_a_container(tmp_path):
     assert usable_cores(tmp_path / "cpu.max") == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert usable_cores(tmp_path / "cpu.max") == usable_cores(tmp_path / "missing") >= 1
+
+
+def test_numbers_as_text():
+    assert written(2e-4, "1E-4") == "2e-4"
+    assert written(1e22, "1.0") == "10000000000000000000000"
+    assert written("bf16", "'no'") == "'bf16'"
+
+
+def test_settings_have_distinct_names():
+    names = [name for known in SETTINGS.values() for name in known]
+    assert len(names) == len(set(names))
 
 
 # --- measuring ---
