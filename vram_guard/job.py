@@ -138,8 +138,13 @@ class LoopRun(JobRun, Protocol):
         """
         ...
 
-    def loss(self, batch: Any) -> Any:
-        """The step's own loss of a batch that lies on the simulated GPU."""
+    def loss(self, batch: Any, *, autocast: bool = True) -> Any:
+        """The step's own loss of a batch that lies on the simulated GPU.
+
+        Args:
+            batch: to compute it of.
+            autocast: False where the loss enters the region of its forward itself.
+        """
         ...
 
     def step_ends(self) -> bool:

@@ -38,6 +38,8 @@ _WATCHING = (
 #: Hooks of MMEngine's own besides those that watch which change nothing of a step: they set learning rates and seeds.
 _AROUND_STEPS = ("ParamSchedulerHook", "DistSamplerSeedHook")
 
+_OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
+
 #: They may tell others that the training is over.
 _AT_THE_END = ("after_train", "after_run")
 
@@ -53,6 +55,7 @@ class FollowedRunner:
     Attributes:
         hooks: those that are called, of all that the runner has.
         in_hook: one of them is running.
+        begun: the first steps are over.
         after_batch: called when the hooks after a training iteration have run.
     """
 
@@ -60,7 +63,7 @@ class FollowedRunner:
         self.run = run
         self.runner = runner
         self.hooks = [hook for hook in runner.hooks if _followed(hook)]
-        self.in_hook = False
+        self.in_hook = self.begun = False
         self.after_batch: Callable[[], None] = _nothing
         self._failed: set[tuple[int, str]] = set()
         _silence_mmengine(checkpoint)
@@ -82,6 +85,13 @@ class FollowedRunner:
         if name in _AT_THE_END:
             return
         outer, self.in_hook = self.in_hook, True
+        with self.run.phase("hooks") if self.begun and name in _OF_EPOCHS else contextlib.nullcontext():
+            self._call(name, arguments)
+        self.in_hook = outer
+        if name == "after_train_iter":
+            self.after_batch()
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> None:
         for hook in self.hooks:
             if not hasattr(hook, name) or (id(hook), name) in self._failed:
                 continue
@@ -97,9 +107,6 @@ class FollowedRunner:
                         error=in_a_line(error),
                     )
                 )
-        self.in_hook = outer
-        if name == "after_train_iter":
-            self.after_batch()
 
     @contextlib.contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:

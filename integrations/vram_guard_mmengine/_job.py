@@ -159,6 +159,10 @@ class _Training:
         if self._job.batches is None:
             loop.dataloader_iterator = self._steps.deliver()
         model.__class__ = self._led
+        kind = type(loop)
+        # Hooks may stop the training by what is not known before it: it is followed to its end.
+        stops = property(lambda _loop: self._steps.over, lambda _loop, _value: None)
+        loop.__class__ = type(kind.__name__, (kind,), {"stop_training": stops})
         if self._job.validation is None:
             self._runner._val_loop = None
             return
@@ -193,7 +197,7 @@ class _Training:
         def step(data: Any, optim_wrapper: Any) -> Any:
             model.__class__ = kind
             try:
-                return run.loss(HostBatch(data, optim_wrapper))
+                return run.loss(HostBatch(data, optim_wrapper), autocast=False)  # its wrapper enters the region
             finally:
                 model.__class__ = self._led
 

@@ -45,6 +45,9 @@ class FollowedIterations:
         batches: of an epoch; None where the training is not counted in epochs.
         step: what ``train_step`` is called with -> what it returns, traced.
         first_ends: called when the first epoch's steps are over; the first steps, where epochs do not count.
+
+    Attributes:
+        over: no later epoch is followed.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class FollowedIterations:
         step: Callable[..., Any],
         first_ends: Callable[[], None],
     ) -> None:
+        self._followed = followed
         self._run, self._runner, self._loop = followed.run, followed.runner, followed.runner._train_loop
         self._hooks, self._switches, self._batches = followed.hooks, switches, batches
         self._step, self._first_ends = step, first_ends
@@ -66,7 +70,7 @@ class FollowedIterations:
         """Asked when the hooks before a step's first batch have run."""
         self._taken = 0
         self._unsettled = False
-        self._begun = False
+        self._begun = self.over = False
         self._places: list[int] = []
         """Iterations at which hooks may change the step, from the last to the next one."""
         self._plain = -1
@@ -98,7 +102,7 @@ class FollowedIterations:
         Raises:
             OverError: nothing is left to follow.
         """
-        if self._begun and not self._places:
+        if self.over:
             raise OverError
         first, self._begun = not self._begun, True
         if first:
@@ -110,7 +114,7 @@ class FollowedIterations:
         if first:
             self._first_ends()
         self._met = self._run.allocated
-        self._loop.stop_training = not self._places
+        self.over = not self._places
         if self._places:  # MMEngine counts the epoch when the hooks after this one have run
             self._loop._epoch = self._places[-1] // self._batches - 1
             self._loop._iter = (self._loop._epoch + 1) * self._batches
@@ -120,10 +124,11 @@ class FollowedIterations:
         if self._state == "asked" and not self._follows():
             self._state = "left out"
         if self._state == "left out":
-            return {name: torch.zeros(()) for name in self._outputs}
+            return self._unknown()
         if self._state == "asked":
             self._before = self._run.allocated
         self._state = "begun"
+        self._switches.used()
         self._run.batch_begins(self._label)
         hub, counted = self._runner.message_hub, optim_wrapper._inner_count
         with replaced(hub, {"get_info": self._noted(hub.get_info)}):
@@ -152,7 +157,11 @@ class FollowedIterations:
         )
         forget_frames(error)
         self._state = "left out"
-        return {}
+        return self._unknown()
+
+    def _unknown(self) -> dict[str, torch.Tensor]:
+        """What ``train_step`` returns where it is not followed."""
+        return {name: torch.zeros(()) for name in self._outputs}
 
     def _batch_ends(self) -> None:
         """The hooks after an iteration have run."""
@@ -182,6 +191,7 @@ class FollowedIterations:
         while not self.first_over:
             yield from self._one_step(start + self._taken, lambda: True)
         self._switches.begin()
+        self._followed.begun = True
         self._plain = start + 2 if self._batches is None else (start // self._batches + 1) * self._batches
         self._places = sorted(self._later_places(start + 1) | {self._plain}, reverse=True)
         self._places = [place for place in self._places if start < place < self._loop._max_iters]

@@ -147,8 +147,8 @@ class Loss:
         return loss
 
     def __call__(self, model: Any, batch: HostBatch) -> Any:
-        if batch.optim_wrapper is not None:  # which knows itself what runs under autocast
-            with self._as_compiled(model), torch.autocast("cuda", enabled=False):
+        if batch.optim_wrapper is not None:
+            with self._as_compiled(model):
                 return model.train_step(batch.data, optim_wrapper=batch.optim_wrapper)
         self.recorder.begin()
         with self._as_compiled(model):

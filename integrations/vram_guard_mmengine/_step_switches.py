@@ -49,6 +49,8 @@ class StepSwitches:
         self._glanced: list[Any] = []
         self._seen: list[dict[str, Any]] = []
         self._gone: dict[str, int] = {}
+        self._made: Any = None
+        """The latest batch, as long as no step has been given it."""
 
     @property
     def _loader(self) -> Any:
@@ -62,9 +64,14 @@ class StepSwitches:
 
     def batch(self) -> Any:
         """A batch as the loader delivers it now; where a plan cuts batches, micro-batches keep their size."""
-        self._read()
-        size = self._run.loaded_samples
-        return self._sample.make(-(-size * self._sample.batch_size // self._written.batch_size))
+        if self._read() or self._made is None:
+            size = self._run.loaded_samples
+            self._made = self._sample.make(-(-size * self._sample.batch_size // self._written.batch_size))
+        return self._made
+
+    def used(self) -> None:
+        """A step has been given the batch, and may have changed it."""
+        self._made = None
 
     def difference(self) -> str:
         """What is now as it was never before, in words; "" where there is nothing."""
@@ -145,11 +152,11 @@ class StepSwitches:
             state.update(known[1])
         return state
 
-    def _read(self) -> None:
-        """Samples of a loader that a hook has changed, or exchanged."""
+    def _read(self) -> bool:
+        """Samples of a loader that a hook has changed, or exchanged; False where there is none."""
         data = _parts_of(self._loader)
         if data == self._data:
-            return
+            return False
         self._data = data
         try:
             with random_state_kept():
@@ -162,6 +169,7 @@ class StepSwitches:
                     error=f"{type(error).__name__}: {error}",
                 )
             )
+        return True
 
 
 def _has_parts(value: Any) -> bool:

@@ -218,6 +218,18 @@ class UnfreezeInside(Hook):
         runner.model.layers.requires_grad_(runner.iter >= self.iteration)
 
 
+@HOOKS.register_module(force=True)
+class Evaluating(Hook):
+    """Runs the model on a large batch after every epoch, and stops the training."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        for batch in runner.train_dataloader:
+            assert len(batch["inputs"])
+        with torch.no_grad():
+            runner.model.scores(torch.zeros(128, 3, 64, 64, device=next(runner.model.parameters()).device))
+        runner.train_loop.stop_training = True
+
+
 @OPTIM_WRAPPERS.register_module(force=True)
 class Remembering(OptimWrapper):
     """Keeps the gradients of the last step."""
@@ -417,6 +429,15 @@ def test_a_hook_that_changes_the_model_at_an_iteration(look: Callable[..., Look]
     before = [(name, "") for name in ("setup", "training", "saving", "validation", "training")]
     assert names == [*before, ("training", "iteration 8")]
     assert found.phase("training", "iteration 8").peak_allocated == plain.peak
+
+
+def test_what_hooks_between_epochs_take_is_a_phase_of_its_own(look: Callable[..., Look], plain: Look) -> None:
+    found = look({"type": "Evaluating"})
+    assert [phase.name for phase in found.phases[:5]] == ["setup", "training", "saving", "hooks", "validation"]
+    assert found.phase("hooks").peak_allocated == found.peak > plain.peak
+    assert found.phase("training").peak_allocated == plain.peak
+    assert found.phases[-1].name == "hooks", "a hook that would stop the training is followed to its end"
+    assert not found.said("cannot be followed")
 
 
 def test_a_loader_that_a_hook_puts_in_place_of_the_trainings(look: Callable[..., Look], plain: Look) -> None:

@@ -144,10 +144,10 @@ class PlayedRun:
         self._recorder.label = label
         self._recorder.phase("batch", self._steps + 1, "batch")
 
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch: Any, *, autocast: bool = True) -> Any:
         """The step's own loss."""
         self._phases.forward_begins()
-        with self._loop.autocast():
+        with self._loop.autocast() if autocast else contextlib.nullcontext():
             return self._loop.step.loss(self._loop.model, batch)
 
     def step_ends(self) -> bool:
