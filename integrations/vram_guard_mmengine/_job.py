@@ -129,8 +129,11 @@ class _Training:
         with run.phase("setup"):
             if flexible:
                 followed.call("before_run")
-        with run.loop(micro_batches=True), contextlib.suppress(OverError):
+        # A loop that asks for batches by ``next`` has no other word for their end.
+        with run.loop(micro_batches=True), contextlib.suppress(OverError, StopIteration):
             self._loop.run()
+        if runner._val_loop is not None and not self._validated:  # a loop of the user's, after its last epoch
+            runner._val_loop.run()
 
     def _built_loop(self) -> Any:
         runner = self._runner

@@ -70,7 +70,7 @@ class FollowedIterations:
         """Asked when the hooks before a step's first batch have run."""
         self._taken = 0
         self._unsettled = False
-        self._begun = self.over = False
+        self.over = False
         self._places: list[int] = []
         """Iterations at which hooks may change the step, from the last to the next one."""
         self._plain = -1
@@ -104,7 +104,7 @@ class FollowedIterations:
         """
         if self.over:
             raise OverError
-        first, self._begun = not self._begun, True
+        first = not self._followed.begun  # the loop may have left its first epoch before they were over
         if first:
             yield from self._first_steps()
         if self._batches is None:
@@ -130,21 +130,26 @@ class FollowedIterations:
         self._state = "begun"
         self._switches.used()
         self._run.batch_begins(self._label)
-        hub, counted = self._runner.message_hub, optim_wrapper._inner_count
+        hub = self._runner.message_hub
         with replaced(hub, {"get_info": self._noted(hub.get_info)}):
             try:
-                outputs = self._step(data, optim_wrapper)
+                outputs = self._updated(data, optim_wrapper)
             except Exception as error:
                 if not self._looked:
                     raise
                 return self._given_up(error)
+        if optim_wrapper.should_update():
+            self._state = "updated"
+        self._outputs = list(outputs) if isinstance(outputs, dict) else []
+        return outputs
+
+    def _updated(self, data: Any, optim_wrapper: Any) -> Any:
+        counted = optim_wrapper._inner_count
+        outputs = self._step(data, optim_wrapper)
         if optim_wrapper._inner_count == counted:
             raise UnsupportedStepError(
                 _("train_step did not call optim_wrapper.update_params: there is no loss to follow")
             )
-        if optim_wrapper.should_update():
-            self._state = "updated"
-        self._outputs = list(outputs) if isinstance(outputs, dict) else []
         return outputs
 
     def _given_up(self, error: Exception) -> dict[str, Any]:

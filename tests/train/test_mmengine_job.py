@@ -18,7 +18,8 @@ from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.logging import MessageHub
-from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPERS
+from mmengine.registry import DATASETS, HOOKS, LOOPS, METRICS, MODELS, OPTIM_WRAPPERS
+from mmengine.runner import EpochBasedTrainLoop
 from torch.utils import _pytree as pytree
 
 from vram_guard.errors import DoesNotFitError
@@ -521,3 +522,28 @@ def test_an_optimizer_that_was_built_before_takes_what_one_of_a_config_takes(
         found = Look(given, whole_job=False)
         assert found.peak == plain.phase("training").peak_allocated
         assert not made.state
+
+
+@LOOPS.register_module(force=True)
+class OneByOne(EpochBasedTrainLoop):
+    """Leaves every epoch after a batch, and validates when all are over."""
+
+    def run_epoch(self) -> None:
+        self.runner.call_hook("before_train_epoch")
+        self.runner.model.train()
+        self.run_iter(0, next(iter(self.dataloader)))
+        self.runner.call_hook("after_train_epoch")
+        self._epoch += 1
+
+    def run(self) -> None:
+        self.runner.call_hook("before_train")
+        while self._epoch < self._max_epochs:
+            self.run_epoch()
+        self.runner.val_loop.run()
+
+
+def test_a_loop_of_the_users_that_leaves_its_epochs_early(look: Callable[..., Look], plain: Look) -> None:
+    found = look(train_cfg={"type": "OneByOne", "max_epochs": 6, "_delete_": True})
+    assert [phase.name for phase in found.phases][:2] == ["setup", "training"]
+    assert found.peak == plain.peak
+    assert "validation" in [phase.name for phase in found.phases]
