@@ -48,6 +48,10 @@ LISTED_ON_PAGE = 20
 
 # --- What stands for the whole -----------------------------------------------------------------------------
 
+#: Batches that a loop of the user's may take before its first training step has ended, each with none: another loop
+#: would never end in a trace.
+BATCHES_WITHOUT_A_STEP = 20
+
 #: Batches, micro-batches or slices of a loop that are followed: a first one makes what the further ones find.
 ROUNDS_FOLLOWED = 2
 #: Optimizer steps after which a training is in its stride: what the first two set up is there by then.

@@ -132,6 +132,8 @@ class _Training:
         # A loop that asks for batches by ``next`` has no other word for their end.
         with run.loop(micro_batches=True), contextlib.suppress(OverError, StopIteration):
             self._loop.run()
+        if not self._steps.first_over:
+            raise UnsupportedStepError(_("the training ends before its first steps do"))
         if runner._val_loop is not None and not self._validated:  # a loop of the user's, after its last epoch
             runner._val_loop.run()
 

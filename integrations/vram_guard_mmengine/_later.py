@@ -17,7 +17,7 @@ from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.places import StepDecisions
 from vram_guard.guard.unfollowed import forget_frames, in_a_line
 from vram_guard.language import Message, _
-from vram_guard.limits import LATER_SECONDS, LATER_STEPS, LONGEST_SWITCHES, PLACES_LOOKED_AT
+from vram_guard.limits import BATCHES_WITHOUT_A_STEP, LATER_SECONDS, LATER_STEPS, LONGEST_SWITCHES, PLACES_LOOKED_AT
 from vram_guard.patching import replaced
 from vram_guard_mmengine._followed import FollowedRunner, is_users
 from vram_guard_mmengine._step_switches import StepSwitches
@@ -193,8 +193,19 @@ class FollowedIterations:
         if self._batches is None:  # MMEngine passes over the batches of those that a checkpoint has behind it
             yield from (None for _place in range(start))
         self._asked.followed(self._numbers(start))
+        idle = 0
         while not self.first_over:
-            yield from self._one_step(start + self._taken, lambda: True)
+            taken = self._taken
+            yield from self._one_step(start + taken, lambda: True)
+            idle = 0 if self._taken > taken else idle + 1
+            if idle == BATCHES_WITHOUT_A_STEP:
+                raise UnsupportedStepError(
+                    _(
+                        "{kind} takes batches, and none of them ends a training step: it calls neither train_step nor "
+                        "the hooks after an iteration as MMEngine's own loops do",
+                        kind=type(self._loop).__name__,
+                    )
+                )
         self._switches.begin()
         self._followed.begun = True
         self._plain = start + 2 if self._batches is None else (start // self._batches + 1) * self._batches

@@ -22,7 +22,7 @@ from mmengine.registry import DATASETS, HOOKS, LOOPS, METRICS, MODELS, OPTIM_WRA
 from mmengine.runner import EpochBasedTrainLoop
 from torch.utils import _pytree as pytree
 
-from vram_guard.errors import DoesNotFitError
+from vram_guard.errors import DoesNotFitError, UnsupportedStepError
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.guard.evaluation import foresee
 from vram_guard.simulate import trace_at
@@ -547,3 +547,20 @@ def test_a_loop_of_the_users_that_leaves_its_epochs_early(look: Callable[..., Lo
     assert [phase.name for phase in found.phases][:2] == ["setup", "training"]
     assert found.peak == plain.peak
     assert "validation" in [phase.name for phase in found.phases]
+
+
+@LOOPS.register_module(force=True)
+class WithoutTrainStep(EpochBasedTrainLoop):
+    """Computes the loss itself, and calls no hooks."""
+
+    def run_iter(self, idx: int, data_batch: Any) -> None:
+        model, wrapper = self.runner.model, self.runner.optim_wrapper
+        losses = model(**model.data_preprocessor(data_batch, True), mode="loss")
+        wrapper.update_params(model.parse_losses(losses)[0])
+        self._iter += 1
+
+
+def test_a_loop_that_calls_no_train_step_is_refused_by_name(build: Callable[..., Any]) -> None:
+    runner = build(train_cfg={"type": "WithoutTrainStep", "max_epochs": 6, "_delete_": True})
+    with pytest.raises(UnsupportedStepError, match="WithoutTrainStep"):
+        run_in_fork(lambda _progress: Look(runner))
