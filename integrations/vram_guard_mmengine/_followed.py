@@ -38,7 +38,8 @@ _WATCHING = (
 #: Hooks of MMEngine's own besides those that watch which change nothing of a step: they set learning rates and seeds.
 _AROUND_STEPS = ("ParamSchedulerHook", "DistSamplerSeedHook")
 
-_OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
+#: Hooks between the steps of two epochs.
+OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
 
 #: They may tell others that the training is over.
 _AT_THE_END = ("after_train", "after_run")
@@ -85,7 +86,7 @@ class FollowedRunner:
         if name in _AT_THE_END:
             return
         outer, self.in_hook = self.in_hook, True
-        with self.run.phase("hooks") if self.begun and name in _OF_EPOCHS else contextlib.nullcontext():
+        with self.run.phase("hooks") if self.begun and name in OF_EPOCHS else contextlib.nullcontext():
             self._call(name, arguments)
         self.in_hook = outer
         if name == "after_train_iter":

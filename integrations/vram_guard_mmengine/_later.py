@@ -19,12 +19,11 @@ from vram_guard.guard.unfollowed import forget_frames, in_a_line
 from vram_guard.language import Message, _
 from vram_guard.limits import BATCHES_WITHOUT_A_STEP, LATER_SECONDS, LATER_STEPS, LONGEST_SWITCHES, PLACES_LOOKED_AT
 from vram_guard.patching import replaced
-from vram_guard_mmengine._followed import FollowedRunner, is_users
+from vram_guard_mmengine._followed import OF_EPOCHS, FollowedRunner, is_users
 from vram_guard_mmengine._step_switches import StepSwitches
 
 # ruff: noqa: SLF001 - loops and optimizer wrappers have no public names for where they are
 
-_OF_EPOCHS = ("before_train_epoch", "after_train_epoch")
 _OF_ITERATIONS = ("before_train_iter", "after_train_iter")
 
 
@@ -297,7 +296,7 @@ class FollowedIterations:
         users = [hook for hook in self._hooks if is_users(hook)]
         most, batches = self._loop._max_iters, self._batches
         places: set[int] = set()
-        if batches and (_overriding(users, _OF_EPOCHS) or self._asked):
+        if batches and (_overriding(users, OF_EPOCHS) or self._asked):
             places |= set(range((first // batches) * batches, most, batches))
         elif self._asked:
             places.add(most - 1)
