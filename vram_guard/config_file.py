@@ -68,18 +68,18 @@ def load_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
-def load_toml(path: str | os.PathLike[str], largest: int = LARGEST_CONFIG) -> dict[str, Any]:
+def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A TOML file's table.
 
     Raises:
-        InvalidInputError: it cannot be read, is larger than ``largest`` bytes, or no TOML.
+        InvalidInputError: it cannot be read, is too large for a config, or no TOML.
     """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
-        table: dict[str, Any] = tomllib.loads(read_text(path, largest))
+        table: dict[str, Any] = tomllib.loads(read_text(path, LARGEST_CONFIG))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidInputError(_("{path} is not valid TOML: {problem}", path=path, problem=error)) from None
     return table

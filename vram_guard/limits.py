@@ -33,7 +33,7 @@ LARGEST_SNAPSHOT = 2 * 2**30
 LARGEST_CONFIG = 2**20
 #: Nodes of a config with every alias written out: real ones have hundreds.
 CONFIG_NODES = 100_000
-#: Bytes of a lock file or of an index of weights, which name every package or tensor: large ones have some MB.
+#: Bytes of an index of weights, which names every tensor: large ones have some MB.
 LARGEST_LISTING = 64 * 2**20
 #: Files of one kind in the cache folder, the oldest go first: nobody trains more models at a time.
 FILES_KEPT = 64

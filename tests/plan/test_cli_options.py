@@ -93,7 +93,6 @@ VALUES = {
     "--quick": "",
     "--quiet": "",
     "--recommend": "",
-    "--releases": "other.txt",
     "--resolutions": "16,24",
     "--seq-length": "48",
     "--set": "batch_size=6",
@@ -165,8 +164,6 @@ def place(tmp_path_factory):
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "other.yaml").write_text(CONFIG.replace("size: 4", "size: 7") + "use_amp: true\n")
     (folder / "half.yaml").write_text("use_amp: true\n")
-    (folder / "requirements.txt").write_text("torch==2.4.1\n")
-    (folder / "other.txt").write_text("torch==2.5.1\n")
     return folder
 
 

@@ -117,7 +117,7 @@ def test_entry_points(wheel):
 
 
 def test_the_core_asks_for_no_framework(metadata):
-    assert set(requirements(metadata)) == {"torch", "rich", "nvidia-ml-py", "pyyaml", "packaging"}
+    assert set(requirements(metadata)) == {"torch", "rich", "nvidia-ml-py", "pyyaml"}
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])

@@ -1,29 +1,26 @@
-"""Lock files and requirements as people have them, read and compared with the releases of a prediction."""
+"""The releases that a prediction is for, and that every command says so."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from test_settings import project
 
-from vram_guard.errors import InvalidInputError
-from vram_guard.releases.installed import Releases
-from vram_guard.releases.required import RequiredReleases
+from vram_guard import cli
 
-HERE = Releases("3.11.7", (("torch", "2.13.0+cpu"), ("transformers", "5.23.0"), ("open-clip-torch", "2.30.0")))
+__all__ = ["project"]  # a fixture
 
 
-def write(folder, name, text, encoding="utf-8"):
+def write(folder, name, text):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode(encoding))
-    return path
-
-
-# --- what a prediction is for ----------------------------------------------------------------------------------------
+    path.write_text(text)
 
 
 def test_those_that_are_imported_and_no_others(tmp_path):
@@ -34,7 +31,7 @@ def test_those_that_are_imported_and_no_others(tmp_path):
     write(tmp_path, "transformers-4.45.2.dist-info/METADATA", "Name: transformers\nVersion: 4.45.2\n")
     code = """
 import torch, timm, yaml, transformers
-from vram_guard.releases.installed import Releases
+from vram_guard.releases import Releases
 print(Releases.here())
 import transformers.modeling_utils
 print(Releases.here())
@@ -49,123 +46,47 @@ print(Releases.here())
     assert looked_at == [used[0], used[1], used[3]]
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+STEP = """
+import torch
+from vram_guard import TrainingStep
 
-
-def asked(path):
-    found = RequiredReleases.read(str(path)).allowed
-    return {name: " | ".join(str(one).removeprefix("==") for one in sets) for name, sets in found.items()}
-
-
-REQUIREMENTS = """\
-# the training
---extra-index-url https://example.org/whl
-torch == 2.5.1+cu124 \\
-    --hash=sha256:aaaa \\
-    --hash=sha256:bbbb
-Transformers[torch]>=4.40,<5  # not five
-open_clip_torch==2.29.0
-accelerate~=1.2,\\
-!=1.2.1
--e git+https://example.org/x.git#egg=trl
-peft @ git+https://example.org/peft.git@main
-numpy==no.number.at.all
-timm==1.0.9 ; python_version < '3'
-diffusers==0.31.0; extra == 'video'
+def build(width=64):
+    return TrainingStep(
+        model=lambda: torch.nn.Linear(width, width),
+        batch=lambda size: torch.zeros(size, width),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=torch.optim.AdamW,
+    )
 """
+NAMED = ("--step", "steps.py:build", "--set", "batch_size=8")
+COMMANDS = {
+    "plan": ["plan", *NAMED, "--gpu", "T4"],
+    "compare": ["compare", *NAMED, "--gpu", "T4"],
+    "variants": ["variants", "steps.py:build", "--batch", "8", "--gpu", "T4"],
+    "estimate": ["estimate", "--model", "steps.py:build", "--batch", "8", "--gpu", "T4"],
+    "gpus": ["gpus", "T4", "--model", "steps.py:build"],
+}
+TORCH = f"torch {version('torch')}"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_requirements_as_pip_reads_them(tmp_path, encoding):
-    path = write(tmp_path, "requirements.txt", REQUIREMENTS.replace("\n", "\r\n"), encoding)
-    assert {name: set(one.split(",")) for name, one in asked(path).items()} == {
-        "torch": {"2.5.1"},
-        "transformers": {">=4.40", "<5"},
-        "open-clip-torch": {"2.29.0"},
-        "accelerate": {"~=1.2", "!=1.2.1"},
-    }
+@pytest.fixture(autouse=True)
+def folder(project):
+    (project / "steps.py").write_text(STEP)
+    return project
 
 
-LOCK = """
-[[{table}]]
-name = "torch"
-version = "2.5.1"
-[[{table}]]
-name = "torch"
-version = "2.5.1+cu124"
-[[{table}]]
-name = "torch"
-version = "2.5.0"
-[[{table}]]
-name = "Open_CLIP.torch"
-version = "2.29.0"
-[[{table}]]
-name = "trl"
-[[{table}]]
-name = "numpy"
-version = "zero"
-"""
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_says_for_which_releases(name, capsys):
+    assert cli.main([*COMMANDS[name], *(["--verbose"] if name in ("plan", "estimate") else [])]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count(TORCH) == 1
+    assert "releases" in captured.out.lower()
+    assert cli.main([*COMMANDS[name], "--json"]) == 0
+    captured = capsys.readouterr()
+    assert f'"torch": "{version("torch")}"' in captured.out
+    json.loads(captured.out)
 
 
-def test_locks_in_which_a_package_stands_once_for_each_platform(tmp_path):
-    for name, table in {"uv.lock": "package", "poetry.lock": "package", "pylock.toml": "packages"}.items():
-        path = write(tmp_path, name, LOCK.format(table=table))
-        assert asked(path) == {"torch": "2.5.1 | 2.5.0", "open-clip-torch": "2.29.0"}, name
-
-
-BAD = [
-    ("requirements.txt", b"# models\ntorch==2.x.y\n", "requirements.txt: 'torch==2.x.y' is no requirement"),
-    ("requirements.txt", b"-r other.txt\n", "is neither requirements nor a lock"),
-    ("requirements.txt", "# caf\xe9\ntorch\n".encode("latin-1"), "is not UTF-8 text (byte 5)"),
-    ("uv.lock", b'[[package]]\nname = "torch"\nversion = "2.5', "is not valid TOML"),
-    ("uv.lock", b'[[package]]\nname = "torch"\nversion = "two"\n', "torch has no release 'two'"),
-    ("uv.lock", b"package = 3\n", "holds no list of packages"),
-    ("uv.lock", b"package = [3]\n", "holds no list of packages"),
-    ("vram_guard.toml", b"", "holds no list of packages"),
-    ("uv.lock", b"x = " + b"[" * 5000, "is not valid TOML"),
-    ("environment.yml", b"dependencies:\n  - pytorch=2.1\n", "is neither requirements nor a lock"),
-    ("pyproject.toml", b"[project]\ndependencies = ['torch']\n", "is neither requirements nor a lock"),
-    ("nothing.txt", None, "nothing.txt cannot be read"),
-]
-
-
-def test_what_cannot_be_read_is_an_error(tmp_path):
-    for name, content, said in BAD:
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        with pytest.raises(InvalidInputError) as raised:
-            RequiredReleases.read(str(tmp_path / name))
-        assert said in str(raised.value), (name, content)
-
-
-# --- the comparison --------------------------------------------------------------------------------------------------
-
-
-SAME = [
-    "",
-    "torch==2.13.0",
-    "torch==2.13.0+cu130",  # the same release, built for a GPU
-    "torch>=2,<3\ntransformers>=4\n",
-    "torch==2.13.*",
-    "numpy==1.0\npandas==0.1\nscikit-learn==0.1",  # cannot matter
-    "diffusers==0.1\nlightning==1.0",  # not part of this prediction
-]
-
-
-def test_nothing_is_said_where_nothing_differs(tmp_path):
-    for text in SAME:
-        assert RequiredReleases.read(str(write(tmp_path, "requirements.txt", text))).remarks(HERE) == [], text
-    lock = '[[package]]\nname = "torch"\nversion = "{}"\n'
-    path = write(tmp_path, "uv.lock", lock.format("2.2.2") + lock.format("2.13.0+cu130"))
-    assert RequiredReleases.read(str(path)).remarks(HERE) == []
-    assert RequiredReleases.read(None).remarks(HERE) == []
-
-
-def test_what_differs_is_said_in_one_sentence(tmp_path):
-    path = write(tmp_path, "requirements.txt", "torch==99.0\nopen_clip_torch<2.30\ntransformers==5.23.0\n")
-    required = RequiredReleases.read(str(path))
-    (said,) = required.remarks(HERE)
-    assert f"it is for torch 2.13.0+cpu, {path} asks for 99.0; it is for open-clip-torch 2.30.0" in said
-    assert "transformers" not in said
-    # A release without a number is not compared.
-    assert required.remarks(Releases("3.11", (("torch", "unknown"),))) == []
+def test_the_page_says_it_too():
+    assert cli.main([*COMMANDS["plan"], "--html", "page.html"]) == 0
+    assert TORCH in Path("page.html").read_text("utf-8")

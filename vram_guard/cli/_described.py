@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import Budget
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan import Plan
-    from vram_guard.releases.installed import Releases
+    from vram_guard.releases import Releases
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 

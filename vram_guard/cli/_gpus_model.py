@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vram_guard.budget import GPU
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
-    from vram_guard.releases.installed import Releases
+    from vram_guard.releases import Releases
     from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
@@ -37,7 +37,7 @@ def asks_about_a_model(options: argparse.Namespace) -> bool:
 
 def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     """Print what each card holds of the model."""
-    from vram_guard.releases.installed import Releases
+    from vram_guard.releases import Releases
 
     title, tables, known = _network_tables(options, cards)
     releases = (known or Releases.here()) if title == _SYMBOLIC else None

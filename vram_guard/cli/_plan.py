@@ -19,7 +19,7 @@ from vram_guard.cli.options import (
     asked_budget,
     listed,
 )
-from vram_guard.cli.printing import print_json, progress_shown, say, tell
+from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -48,11 +48,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--set", action="list", metavar="A=1,B=2", help=_("values in place of the config's"))
     add_options(parser, "model", "batch", *_SHAPES, *DEVICE, "allow", "cudnn", "json")
     add_options(parser, "verbose", default=None)  # None: as the settings say
-    parser.add_argument(
-        "--releases",
-        metavar="FILE",
-        help=_("lock file or requirements of the training, compared with the releases that are predicted for"),
-    )
     several = parser.add_argument_group(_("a training over several GPUs"))
     several.add_argument(
         "--gpus", metavar="N", help=_("spread the training over N GPUs; auto: as few as suffice for the whole batch")
@@ -123,7 +118,6 @@ def _plan(options: argparse.Namespace) -> int:
     from vram_guard.plan import DEFAULT_ALLOW, plan
     from vram_guard.plan.checks import check_cudnn
     from vram_guard.plan.techniques import checked_techniques
-    from vram_guard.releases.required import RequiredReleases
     from vram_guard.report.as_json import as_dict
     from vram_guard.report.html import html_report, where_to_read_on
     from vram_guard.report.text import show
@@ -143,7 +137,6 @@ def _plan(options: argparse.Namespace) -> int:
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     checked_techniques(allow)
     check_cudnn(options.cudnn)
-    required = RequiredReleases.read(options.releases)
     batch_size = one.request.numbers["batch"]
     made = None if options.gpus is not None else one.plan_as_written(budget, cudnn=options.cudnn)
     with progress_shown() as progress:
@@ -159,8 +152,6 @@ def _plan(options: argparse.Namespace) -> int:
             )
         )
     one.tell_assumed()
-    for line in () if made.before.releases is None else required.remarks(made.before.releases):
-        tell(line)
     if options.json:
         print_json({"kind": "plan", "report": as_dict(made)})
     else:

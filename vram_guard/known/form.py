@@ -17,7 +17,7 @@ from vram_guard import scratch
 from vram_guard.budget.catalogue import catalogue
 from vram_guard.codec import from_plain, to_plain
 from vram_guard.module_names import ModuleName, kind_of
-from vram_guard.releases.installed import Releases
+from vram_guard.releases import Releases
 from vram_guard.timeline import Affine, Block, Deferred, HostBlock, Note, Phase, Scratch, Timeline
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from vram_guard.plan.checks import check_cudnn
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
 from vram_guard.plan.model import Plan
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
-from vram_guard.releases.installed import Releases
+from vram_guard.releases import Releases
 from vram_guard.step import TrainingStep
 from vram_guard.timeline import Estimate
 from vram_guard.units import format_bytes

@@ -11,7 +11,7 @@ from vram_guard.budget.margins import MeasuredMargin, Network, measured_margin
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 from vram_guard.limits import FIRST_STEPS
-from vram_guard.releases.installed import Releases
+from vram_guard.releases import Releases
 from vram_guard.timeline._values import Category, CudnnAnswers, Leak, Note, Phase, PhasePeak, Tier, UpperReason
 from vram_guard.units import format_bytes
 

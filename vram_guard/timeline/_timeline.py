@@ -16,7 +16,7 @@ from vram_guard.checks import checked_count
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.parallel.spec import Parallel
-from vram_guard.releases.installed import Releases
+from vram_guard.releases import Releases
 from vram_guard.scratch import Card
 from vram_guard.timeline._estimate import Estimate, OutOfMemoryPoint
 from vram_guard.timeline._values import (
