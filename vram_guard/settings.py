@@ -47,7 +47,6 @@ KINDS: Final[Mapping[str, str]] = {
     "lr_rule": "text",
     "margin": "number",
     "mode": "text",
-    "monitor": "number",
     "recover": "switch",
     "remember": "switch",
     "start_seconds": "number",

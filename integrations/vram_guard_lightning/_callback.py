@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.guard.evaluation import foresee
 from vram_guard.guard.guard import Guard
+from vram_guard.guard.settings import GuardSettings
 from vram_guard.language import _
 from vram_guard.plan.checks import Mode
 from vram_guard.settings import disabled, filled
 from vram_guard_lightning import _apply, _growth, _layouts, _namespaces, _recovery
 from vram_guard_lightning._evaluation import KINDS, capture_evaluation, capture_later, comes_later
-from vram_guard_lightning._settings import CallbackSettings
 from vram_guard_lightning._training import LightningTraining, write
-from vram_guard_lightning._utilization import Utilization, log_metrics
 
 # ruff: noqa: ARG002 - Lightning decides what its hooks are given
 
@@ -57,8 +56,7 @@ class VramGuard(CallbackBase):
     Args:
         budget, gpu, margin, allow, mode, grow, pin, loss_weight, longest, recover, verbose: see
             :class:`vram_guard.guard.settings.GuardSettings`; None: its default.
-        advanced: its other settings, by name, and ``monitor``: seconds between two samples of the utilisation and
-            memory of rank 0's GPU while training (through NVML); mean and peak are printed and logged at the end.
+        advanced: its other settings, by name.
 
     What is not given, or None, comes from the environment (``VRAM_GUARD_MARGIN=0.1``) or from ``[tool.vram_guard]`` in
     the project's ``pyproject.toml``, see :mod:`vram_guard.settings`. ``VRAM_GUARD_DISABLE=1`` turns the callback off.
@@ -96,14 +94,13 @@ class VramGuard(CallbackBase):
         advanced: Mapping[str, Any] | None = None,
     ) -> None:
         arguments = locals()
-        names = CallbackSettings.names()
+        names = GuardSettings.names()
         given = {name: arguments[name] for name in (*names, "advanced") if arguments.get(name) is not None}
         super().__init__()
-        self.settings = CallbackSettings(**filled(CallbackSettings.flat(given), names))
+        self.settings = GuardSettings(**filled(GuardSettings.flat(given), names))
         self.plan: Plan | None = None
         self._guard: Guard | None = None
         """Between setup and teardown, and only in the callback that works."""
-        self._utilization: Utilization | None = None
         self._logged = False
         self._told_of_fabric = False
         self._restored: Mapping[str, Any] | None = None
@@ -193,11 +190,8 @@ class VramGuard(CallbackBase):
         # The prediction is logged once, however often a tuner trains.
         if self.plan is not None and not self._logged and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._logged = True
-            log_metrics(trainer, _predicted(self.plan))
+            _log_metrics(trainer, _predicted(self.plan))
         self._guard.training_starts()
-        first = trainer.is_global_zero and self._utilization is None
-        if self.settings.monitor is not None and first and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._utilization = Utilization(trainer, self.settings.monitor)
 
     def _schedule_notes(self, trainer: Trainer, guard: Guard) -> Iterator[str]:
         plan = self.plan
@@ -209,24 +203,16 @@ class VramGuard(CallbackBase):
         size = plan.batch_size if guard.changes else plan.batch_size_before
         yield from _growth.schedule_notes(trainer, restored, size, plan.batch_size_before)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what the GPU did, where it was watched."""
-        watched, self._utilization = self._utilization, None
-        for line in () if watched is None else watched.finish(trainer):
-            write(f"vram_guard: {line}\n")
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Say once, after the first steps, the measured peak and the predicted one."""
-        if self._utilization is not None:
-            self._utilization.log(trainer)
         found = None if self._guard is None else self._guard.measured(trainer.global_step)
         if found is None:
             return
         if trainer.is_global_zero:
             write(f"vram_guard: {found.words()}\n")
-        log_metrics(trainer, found.metrics())
+        _log_metrics(trainer, found.metrics())
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save learning rates as they were written, and what is to be known of the larger batch."""
@@ -277,7 +263,6 @@ class VramGuard(CallbackBase):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the Trainer to its original state."""
-        self.on_train_end(trainer, pl_module)
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.applied.close()
@@ -289,6 +274,13 @@ class VramGuard(CallbackBase):
 
 def _first_guard(trainer: Trainer) -> VramGuard | None:
     return next((callback for callback in trainer.callbacks if isinstance(callback, VramGuard)), None)  # type: ignore[attr-defined]
+
+
+def _log_metrics(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Log these values with the Trainer's own loggers, under the guard's name."""
+    named = {f"vram_guard/{name}": float(value) for name, value in values.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics(named, step=trainer.global_step)
 
 
 def _predicted(plan: Plan) -> dict[str, float]:

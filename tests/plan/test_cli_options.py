@@ -72,7 +72,6 @@ VALUES = {
     "--hidden-dim": "24",
     "--html": "{}.html",
     "--input": "3x24x24",
-    "--interval": "0.01",
     "--json": "",
     "--layouts": "ddp",
     "--link": "pcie",

@@ -127,7 +127,6 @@ def cases():
         yield "plan", "--step", "ok.py:main", "--batch", "2", "--input", number, *CARD
     for number in ("-1", "nan", "inf", "", "soon", ESCAPES):
         yield "monitor", number
-        yield "monitor", "1", "--interval", number
         yield *BASES["optimize"], *CARD, "--processes", number
         yield *BASES["optimize"], *CARD, "--benchmark-seconds", number
         yield "monitor", "1", "--device", number

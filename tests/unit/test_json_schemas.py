@@ -81,7 +81,7 @@ def test_the_answer_about_a_folder(tmp_path, capsys):
 
 def test_the_answer_of_the_monitor(machine, capsys):
     machine(Card(total=24 * GIB, free=GIB, processes=[SimpleNamespace(pid=4242, usedGpuMemory=None)]))
-    assert cli.main(["monitor", "0.05", "--interval", "0.05", "--json"]) == 0
+    assert cli.main(["monitor", "0.05", "--json"]) == 0
     assert held_against("monitor", json.loads(capsys.readouterr().out)) == []
 
 

@@ -67,13 +67,13 @@ def test_a_slip_in_the_settings_is_told_when_the_callback_is_made(monkeypatch):
 
 
 def test_switched_off_it_does_nothing_at_all(project, monkeypatch, capsys):
-    guard = VramGuard(budget="1KiB", mode="strict", advanced={"monitor": 1})
+    guard = VramGuard(budget="1KiB", mode="strict")
     with pytest.raises(DoesNotFitError):
         trained(project, guard)
     capsys.readouterr()
     monkeypatch.setenv("VRAM_GUARD_DISABLE", "1")
     monkeypatch.setenv("VRAM_GUARD_MARGIN", "much")  # not even looked at
-    off = VramGuard(budget="1KiB", mode="strict", advanced={"monitor": 1})
+    off = VramGuard(budget="1KiB", mode="strict")
     module = trained(project, off)
     assert off.plan is None
     assert "vram_guard" not in capsys.readouterr().out.lower()

@@ -195,5 +195,5 @@ def test_a_script_is_launched_as_it_is_where_the_guard_is_off(project):
 
 def test_a_card_by_name_is_no_number_of_a_gpu_to_watch(monkeypatch, capsys):
     monkeypatch.setenv("VRAM_GUARD_GPU", "RTX 4090")
-    cli.main(["monitor", "--interval", "0.1", "0.1"])
+    cli.main(["monitor", "0.1"])
     assert "RTX 4090" not in capsys.readouterr().err

@@ -8,20 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vram_guard.budget import nvml as _nvml
+from vram_guard.budget._device import GpuProcess
 from vram_guard.budget.host import host_memory
 from vram_guard.budget.nvml import Nvml
-
-
-@dataclass(frozen=True)
-class ProcessSample:
-    """One process on a GPU; None where the driver does not report it."""
-
-    pid: int
-    """As the driver counts: in a container these may be the host's numbers."""
-    name: str
-    bytes: int | None
-    utilization: float | None
-    """Share of the time in which its kernels ran, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +29,7 @@ class GpuSample:
     used: int
     """Bytes of its memory in use, by whomever; what the driver keeps for itself included."""
     total: int
-    processes: tuple[ProcessSample, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
 
 
 #: Called again and again; every answer is one moment.
@@ -48,21 +37,15 @@ Sampler = Callable[[], tuple[GpuSample, ...]]
 
 
 @contextmanager
-def nvml_sampler(ordinal: int | None = None, uuid: str | None = None) -> Iterator[Sampler]:
-    """A sampler over all GPUs of the machine, or over the one that CUDA counts as ``ordinal``.
-
-    Args:
-        ordinal: CUDA's number, after CUDA_VISIBLE_DEVICES; None: every GPU, whatever CUDA may see.
-        uuid: that device's UUID where CUDA itself has reported it.
+def nvml_sampler() -> Iterator[Sampler]:
+    """A sampler over all GPUs of the machine, whatever CUDA may see of them.
 
     Raises:
         NvmlUnavailableError: there is no NVML or no GPU.
         DeviceQueryError: the driver is there but does not answer, now or later.
-        InvalidInputError: there are not so many visible GPUs.
-        NoDeviceError: CUDA_VISIBLE_DEVICES hides every GPU.
     """
     with _nvml.opened() as library:
-        devices = _all(library) if ordinal is None else [_Device(library, "", library.find(ordinal, uuid)[0])]
+        devices = _all(library)
         yield lambda: tuple(device.sample() for device in devices)
 
 
@@ -78,13 +61,11 @@ def _all(library: Nvml) -> list[_Device]:
 
 
 class _Device:
-    """One handle, and the moment up to which its processes' utilisation was read."""
+    """One handle, with the number and the name of its GPU."""
 
     def __init__(self, library: Nvml, number: str, handle: Any) -> None:
-        self._library, self._handle = library, handle
-        self._number = number or str(library.maybe("nvmlDeviceGetIndex", handle) or 0)
+        self._library, self._number, self._handle = library, number, handle
         self._name = _nvml.text(library.ask("nvmlDeviceGetName", handle))
-        self._seen = 0
 
     def sample(self) -> GpuSample:
         memory = self._library.own_memory(self._handle)
@@ -95,18 +76,4 @@ class _Device:
             used, total = int(memory.used), int(memory.total)
         rates = self._library.maybe("nvmlDeviceGetUtilizationRates", self._handle)
         share = None if rates is None else int(rates.gpu) / 100
-        return GpuSample(self._number, self._name, share, used, total, self._processes())
-
-    def _processes(self) -> tuple[ProcessSample, ...]:
-        shares = self._shares()
-        found = self._library.processes(self._handle)
-        return tuple(ProcessSample(one.pid, one.name, one.bytes, shares.get(one.pid)) for one in found)
-
-    def _shares(self) -> dict[int, float]:
-        """Utilisation by pid since the last look; nothing where the driver does not report it (MIG, older GPUs)."""
-        latest: dict[int, Any] = {}
-        for one in self._library.maybe("nvmlDeviceGetProcessUtilization", self._handle, self._seen) or ():
-            if one.pid not in latest or one.timeStamp >= latest[one.pid].timeStamp:
-                latest[one.pid] = one
-        self._seen = max([self._seen, *(int(one.timeStamp) for one in latest.values())])
-        return {pid: int(one.smUtil) / 100 for pid, one in latest.items()}
+        return GpuSample(self._number, self._name, share, used, total, self._library.processes(self._handle))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vram_guard.watch.monitor import GpuSummary
     from vram_guard.watch.running import Running
 
-#: Below this mean a GPU counts as having room: guide values for a busy GPU begin at 80%.
+#: From this mean on a GPU counts as busy: the guide's values for one begin at 80%.
 BUSY = 0.8
 
 
@@ -34,7 +34,6 @@ def add(commands: Any) -> None:
         description=_("Show utilisation and memory per GPU and process, and sum up at the end. Ctrl-C ends it."),
     )
     parser.add_argument("seconds", nargs="?", metavar="SECONDS", help=_("duration in seconds (0: until Ctrl-C)"))
-    parser.add_argument("--interval", metavar="S", help=_("sampling interval in seconds (1)"))
     add_options(parser, "json")
     parser.set_defaults(run=_monitor)
 
@@ -42,10 +41,9 @@ def add(commands: Any) -> None:
 def _monitor(options: argparse.Namespace) -> int:
     from math import isfinite
 
-    from vram_guard.watch.monitor import Monitor, any_sampler, checked_interval, watch
+    from vram_guard.watch.monitor import Monitor, watch
     from vram_guard.watch.running import running
 
-    interval = checked_interval(number("interval", options.interval, 1.0))
     seconds = number("seconds", options.seconds, 0.0, option=False)
     if not isfinite(seconds) or seconds < 0:
         raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=seconds))
@@ -59,14 +57,19 @@ def _monitor(options: argparse.Namespace) -> int:
             say(f"{seconds:7.1f} s  {_line(sample)}", stream)
         stream.flush()
 
-    with any_sampler() as sampler:
-        stop = threading.Event()
-        # Ctrl-C and SIGTERM (``kill``, a batch system's time limit) end the watching, not the program.
-        with handled(lambda *_signal: stop.set(), (signal.SIGINT, signal.SIGTERM), even_ignored=True):
-            try:
-                watch(sampler, monitor, seconds=seconds or None, interval=interval, tell=show, stop=stop)
-            finally:  # what was seen until an error is worth its summary too
-                _finish(options, monitor.summary(), monitor.count, trainings)
+    stop = threading.Event()
+    # Ctrl-C and SIGTERM (``kill``, a batch system's time limit) end the watching, not the program.
+    with handled(lambda *_signal: stop.set(), (signal.SIGINT, signal.SIGTERM), even_ignored=True):
+        try:
+            watch(monitor, seconds=seconds or None, tell=show, stop=stop)
+        finally:  # what was seen until an error is worth its summary too
+            summary = monitor.summary()
+            if options.json and monitor.count:
+                gpus = [_as_dict(one, trainings) for one in summary]
+                print_json({"kind": "monitor", "samples": monitor.count, "gpus": gpus})
+            elif monitor.count:
+                say(_("\nSummary of {count} samples", count=monitor.count))
+                _print_summary(summary, trainings)
     return EXIT_DONE
 
 
@@ -84,59 +87,48 @@ def _line(sample: GpuSample) -> str:
     )
 
 
-def _finish(
-    options: argparse.Namespace, summary: Sequence[GpuSummary], count: int, trainings: Mapping[int, Running]
-) -> None:
-    if options.json:
-        print_json({"kind": "monitor", "samples": count, "gpus": [_as_dict(one, trainings) for one in summary]})
-        return
+def _print_summary(summary: Sequence[GpuSummary], trainings: Mapping[int, Running]) -> None:
     from vram_guard.units import format_bytes
 
-    say(_("\nSummary of {count} samples", count=count))
     for one in summary:
-        say(f"GPU {one.gpu} {one.name}: {one.words()}")
+        say(f"GPU {one.gpu} {one.name}: {_in_words(one)}")
         for process in one.processes:
-            own = trainings.get(process.pid)
-            told = [f"{_('peak')} {'?' if process.peak is None else format_bytes(process.peak)}"]
+            held, own = process.memory_peak_bytes, trainings.get(process.pid)
+            told = [f"{_('peak')} {'?' if held is None else format_bytes(held)}"]
             if own is not None:
                 told.append(_("{size} predicted", size=format_bytes(own.expected)))
-            if process.utilization_mean is not None:
-                told.append(f"{_('utilisation')} {process.utilization_mean:.0%}")
             say(f"    {process.pid:>8} {process.name}: {_(', ').join(told)}")
-        advice = _advice(one)
-        if advice:
-            say(f"    {advice}")
+        if one.utilization_mean is not None and one.processes:
+            if one.utilization_mean >= BUSY:
+                say(f"    {_('The GPU is kept busy.')}")
+            else:
+                say(f"    {_('The GPU is often idle: try a larger batch or more workers (vram-guard optimize).')}")
 
 
-def _advice(one: GpuSummary) -> str:
-    """Advice that follows from the figures."""
-    if one.utilization_mean is None or not one.processes:
-        return ""
-    if one.utilization_mean >= BUSY:
-        return _("The GPU is kept busy.")
-    if one.used_peak < BUSY * one.total:
-        return _("The GPU is often idle and has memory left: try a larger batch or more workers (vram-guard optimize).")
-    return _("The GPU is often idle though its memory is in use: check the data loader (vram-guard optimize).")
+def _in_words(one: GpuSummary) -> str:
+    """Mean and peak in one line."""
+    from vram_guard.units import format_bytes
 
-
-#: Names of the JSON for amounts, which say their unit there.
-_IN_JSON = {
-    "total": "memory_total_bytes",
-    "used_mean": "memory_mean_bytes",
-    "used_peak": "memory_peak_bytes",
-    "peak": "memory_peak_bytes",
-}
+    total, mean, peak = one.memory_total_bytes, one.memory_mean_bytes, one.memory_peak_bytes
+    memory = _(
+        "memory mean {mean} ({share}), peak {peak} ({most}) of {total}",
+        mean=format_bytes(mean),
+        share=f"{mean / max(1, total):.0%}",
+        peak=format_bytes(peak),
+        most=f"{peak / max(1, total):.0%}",
+        total=format_bytes(total),
+    )
+    if one.utilization_mean is None or one.utilization_peak is None:
+        return _("utilisation unavailable; {memory}", memory=memory)
+    share, most = f"{one.utilization_mean:.0%}", f"{one.utilization_peak:.0%}"
+    return _("utilisation mean {mean}, peak {peak}; {memory}", mean=share, peak=most, memory=memory)
 
 
 def _as_dict(one: GpuSummary, trainings: Mapping[int, Running]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    def told(process: dict[str, Any]) -> dict[str, Any]:
-        own = trainings.get(process["pid"])
-        return {**process, "predicted_bytes": None if own is None else own.expected}
-
-    def renamed(facts: dict[str, Any]) -> dict[str, Any]:
-        return {_IN_JSON.get(name, name): value for name, value in facts.items()}
-
     facts = asdict(one)
-    return renamed({**facts, "processes": [told(renamed(process)) for process in facts["processes"]]})
+    for process in facts["processes"]:
+        own = trainings.get(process["pid"])
+        process["predicted_bytes"] = None if own is None else own.expected
+    return facts

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Settings of a guard that stand in ``advanced={...}``.
 ADVANCED: Final = (
-    *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule", "monitor"),
+    *("blocks", "cudnn", "gpu_memory", "host_budget", "longest_seconds", "lr_rule"),
     *("priority", "remember", "start_seconds", "target_utilization", "whole_job"),
 )
 
