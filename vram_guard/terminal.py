@@ -32,23 +32,6 @@ def display_width(text: str) -> int:
     )
 
 
-def ljust(text: str, width: int) -> str:
-    """``text`` with spaces after it, up to ``width`` columns of a terminal."""
-    return text + " " * (width - display_width(text))
-
-
-def cut(text: str, width: int) -> str:
-    """As much of ``text`` as fits into ``width`` columns of a terminal; an ellipsis where something is left out."""
-    if display_width(text) <= width:
-        return text
-    kept = ""
-    for sign in text:
-        if display_width(kept + sign) >= width:
-            break
-        kept += sign
-    return f"{kept}…"
-
-
 def terminal_width(stream: TextIO) -> int | None:
     """Columns of the terminal that a stream writes to; None: it writes to a file, a pipe or nowhere."""
     try:

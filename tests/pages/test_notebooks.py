@@ -1,8 +1,7 @@
-"""Answers and progress as a notebook shows them: a line of text."""
+"""Answers as a notebook shows them: a line of text."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch import nn
 
 from vram_guard import Budget, TrainingStep, plan, trace
-from vram_guard.notebooks import one_line
-from vram_guard.terminal import cut, display_width
 
 NAME = "<img src=x onerror=alert(1)>\u202e"
 
@@ -43,50 +40,6 @@ def test_a_repr_is_one_short_line(step, made):
         assert len(repr(answer)) < 120
     assert repr(Budget.of("1GiB", margin=0)) == "<Budget: 1.00 GiB usable of 1.00 GiB, explicit>"
     assert f"{made.splits} x {made.micro_batch_size} samples" in repr(made)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-class Output(io.StringIO):
-    """As a kernel's stream: no terminal."""
-
-
-def test_progress_is_one_line_that_is_replaced_and_wiped(step, monkeypatch):
-    Output.__module__ = "ipykernel.iostream"
-    for stream in (Terminal(), Output()):
-        monkeypatch.setattr("sys.stderr", stream)
-        with one_line() as progress:
-            plan(step, 200_000, "256MiB", allow=["accumulate"], progress=progress)
-        written = stream.getvalue()
-        assert "tracing" in written
-        assert "\n" not in written
-        screen = ""
-        for part in written.split("\r"):
-            screen = part + screen[len(part) :]
-        assert screen.strip() == ""
-    monkeypatch.setattr("sys.stderr", file := io.StringIO())
-    with one_line() as progress:
-        progress("a line")
-    assert file.getvalue() == ""
-
-
-def test_a_line_of_progress_fits_into_the_terminal(monkeypatch):
-    """A return does not lead back over two rows, and a wide sign leaves two columns."""
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with one_line() as progress:
-        progress("正在分析 bf16-mixed，批大小 256")
-        progress("short")
-    first, second, wiped, _end = terminal.getvalue().removeprefix("\r").split("\r")
-    assert first == "正在分析 bf16-mixe…"
-    assert display_width(first) == 19
-    assert (len(second), second.rstrip()) == (19, "short")
-    assert wiped == " " * 5
-    assert cut("正在分析正在分析正", 16) == "正在分析正在分…"
-    assert cut("正在", 4) == "正在"
 
 
 def test_the_example_runs_in_a_kernel():

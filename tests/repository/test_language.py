@@ -21,7 +21,7 @@ from vram_guard import cli, language
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import CHINESE, ENGLISH, LOCALE, speaking
 from vram_guard.report.picture import picture
-from vram_guard.terminal import display_width, ljust, wrapped
+from vram_guard.terminal import display_width, wrapped
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = LOCALE / CHINESE / "LC_MESSAGES" / "vram_guard.po"
@@ -227,8 +227,6 @@ def test_columns_are_counted_as_terminals_show_them():
     assert display_width("显存") == 4
     assert display_width("显存（GiB）") == 11
     assert display_width("e\u0301") == 1
-    assert ljust("显存", 6) == "显存  "
-    assert ljust("显存", 2) == "显存"
 
 
 def test_an_unknown_language_is_bad_usage(capsys):
