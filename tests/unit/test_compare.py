@@ -147,14 +147,7 @@ def test_one_that_cannot_be_built_has_the_reason_in_its_row():
 
 def test_arguments_that_make_no_sense():
     good = Configuration("a", step(), 4)
-    for bad, more in (
-        ([], {}),
-        ([good, good], {}),
-        ([Configuration("a", step(), 0)], {}),
-        ([good], {"allow": ["magic"]}),
-        ([good], {"lr_rule": "cubic"}),
-        ([good], {"gpu": "RTX 4099"}),
-    ):
+    for bad, more in (([], {}), ([good, good], {}), ([good], {"lr_rule": "cubic"})):
         with pytest.raises(InvalidInputError):
             compare(bad, **{"gpu": "RTX 4090", **more})
     if not torch.cuda.is_available():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._arguments import checked_margin, number, whole_number
@@ -20,13 +19,13 @@ from vram_guard.settings import filled
 
 if TYPE_CHECKING:
     from vram_guard.budget import GPU
+    from vram_guard.closed_form.calculator import Network
     from vram_guard.closed_form.from_config import EstimateRequest
     from vram_guard.plan.every_gpu import OnGpu
     from vram_guard.releases import Releases
-    from vram_guard.step import TrainingStep
     from vram_guard.timeline import Timeline
 
-#: (height, width) -> what every card holds.
+#: (height, width) -> what every card holds; None: the size is not said.
 Tables = dict[tuple[int, int] | None, tuple["OnGpu", ...]]
 
 
@@ -37,95 +36,83 @@ def asks_about_a_model(options: argparse.Namespace) -> bool:
 
 def gpus_for_model(options: argparse.Namespace, cards: Sequence[GPU]) -> int:
     """Print what each card holds of the model."""
-    from vram_guard.releases import Releases
-
-    title, tables, known = _network_tables(options, cards)
-    releases = (known or Releases.here()) if title == _SYMBOLIC else None
+    tables, releases = _tables(options, cards)
     if options.json:
-        held_for = {} if releases is None else {"releases": releases.as_dict()}
-        found = [_dict(size, rows) for size, rows in tables.items()]
-        print_json({"kind": "gpus", "method": title, **held_for, "tables": found})
+        by = {"method": "rule of thumb"} if releases is None else {"method": "symbolic", "releases": releases.as_dict()}
+        print_json({"kind": "gpus", **by, "tables": [_dict(size, rows) for size, rows in tables.items()]})
+        return EXIT_DONE
+    if releases is None:
+        say(_("The largest batch by the rule of thumb: activations alone, one tensor per layer."))
     else:
-        say(_about(options, title))
+        model = options.model or options.config
+        say(_("The largest batch of {model} as written, and its predicted peak.", model=model))
+    say()
+    _print_tables(tables)
+    if releases is not None:
         say()
-        _print_tables(tables)
-        if releases is not None:
-            say()
-            say(_("Releases: {releases}", releases=releases))
+        say(_("Releases: {releases}", releases=releases))
     return EXIT_DONE
 
 
-def _network_tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[str, Tables, Releases | None]:
-    """How it was found, what every card holds, and the releases that it was known with; None: those that are here."""
+def _tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[Tables, Releases | None]:
+    """What every card holds, and the releases that it is known with; None: it is the rule of thumb."""
     from vram_guard.capture.config_step import kind_of
+    from vram_guard.closed_form.calculator import USUAL_SHARE, checked_share
     from vram_guard.closed_form.from_config import parse_request
     from vram_guard.config_file import load_config
+    from vram_guard.releases import Releases
 
     config = {} if options.config is None else load_config(options.config)
-    given = said(options)
+    given = {**said(options), "batch": 1}
     sizes = _resolutions(options.resolutions)
     if sizes and options.input is not None:
         raise InvalidInputError(_("--resolutions and --input both say how large a sample is: leave one out"))
     if sizes:
         given |= dict(zip(("height", "width"), sizes[0], strict=True))
-    found = parse_request(config, {**given, "batch": 1})
+    found = parse_request(config, given)
     is_built, remark = is_traced(found, config, quick=options.quick)
     if remark:
         tell(remark)
+    check_read(options, of_model(kind_of(found)) if is_built else RULE)
     if not is_built:
-        check_read(options, RULE)
-        own = found.network()
-        wanted = sizes or [(own.height, own.width)]
-        rows: Tables = {size: _by_rule(_sized(found, size), options, cards) for size in wanted}
-        return _RULE, rows, None
-    check_read(options, of_model(kind_of(found)))
+        share, own = checked_share(number("threshold", options.threshold, USUAL_SHARE)), found.network()
+        every = sizes or [(own.height, own.width)]
+        return {size: _by_rule(_sized(found, size).network(), cards, share) for size in every}, None
     margin = checked_margin(options.margin)
-    every: list[tuple[int, int] | None] = [*sizes] or [None]
-    trainings = {size: Described(found.model or "", _sized(found, size), config) for size in every}
-    rows = {size: _symbolic(one, cards, margin) for size, one in trainings.items()}
+    wanted: list[tuple[int, int] | None] = [*sizes] or [None]
+    trainings = {size: Described(found.model or "", _sized(found, size), config) for size in wanted}
+    tables = {size: _symbolic(one, cards, margin) for size, one in trainings.items()}
     first = next(iter(trainings.values()))
     first.tell_assumed()
-    return _SYMBOLIC, rows, first.releases
+    return tables, first.releases or Releases.here()
 
 
-_RULE, _SYMBOLIC = "rule of thumb", "symbolic"
-
-
-def _by_rule(found: EstimateRequest, options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[OnGpu, ...]:
-    from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
+def _by_rule(network: Network, cards: Sequence[GPU], share: float) -> tuple[OnGpu, ...]:
+    from vram_guard.closed_form.calculator import Calculation
     from vram_guard.plan.every_gpu import OnGpu
 
-    share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
-    network = replace(found.network(), batch=1)
-
-    def one(card: GPU) -> OnGpu:
-        answer = Calculation(network, card.memory_bytes, share)
-        largest = answer.largest_batch
-        return OnGpu(card, answer.allowed, largest, max(largest, 1) * network.total_bytes)
-
-    return tuple(map(one, cards))
+    answers = [(card, Calculation(network, card.memory_bytes, share)) for card in cards]
+    return tuple(
+        OnGpu(card, one.allowed, one.largest_batch, max(one.largest_batch, 1) * network.total_bytes)
+        for card, one in answers
+    )
 
 
 def _symbolic(one: Described, cards: Sequence[GPU], margin: float | None) -> tuple[OnGpu, ...]:
     from vram_guard.plan.every_gpu import on_every_gpu
+    from vram_guard.simulate import trace
 
+    cudnn = filled({}, ("cudnn",)).get("cudnn")
     with progress_shown() as progress:
 
         def traced(capability: tuple[int, int]) -> Timeline:
-            known = one.known(capability, cudnn=filled({}, ("cudnn",)).get("cudnn"))
+            known = one.known(capability, cudnn=cudnn)
             if known is not None:
                 return known
-            major, minor = capability
-            progress(_("tracing for compute capability {version}", version=f"{major}.{minor}"))
-            return one.traced(partial(_trace, capability))
+            progress(_("tracing for compute capability {version}", version="{}.{}".format(*capability)))
+            return one.traced(lambda step: trace(step, compute_capability=capability))
 
         return on_every_gpu(traced, cards, margin=margin)
-
-
-def _trace(capability: tuple[int, int], step: TrainingStep) -> Timeline:
-    from vram_guard.simulate import trace
-
-    return trace(step, compute_capability=capability)
 
 
 def _resolutions(words: list[str] | None) -> list[tuple[int, int]]:
@@ -146,13 +133,6 @@ def _sized(found: EstimateRequest, size: tuple[int, int] | None) -> EstimateRequ
     if size is None:
         return found
     return replace(found, numbers={**found.numbers, "height": size[0], "width": size[1]})
-
-
-def _about(options: argparse.Namespace, title: str) -> str:
-    if title == _RULE:
-        return _("The largest batch by the rule of thumb: activations alone, one tensor per layer.")
-    model = options.model or options.config or ""
-    return _("The largest batch of {model} as written, and its predicted peak.", model=model)
 
 
 def _print_tables(tables: Tables) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vram_guard.allocator import AllocatorSettings
 from vram_guard.budget import GPU, Budget
 from vram_guard.checks import checked_count
 from vram_guard.errors import InvalidInputError
@@ -182,9 +181,7 @@ def compare(
     margin: float | None = None,
     allow: Iterable[str] = DEFAULT_ALLOW,
     lr_rule: str = "linear",
-    settings: AllocatorSettings | None = None,
     cudnn: str | None = None,
-    limit: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Predicted peak, plan, learning rate and modelled speed of several configurations.
@@ -196,9 +193,7 @@ def compare(
         margin: the share of the budget to leave free; None: the default.
         allow: what a plan may change where a configuration does not fit as written.
         lr_rule: "linear", "sqrt", "none" or "auto": how learning rates follow the samples of an optimizer step.
-        settings: the allocator's settings; None: PyTorch's defaults.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.plan`.
-        limit: look for the largest batch size of each, up to so many samples; None: do not.
         progress: called with a line of text before each slow part.
 
     Returns:
@@ -210,49 +205,20 @@ def compare(
     """
     given = tuple(configurations)
     learning_rate_factor(lr_rule, 1, 1)
-    if limit is not None:
-        checked_count("limit", limit)
-    if not given:
-        raise InvalidInputError(_("there is nothing to compare: give at least one"))
-    names = [one.name for one in given]
-    for one in given:
-        if names.count(one.name) > 1:
-            raise InvalidInputError(
-                _("two configurations are named {name}: each needs a unique name", name=repr(one.name))
-            )
-        checked_count("batch_size", one.batch_size)
-    check_cudnn(cudnn)
-    techniques = sorted(checked_techniques(allow))
     resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
-
-    def row(one: Configuration) -> Compared:
-        def say(line: str) -> None:
-            if progress is not None:
-                progress(f"{one.name}: {line}")
-
-        found: dict[str, Any]
-        try:
-            found = _found(one, resolved, techniques, settings, cudnn, limit, say)
-        except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
-            found = {"error": with_line(f"{type(error).__name__}: {error}", line_of_error(error))}
-        made: Plan | None = found.get("plan")
-        optimizer = made.timeline_before.optimizer if made is not None and made.timeline_before is not None else ""
-        suggested = _suggested(given[0], one, rule_for(lr_rule, optimizer))
-        return Compared(one.name, one.step, one.batch_size, one.learning_rate, suggested, **found)
-
-    return Comparison(tuple(map(row, given)), resolved)
+    rows = _compared(given, resolved, allow, cudnn, progress or (lambda _line: None))
+    rated = (replace(row, suggested_learning_rate=_suggested(given[0], row, lr_rule)) for row in rows)
+    return Comparison(tuple(rated), resolved)
 
 
 def variants(
-    steps: Mapping[str, TrainingStep] | Iterable[tuple[str, TrainingStep]],
+    steps: Mapping[str, TrainingStep],
     batch_size: int,
     budget: Budget | str | int | None = None,
     *,
     gpu: GPU | str | None = None,
     margin: float | None = None,
     allow: Iterable[str] = (),
-    limit: int = LARGEST_BATCH_ASKED,
-    settings: AllocatorSettings | None = None,
     cudnn: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -271,8 +237,6 @@ def variants(
         margin: the share of the budget to leave free; None: the default.
         allow: what a plan may change in a variant that does not fit as written, as in :func:`vram_guard.plan`;
             nothing by default: a smaller variant is what is chosen instead.
-        limit: the largest batch size that is considered, in samples.
-        settings: the allocator's settings; None: PyTorch's defaults.
         cudnn: the cuDNN that is asked for the workspaces of convolutions, as in :func:`vram_guard.plan`.
         progress: called with a line of text before each variant and each slow part of it.
 
@@ -280,7 +244,7 @@ def variants(
         A row for every variant. One that cannot be built or traced has the reason in its row.
 
     Raises:
-        InvalidInputError: no variants, a name twice, or another argument that makes no sense; before any work.
+        InvalidInputError: no variants, or another argument that makes no sense; before any work.
         NoDeviceError: no budget, no GPU name and no GPU here.
 
     Example:
@@ -291,45 +255,65 @@ def variants(
         'narrow'
     """
     given = [Configuration(name, step, batch_size) for name, step in _named_steps(steps)]
-    how: dict[str, Any] = {"gpu": gpu, "margin": margin, "settings": settings, "cudnn": cudnn, "progress": progress}
-    return replace(compare(given, budget, allow=allow, lr_rule="none", limit=limit, **how), of_variants=True)
+    resolved = Budget.resolve(budget=budget, gpu=gpu, margin=margin)
+    rows = _compared(given, resolved, allow, cudnn, progress or (lambda _line: None), looks_for_largest=True)
+    return Comparison(tuple(rows), resolved, of_variants=True)
 
 
 def _named_steps(steps: object) -> list[tuple[str, TrainingStep]]:
-    """Names with their steps, in order.
-
-    Raises:
-        InvalidInputError: not a mapping or pairs, none, a name that is not a text or empty, or something else than a
-            step.
-    """
-    try:
-        pairs = [tuple(pair) for pair in (steps.items() if isinstance(steps, Mapping) else steps)]  # type: ignore[attr-defined]
-    except TypeError:
-        pairs = []
-    wrong = [pair for pair in pairs if len(pair) != 2 or not _is_named(*pair)]
-    if wrong or not pairs:
-        raise InvalidInputError(
-            _(
-                "variants are names and training steps, such as {example}, not {value}",
-                example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}",
-                value=repr(wrong[0] if wrong else steps)[:60],
-            )
+    if isinstance(steps, Mapping) and all(isinstance(step, TrainingStep) for step in steps.values()):
+        return [(str(name), step) for name, step in steps.items()]
+    raise InvalidInputError(
+        _(
+            "variants are names and training steps, such as {example}, not {value}",
+            example="{'lite': step.with_(model=Lite), 'full': step.with_(model=Full)}",
+            value=repr(steps)[:60],
         )
-    return pairs
+    )
 
 
-def _is_named(name: object, step: object) -> bool:
-    return isinstance(name, str) and bool(name.strip()) and isinstance(step, TrainingStep)
+def _compared(
+    given: Sequence[Configuration],
+    budget: Budget,
+    allow: Iterable[str],
+    cudnn: str | None,
+    progress: Callable[[str], None],
+    *,
+    looks_for_largest: bool = False,
+) -> Iterator[Compared]:
+    """A row for each configuration, once all of them are known to make sense."""
+    if not given:
+        raise InvalidInputError(_("there is nothing to compare: give at least one"))
+    names = [one.name for one in given]
+    for one in given:
+        if names.count(one.name) > 1:
+            raise InvalidInputError(
+                _("two configurations are named {name}: each needs a unique name", name=repr(one.name))
+            )
+        checked_count("batch_size", one.batch_size)
+    check_cudnn(cudnn)
+    techniques = sorted(checked_techniques(allow))
+    for one in given:
+        own = Compared(one.name, one.step, one.batch_size, one.learning_rate)
+
+        def say(line: str, name: str = one.name) -> None:
+            progress(f"{name}: {line}")
+
+        try:
+            found = _found(one, budget, techniques, cudnn, say, looks_for_largest=looks_for_largest)
+        except Exception as error:  # noqa: BLE001 - the user's code runs here and may raise anything
+            found = {"error": with_line(f"{type(error).__name__}: {error}", line_of_error(error))}
+        yield replace(own, **found)
 
 
 def _found(
     one: Configuration,
     budget: Budget,
     allow: list[str],
-    settings: AllocatorSettings | None,
     cudnn: str | None,
-    limit: int | None,
     say: Callable[[str], None],
+    *,
+    looks_for_largest: bool,
 ) -> dict[str, Any]:
     """Fields of a row that have to be worked for."""
     from vram_guard.plan import PlanOptions, plan
@@ -339,16 +323,14 @@ def _found(
 
     say(_("building the model"))
     step = with_built_model(one.step, budget.compute_capability or ASSUMED_COMPUTE_CAPABILITY)
-    made = plan(
-        step, one.batch_size, budget, allow=allow, options=PlanOptions(settings=settings, cudnn=cudnn), progress=say
-    )
+    made = plan(step, one.batch_size, budget, allow=allow, options=PlanOptions(cudnn=cudnn), progress=say)
     found = {"plan": made, "seconds": _seconds(made), "parameters": _parameters(step.model)}
-    if limit is not None and made.timeline_before is not None:
+    if looks_for_largest and made.timeline_before is not None:
         say(_("looking for the largest batch"))
         timeline = made.timeline_before
         if step.job is not None:  # followed at the one size; the law spares a trace for each size that is tried
             timeline = trace(step, budget=budget, cudnn=cudnn)
-        found["largest_batch_size"] = timeline.max_batch_size(budget, settings=settings, limit=limit)
+        found["largest_batch_size"] = timeline.max_batch_size(budget, limit=LARGEST_BATCH_ASKED)
     return found
 
 
@@ -369,8 +351,10 @@ def _parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _suggested(first: Configuration, one: Configuration, rule: str) -> float | None:
+def _suggested(first: Configuration, row: Compared, lr_rule: str) -> float | None:
     if first.learning_rate is None:
         return None
-    before, after = (each.batch_size * each.step.accumulate for each in (first, one))
-    return first.learning_rate * learning_rate_factor(rule, before, after)
+    made = row.plan
+    optimizer = made.timeline_before.optimizer if made is not None and made.timeline_before is not None else ""
+    before, after = (each.batch_size * each.step.accumulate for each in (first, row))
+    return first.learning_rate * learning_rate_factor(rule_for(lr_rule, optimizer), before, after)
