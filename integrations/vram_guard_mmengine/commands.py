@@ -10,7 +10,7 @@ from typing import Any
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_options, asked_budget, counted, listed
 from vram_guard.cli.parsing import Parser
-from vram_guard.cli.printing import print_json
+from vram_guard.cli.printing import print_comparison
 from vram_guard.closed_form.from_config import precision_word
 from vram_guard.config_file import load_config
 from vram_guard.errors import InvalidInputError, MissingLibraryError
@@ -51,8 +51,6 @@ def _add_compare(own: Any) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     """Print the table, or JSON."""
-    from vram_guard.report.comparison import comparison_dict, show
-
     try:
         from vram_guard_mmengine import GuardRunner  # noqa: F401 - says what is missing where MMEngine is
     except ImportError as error:
@@ -70,10 +68,7 @@ def _compare(options: argparse.Namespace) -> int:
         allow=listed(options.allow),
         lr_rule=options.lr_rule,
     )
-    if options.json:
-        print_json(comparison_dict(found))
-    else:
-        show(found)
+    print_comparison(found, as_json=options.json)
     return EXIT_DONE if found.all_fit else EXIT_DOES_NOT_FIT
 
 

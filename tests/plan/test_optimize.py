@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from vram_guard import TrainingStep, cli, trace
 from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.optimize.batch import choose_batch, chosen_by_measurement, smallest_of_the_fastest
-from vram_guard.optimize.document import ConfigChange, Document, written
+from vram_guard.optimize.document import ConfigChange, Document
 from vram_guard.optimize.host import usable_cores
 from vram_guard.optimize.names import SETTINGS, find
 from vram_guard.optimize.rules import Advice, Situation
@@ -127,10 +124,6 @@ def test_a_second_run_changes_nothing_more(folder):
     once = optimized(folder)
     (folder / "lightweight_config.yaml").write_text(once)
     assert "num_workers: 7" in optimized(folder)
-
-
-def test_processes_share_the_processors(folder):
-    assert "num_workers: 3" in optimized(folder, "--processes", "2")
 
 
 def test_json_and_dry_run(folder, capsys):
@@ -242,11 +235,10 @@ def rewritten(tmp_path: Path, text: str, changes: dict[tuple[str, ...], object],
 @each(
     ("text", "place", "value", "wanted"),
     [
-        ("lr: 1e-4 # x\n", ("lr",), 2e-4, "lr: 2e-4 # x\n"),
-        ("lr: 1.0e-4\n", ("lr",), 2e-4, "lr: 2.0e-4\n"),
+        ("lr: 1e-4 # x\n", ("lr",), 2e-4, "lr: 0.0002 # x\n"),
         ("lr: 0.0001\n", ("lr",), 2e-5, "lr: 0.00002\n"),
         ("lr: 3\n", ("lr",), 6.0, "lr: 6.0\n"),
-        ("lr: '1e-4'\n", ("lr",), 4e-4, "lr: '4e-4'\n"),
+        ("lr: '1e-4'\n", ("lr",), 4e-4, "lr: '0.0004'\n"),
         ("a:\r\n  b: 1\r\nc: 2\r\n", ("a", "b"), 7, "a:\r\n  b: 7\r\nc: 2\r\n"),
         ("b:\nc: 2", ("b",), True, "b: true\nc: 2"),
         ("{a: {b: 1}, c: 2}", ("a", "b"), 7, "{a: {b: 7}, c: 2}"),
@@ -256,6 +248,7 @@ def rewritten(tmp_path: Path, text: str, changes: dict[tuple[str, ...], object],
         ("a: 1   \n\n\n# end\n", ("a",), 2, "a: 2   \n\n\n# end\n"),
         ("p: 32-true\n", ("p",), "bf16-mixed", "p: bf16-mixed\n"),
         ("p: x\n", ("p",), "no", 'p: "no"\n'),
+        ("p: 'no'\n", ("p",), "bf16", "p: 'bf16'\n"),
         ("7: 1\n", ("7",), 2, "7: 2\n"),
     ],
 )
@@ -491,12 +484,6 @@ def test_the_limit_of_a_container(tmp_path):
     assert usable_cores(tmp_path / "cpu.max") == usable_cores(tmp_path / "missing") >= 1
 
 
-def test_numbers_as_text():
-    assert written(2e-4, "1E-4") == "2e-4"
-    assert written(1e22, "1.0") == "10000000000000000000000"
-    assert written("bf16", "'no'") == "'bf16'"
-
-
 def test_settings_have_distinct_names():
     names = [name for known in SETTINGS.values() for name in known]
     assert len(names) == len(set(names))
@@ -511,9 +498,17 @@ def small_step(**more) -> TrainingStep:
     return namespace["step"]().with_(**more)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Every size is measured, for a moment."""
+    monkeypatch.setattr(throughput, "SECONDS", 0.02)
+    monkeypatch.setattr(throughput, "PATIENCE", 9)
+
+
+@pytest.mark.usefixtures("patient")
 def test_throughput_of_real_steps():
     told: list[MeasuredBatch] = []
-    results = measure(small_step(accumulate=2), [4, 1, 2], "cpu", seconds=0.05, patience=9, tell=told.append)
+    results = measure(small_step(accumulate=2), [4, 1, 2], "cpu", tell=told.append)
     assert results == told
     assert [one.batch_size for one in results] == [1, 2, 4]
     for one in results:
@@ -522,6 +517,7 @@ def test_throughput_of_real_steps():
         assert one.spread >= 0
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_example_batch_mixed_precision_and_clipping():
     model = torch.nn.Linear(4, 4)
     before = model.weight.detach().clone()
@@ -534,11 +530,12 @@ def test_an_example_batch_mixed_precision_and_clipping():
         clip_grad_norm=1.0,
         clip_grad_value=0.5,
     )
-    (one,) = measure(step, [6], "cpu", seconds=0.01)
+    (one,) = measure(step, [6], "cpu")
     assert one.samples_per_second > 0
     assert torch.equal(model.weight, before)  # the user's own model is not trained
 
 
+@pytest.mark.usefixtures("patient")
 def test_memory_that_runs_out_ends_the_search_and_is_cleaned_up():
     """A step that really asks for more than there is, from a batch of 8 on."""
     seen = []
@@ -549,7 +546,7 @@ def test_memory_that_runs_out_ends_the_search_and_is_cleaned_up():
             torch.empty(2**60, dtype=torch.uint8)
         return (net(images) - images).abs().mean()
 
-    results = measure(small_step(loss=loss), [2, 4, 8, 16], "cpu", seconds=0.01, patience=9)
+    results = measure(small_step(loss=loss), [2, 4, 8, 16], "cpu")
     assert [one.batch_size for one in results] == [2, 4, 8]
     assert "memory" in results[-1].failure
     assert results[-1].samples_per_second is None
@@ -572,27 +569,23 @@ def test_another_error_is_not_swallowed():
 
 def test_nothing_gained_ends_the_search(monkeypatch):
     monkeypatch.setattr(
-        throughput, "_one_size", lambda loop, size, seconds, device: MeasuredBatch(size, 1.0, 100.0, 0.0, 3, None)
+        throughput, "_one_size", lambda loop, size, device: MeasuredBatch(size, 1.0, 100.0, 0.0, 3, None)
     )
     assert [one.batch_size for one in measure(small_step(), [1, 2, 4, 8, 16], "cpu")] == [1, 2, 4]
 
 
-def test_the_guides_benchmark_in_a_process_of_its_own(folder):
-    """The guide's command, its underscores included; the batch that is written is one that was measured."""
-    command = [sys.executable, "-m", "vram_guard.cli", "optimize", "--config", "lightweight_config.yaml", "--benchmark"]
-    command += ["--gpu", "RTX 4090", "--benchmark_seconds", "0.05", "--json"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    answer = json.loads(run.stdout)
+@pytest.mark.usefixtures("patient")
+def test_the_guides_benchmark(folder, capsys, monkeypatch):
+    """The batch that is written is one that was measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["optimize", "--config", "lightweight_config.yaml", "--benchmark", "--gpu", "RTX 4090", "--json"]
+    assert cli.main(arguments) == 0
+    run = capsys.readouterr()
+    answer = json.loads(run.out)
     sizes = [one["batch_size"] for one in answer["measured"]]
     assert sizes == sorted(sizes)
     assert 4 in sizes
     written_batch = yaml.safe_load((folder / "lightweight_gpu_optimized.yaml").read_text())["train"]["batch_size"]
     assert written_batch in sizes
-    assert "samples/s" in run.stderr
-    assert "the CPU's" in run.stderr
+    assert "samples/s" in run.err
+    assert "the CPU's" in run.err

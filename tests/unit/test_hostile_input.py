@@ -127,8 +127,6 @@ def cases():
         yield "plan", "--step", "ok.py:main", "--batch", "2", "--input", number, *CARD
     for number in ("-1", "nan", "inf", "", "soon", ESCAPES):
         yield "monitor", number
-        yield *BASES["optimize"], *CARD, "--processes", number
-        yield *BASES["optimize"], *CARD, "--benchmark-seconds", number
         yield "monitor", "1", "--device", number
     spread = (*BASES["plan"], *CARD, "--gpus", "4")
     for link in ("", ESCAPES, "nvlink,ib400,ib400", "nvlink;ib400"):
@@ -193,7 +191,7 @@ OTHERS = (
     "optimize ok.yaml --gpu 4090 --lr-rule cubic",
     "estimate --config ok.yaml --gpu 4090 --threshold 2",
     "estimate --model-path folder --gpu 4090 --dtype x",
-    "variants a=ok.py:main a=ok.py:main --batch 2 --gpu 4090",
+    "variants ok.py:main ok.py:main --batch 2 --gpu 4090",
 )
 
 
@@ -227,7 +225,7 @@ NAMED = {
     "compare ok.yaml ok.yaml --gpu 4090": "two configurations",
     "compare ok.yaml --gpu 4090 --allow magic": "magic",
     "variants ok.py:nothing --batch 4 --gpu 4090": "nothing",
-    "variants a=ok.py:step a=ok.py:step --batch 4 --gpu 4090": "two variants",
+    "variants ok.py:step ok.py:step --batch 4 --gpu 4090": "two variants",
     "variants ok.py:step --gpu 4090": "--batch",
     "gpus --model diffsr --hidden_dim 8": "diffsr is unknown",
     "gpus --hidden_dim 8": "missing: --height",
@@ -260,8 +258,6 @@ NAMED = {
     "optimize --config ok.yaml --gpu T4 --output folder": "folder",
     "optimize --config ok.yaml --gpu T4 --output ok.py/x.yaml": "not written",
     "optimize --config ok.yaml --gpu T4 --step nothing": "module:function",
-    "optimize --config ok.yaml --gpu T4 --benchmark-seconds -1": "--benchmark-seconds",
-    "optimize --config ok.yaml --gpu T4 --processes 0": "--processes",
     "optimize --config ok-bare.yaml --gpu T4 --benchmark": "--step",
 }
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.cli._configuration import check_said_once, configuration, described, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, SIZES, add_options, asked_budget, counted, listed
-from vram_guard.cli.printing import print_json, progress_shown, say
+from vram_guard.cli.options import DEVICE, SIZES, add_options, asked_budget, listed
+from vram_guard.cli.printing import print_comparison, progress_shown
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from vram_guard.plan.comparison import Comparison, Configuration
+    from vram_guard.plan.comparison import Configuration
     from vram_guard.step import TrainingStep
 
 
@@ -36,14 +35,6 @@ def add(commands: Any) -> None:
     )
     add_options(parser, "config", action="append", dest="configs", default=argparse.SUPPRESS)
     add_options(parser, "model", *SIZES, "dtype", "lora", "qlora", "lr-rule")
-    add_options(parser, "batch", action="list", nargs="+", help=_("several batch sizes, each with each config"))
-    add_options(
-        parser,
-        "precision",
-        action="list",
-        nargs="+",
-        help=_("several, each with each config"),
-    )
     parser.add_argument(
         "--set",
         action="list",
@@ -67,7 +58,7 @@ def add_variants(commands: Any) -> None:
     parser.add_argument(
         "names",
         nargs="+",
-        metavar="[LABEL=]NAME",
+        metavar="NAME",
         help=_("module:function or file.py:function, giving a step or several"),
     )
     add_options(parser, "batch", type=int, required=True, dest="batch_size")
@@ -76,7 +67,7 @@ def add_variants(commands: Any) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
-    add_options(parser, *DEVICE, "cudnn", "json", "verbose")
+    add_options(parser, *DEVICE, "cudnn", "json")
     add_options(parser, "allow", default=allow)
 
 
@@ -84,7 +75,8 @@ def _compare(options: argparse.Namespace) -> int:
     from vram_guard.plan.comparison import compare
     from vram_guard.plan.techniques import DEFAULT_ALLOW
 
-    _something_to_compare(options)
+    if not options.configs and not options.set:
+        raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4"))
     budget = asked_budget(options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     configurations = tuple(_configurations(options))
@@ -92,78 +84,37 @@ def _compare(options: argparse.Namespace) -> int:
         answer = compare(
             configurations, budget, allow=allow, lr_rule=options.lr_rule, cudnn=options.cudnn, progress=progress
         )
-    _print(answer, options)
+    print_comparison(answer, as_json=options.json)
     return EXIT_DONE if answer.all_fit else EXIT_DOES_NOT_FIT
 
 
 def _variants(options: argparse.Namespace) -> int:
+    from vram_guard.capture.object_reference import load_steps
     from vram_guard.plan.comparison import variants
 
     budget = asked_budget(options)
     steps = dict[str, "TrainingStep"]()
-    for name, step in _named(options.names):
-        if name in steps:
-            raise InvalidInputError(_("two variants are called {name}: write LABEL=NAME", name=name))
-        steps[name] = step
+    for named in options.names:
+        for name, step in load_steps(named).items():
+            if name in steps:
+                raise InvalidInputError(_("two variants are called {name}", name=name))
+            steps[name] = step
+    allow = listed(options.allow)
     with progress_shown() as progress:
-        answer = variants(
-            steps,
-            options.batch_size,
-            budget,
-            allow=listed(options.allow),
-            cudnn=options.cudnn,
-            progress=progress,
-        )
-    _print(answer, options)
+        answer = variants(steps, options.batch_size, budget, allow=allow, cudnn=options.cudnn, progress=progress)
+    print_comparison(answer, as_json=options.json)
     return EXIT_DONE if answer.chosen is not None else EXIT_DOES_NOT_FIT
 
 
-def _print(answer: Comparison, options: argparse.Namespace) -> None:
-    from vram_guard.report import text
-    from vram_guard.report.comparison import comparison_dict, show
-
-    if options.json:
-        print_json(comparison_dict(answer))
-    else:
-        show(answer)
-        for row in answer.rows if options.verbose else ():
-            if row.plan is not None:
-                say(f"\n{row.name}")
-                text.show(row.plan)
-
-
-def _something_to_compare(options: argparse.Namespace) -> None:
-    if not options.configs and not options.set and not options.batch:
-        raise InvalidInputError(_("name configs to compare, or give --step with --batch-size 4 8"))
-
-
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
-    """The configs as they are, and the first of them (or none) with each ``--set``, at each batch and precision."""
+    """The configs as they are, and the first of them (or none) with each ``--set``."""
     from vram_guard.config_file import load_config
 
     configs = [(Path(path).stem, load_config(path)) for path in options.configs]
-    changes = [parsed(text) for text in options.set or ()]
-    for change in changes:
-        check_said_once(change, options)
     base = configs[0][1] if configs else {}
     asked = [(name, config, dict[str, Any]()) for name, config in configs]
-    asked += [(text, base, change) for text, change in zip(options.set or (), changes, strict=True)]
-    batches: list[int | None] = [*counted("batch", options.batch)] or [None]
-    for (name, config, change), size, precision in product(
-        asked or [("", {}, {})], dict.fromkeys(batches), dict.fromkeys(listed(options.precision)) or [None]
-    ):
-        words = [name, "" if size is None else _("batch {count}", count=size), precision or ""]
-        given = {**said(options), "batch": size, "precision": precision}
-        yield configuration(described(_(", ").join(filter(None, words)), config, change, given, options))
-
-
-def _named(names: Sequence[str]) -> Iterator[tuple[str, TrainingStep]]:
-    """Labels with their steps."""
-    from vram_guard.capture.object_reference import load_step, load_steps
-
-    for text in names:
-        label, equals, name = text.partition("=")
-        if equals:
-            yield label, load_step(name)
-        else:
-            yield from load_steps(text).items()
+    asked += [(text, base, parsed(text)) for text in options.set or ()]
+    for _name, _config, change in asked:
+        check_said_once(change, options)
+    for name, config, change in asked:
+        yield configuration(described(name, config, change, said(options), options))

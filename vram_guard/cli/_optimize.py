@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
 from vram_guard.cli.printing import print_json, say, tell
-from vram_guard.cli.ways import check_needed
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -39,12 +38,8 @@ def add(commands: Any) -> None:
     add_options(parser, *DEVICE, "model", "lr-rule", "json")
     parser.add_argument("--output", metavar="FILE", help=_("where to write it (FILE_gpu_optimized.yaml)"))
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))
-    parser.add_argument("--processes", default=1, type=int, metavar="N", help=_("training processes here, one per GPU"))
     parser.add_argument(
         "--benchmark", action="store_true", help=_("run the step at several batch sizes; take the best")
-    )
-    parser.add_argument(
-        "--benchmark-seconds", type=float, default=2.0, metavar="S", help=_("seconds per batch size (2)")
     )
     parser.set_defaults(run=_optimize)
 
@@ -55,15 +50,9 @@ def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.optimize.host import usable_cores
     from vram_guard.optimize.names import SETTINGS, find, holds_arguments
     from vram_guard.optimize.rules import Advice, Situation
-    from vram_guard.step import checked_count
 
     if not options.config:
         raise InvalidInputError(_("name the config to rewrite: CONFIG, or --config FILE"))
-    if not options.benchmark:
-        check_needed(options, ("benchmark_seconds",), needs="--benchmark")
-    if not 0 < options.benchmark_seconds <= 3600:
-        raise InvalidInputError(_("--benchmark-seconds must be above 0 and at most 3600"))
-    checked_count("--processes", options.processes)
     document = Document(options.config)
     output = _output(options)
     found = find(document.entries())
@@ -77,9 +66,8 @@ def _optimize(options: argparse.Namespace) -> int:
         batch, measured = _batch(options, step, precision, found, budget)
     elif options.benchmark:  # without a step
         raise InvalidInputError(_("--benchmark runs your own step: name it with --step module:function"))
-    cores = max(1, usable_cores() // options.processes)
     arguments = holds_arguments(document.values)
-    situation = Situation(cores, budget.compute_capability, precision, batch, options.lr_rule, arguments)
+    situation = Situation(usable_cores(), budget.compute_capability, precision, batch, options.lr_rule, arguments)
     advice = Advice(document, found, situation)
     text = document.rewritten(advice.changes)
     if not options.dry_run:
@@ -139,15 +127,13 @@ def _batch(
     step = step.with_(precision=target or precision, accumulate=1)
     timeline = trace(step, budget=budget)
     if options.benchmark:
-        results, device = _measured(options, step, batch_size, timeline.max_batch_size(budget))
+        results, device = _measured(step, batch_size, timeline.max_batch_size(budget))
         return chosen_by_measurement(results, accumulate, device, timeline.optimizer), results
     can_split = "accumulate" in found
     return choose_batch(timeline, batch_size, budget, accumulate=accumulate, can_accumulate=can_split), []
 
 
-def _measured(
-    options: argparse.Namespace, step: TrainingStep, batch_size: int, largest: int
-) -> tuple[list[MeasuredBatch], str]:
+def _measured(step: TrainingStep, batch_size: int, largest: int) -> tuple[list[MeasuredBatch], str]:
     """Throughput from a quarter of the batch up to its largest growth, as far as the prediction says that it fits."""
     import torch
 
@@ -167,7 +153,7 @@ def _measured(
             said = f"{one.samples_per_second:.1f} samples/s ({1e3 * one.seconds:.1f} ms, +-{one.spread:.0%})"
         say(f"  {_('batch {count}', count=one.batch_size)}: {said}", sys.stderr)
 
-    return measure(step, fitting, device, seconds=options.benchmark_seconds, tell=show), name
+    return measure(step, fitting, device, tell=show), name
 
 
 def _print(

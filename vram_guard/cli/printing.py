@@ -6,12 +6,15 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vram_guard.language import _
 from vram_guard.printable import printable
 from vram_guard.report.columns import columns
 from vram_guard.terminal import fitting, terminal_width
+
+if TYPE_CHECKING:
+    from vram_guard.plan.comparison import Comparison
 
 #: The format of every ``--json`` answer; raised when a key changes its meaning or goes away.
 JSON_SCHEMA = 1
@@ -73,3 +76,13 @@ def print_json(answer: dict[str, Any]) -> None:
 def print_columns(rows: Sequence[Sequence[str]], *, left: int) -> None:
     """Rows as aligned columns: the first ``left`` flush left, the others flush right."""
     print_now(columns(rows, to_the_right=lambda index, _cell: index >= left, width=terminal_width(sys.stdout)))
+
+
+def print_comparison(answer: Comparison, *, as_json: bool) -> None:
+    """A table of configurations or variants."""
+    from vram_guard.report.comparison import comparison_dict, show
+
+    if as_json:
+        print_json(comparison_dict(answer))
+    else:
+        show(answer)

@@ -172,33 +172,21 @@ def _nodes(node: yaml.Node, seen: set[int]) -> Iterable[int]:
 
 
 def written(value: Any, like: str) -> str:
-    """A value as YAML text, in the style of the old text: text quoted like it, and numbers in its notation."""
+    """A value as YAML text, quoted where the old text was; numbers in plain digits, which every YAML reads as numbers.
+
+    (PyYAML, YAML 1.1, reads "1e-4" as text.)
+    """
     import yaml
 
-    quote = like[:1] if like[:1] in "'\"" else ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{quote}{_number(value, like.strip(quote) if quote else like)}{quote}"
     if isinstance(value, int):
-        return str(value)
-    if quote:
-        return f"{quote}{value}{quote}"
-    # Without quotes only where YAML reads the same text back ("no" would be a bool).
-    return str(value) if yaml.safe_load(str(value)) == value else json.dumps(value)
-
-
-def _number(value: float, like: str) -> str:
-    """1e-4 becomes 2e-4, 1.0e-4 becomes 2.0e-4, 0.0001 becomes 0.0002.
-
-    PyYAML (YAML 1.1) reads "1e-4" as text and "1.0e-4" as a number: programs that read a config expect what was there.
-    """
-    if "e" in like.lower():
-        mantissa, _e, exponent = f"{value:.11e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".")
-        return f"{mantissa}{'.0' if '.' in like and '.' not in mantissa else ''}e{int(exponent)}"
-    digits = format(Decimal(f"{value:.12g}"), "f")
-    return digits if "." in digits or "e" in f"{value:.12g}" else f"{digits}.0"
+        return str(value).lower()  # also of True and False
+    if isinstance(value, float):
+        digits = format(Decimal(f"{value:.12g}"), "f")
+        value = digits if "." in digits else f"{digits}.0"
+    elif isinstance(value, str) and yaml.safe_load(value) != value:  # "no" would be a bool
+        return json.dumps(value)
+    quote = like[:1] if like[:1] in "'\"" else ""
+    return f"{quote}{value}{quote}"
 
 
 def _set(values: Any, place: Place, value: Any) -> None:

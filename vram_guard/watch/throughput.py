@@ -24,8 +24,11 @@ from vram_guard.watch.oom import is_out_of_memory
 #: The first steps make optimizer states, choose kernels and fill the allocator's cache.
 WARM_UP = 2
 
-#: At least so many steps are timed, and then as many as the time allows.
+#: At least so many steps are timed, and then as many as the seconds allow.
 FEWEST, MOST = 3, 200
+SECONDS = 2.0
+#: Sizes in a row without a gain of 2% after which no larger one is tried.
+PATIENCE = 2
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,6 @@ def measure(
     sizes: Iterable[int],
     device: torch.device | str,
     *,
-    seconds: float = 2.0,
-    patience: int = 2,
     tell: Callable[[MeasuredBatch], None] | None = None,
 ) -> list[MeasuredBatch]:
     """Train for a short time at each batch size, ascending; end where memory runs out or nothing is gained.
@@ -63,8 +64,6 @@ def measure(
         step: the training step; its model, batch, loss and optimizer are really run.
         sizes: batch sizes.
         device: where.
-        seconds: of timed steps for each size.
-        patience: sizes in a row without a gain of 2% after which no larger one is tried.
         tell: called with each result.
 
     Raises:
@@ -74,10 +73,9 @@ def measure(
     reader = reader_for(device)
     results: list[MeasuredBatch] = []
     best, without_gain = 0.0, 0
-    loop: RealStep | None = None
+    loop = RealStep(step, device)
     for size in sorted(set(sizes)):
-        loop = loop or RealStep(step, device)
-        found = _one_size(loop, size, seconds, device)
+        found = _one_size(loop, size, device)
         results.append(found)
         if tell is not None:
             tell(found)
@@ -85,15 +83,15 @@ def measure(
             break  # what is larger does not fit either
         without_gain = 0 if found.samples_per_second > 1.02 * best else without_gain + 1
         best = max(best, found.samples_per_second)
-        if without_gain >= patience:
+        if without_gain >= PATIENCE:
             break
         free(reader)
-    loop = None
+    del loop
     free(reader)
     return results
 
 
-def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -> MeasuredBatch:
+def _one_size(loop: RealStep, size: int, device: torch.device) -> MeasuredBatch:
     failure: Failure | None = None
     times: list[float] = []
     if device.type == "cuda":
@@ -102,7 +100,7 @@ def _one_size(loop: RealStep, size: int, seconds: float, device: torch.device) -
         for _time in range(WARM_UP):
             loop.run(size)
         _synchronize(device)
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + SECONDS
         while len(times) < FEWEST or (time.perf_counter() < end and len(times) < MOST):
             start = time.perf_counter()
             loop.run(size)
