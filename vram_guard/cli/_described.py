@@ -14,7 +14,6 @@ from vram_guard.cli.printing import tell
 from vram_guard.closed_form.dtypes import PRECISION_OF
 from vram_guard.closed_form.inputs import sample_shape, sizes_read
 from vram_guard.codec import to_plain
-from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.known.architectures import Variant, architecture, timelines_of
 from vram_guard.known.inputs import reading
 from vram_guard.known.store import Answer, Question
@@ -89,20 +88,6 @@ class Described:
             if found is not None and not (any(block.unknown for block in found.blocks) and _asks_cudnn(cudnn)):
                 return found
         return None
-
-    def check(self, capability: tuple[int, int] | None, *, cudnn: str | None) -> None:
-        """Build the step where it has to be traced, so that what is wrong with the request is said before any answer.
-
-        Raises:
-            InvalidInputError: the request names something that is not there or is no step.
-        """
-        if self.known(capability, cudnn=cudnn) is None:
-            try:
-                _built = self.step
-            except InvalidInputError:
-                raise
-            except VramGuardError:  # said where the answer would be
-                return
 
     @property
     def releases(self) -> Releases | None:

@@ -69,19 +69,14 @@ def _estimate(options: argparse.Namespace) -> int:
     if is_built and "batch" not in request.numbers:
         raise no_batch(request.model or "")
     memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
-    notes = [remark] if remark else []
-    for note in notes:
-        tell(note)
+    if remark:
+        tell(remark)
     calculation = symbolic = one = None
     if is_built:
         one = Described(request.model or "", request, config)
-        one.check(budget.compute_capability, cudnn=options.cudnn)
+        symbolic = _symbolic(one, budget, options.cudnn)
     else:
         calculation = Calculation(request.network(), memory, share)
-    if not options.json:
-        print_now([LINE, _("🧮 GPU memory calculator"), LINE])
-    if one is not None:
-        symbolic = _symbolic(one, budget, options.cudnn)
     fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
     if options.json:
         answer = {
@@ -92,10 +87,11 @@ def _estimate(options: argparse.Namespace) -> int:
             "symbolic": None if symbolic is None else symbolic.as_dict(),
             "model": request.model,
             "found_in_config": dict(request.places),
-            "notes": notes,
+            "notes": [remark] if remark else [],
         }
         print_json(answer)
     else:
+        print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
             print_now([*calculator_lines(calculation, memory_source=source), ""])
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))

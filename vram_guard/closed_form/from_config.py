@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from vram_guard.closed_form.calculator import FLOAT32, HALF, Network
+from vram_guard.closed_form.dtypes import PRECISION_OF, SPELLINGS, checked_dtype
 from vram_guard.config_file import leaves
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -47,18 +48,8 @@ READ: Final = frozenset(
     {*(name for names in NAMES.values() for name in names), *RESOLUTION, *MIXED, *MEMORY, *GPU, *STEP, *_MODEL}
 )
 
-_PRECISION_WORDS: Final = {
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-    "bfloat16": "bf16-mixed",
-    "no": "32-true",
-    "none": "32-true",
-    "fp32": "32-true",
-    "float32": "32-true",
-    "32": "32-true",
-}
+#: What a type of numbers means where a config says it of precision.
+_MIXED_OF: Final = {"float32": "32-true", "float16": "16-mixed", "bfloat16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -180,8 +171,6 @@ def _wanted_precision(options: Mapping[str, Any]) -> tuple[str | None, str | Non
     Raises:
         InvalidInputError: a word is not known, or two of the options contradict each other.
     """
-    from vram_guard.closed_form.dtypes import PRECISION_OF, checked_dtype
-
     precision, dtype, lora, qlora = (options.get(name) for name in ("precision", "dtype", "lora", "qlora"))
     precision = None if precision is None else precision_word("--precision", precision)
     dtype = None if dtype is None else checked_dtype(dtype)
@@ -294,16 +283,17 @@ def precision_word(path: str, value: Any) -> str:
         bf16 = path.rpartition(".")[2].lower() == "bf16"
         return ("bf16-mixed" if bf16 else "16-mixed") if value else "32-true"
     word = str(value).lower()
-    known = {**{name: name for name in PRECISIONS}, **_PRECISION_WORDS}
-    if word not in known:
-        near = get_close_matches(word, known, n=1)
-        hint = near[0] if near else "16-mixed"
+    if word in PRECISIONS:
+        return word
+    dtype = "float32" if word in ("no", "none") else SPELLINGS.get(word, word)
+    if dtype not in _MIXED_OF:
+        near = get_close_matches(word, (*PRECISIONS, *SPELLINGS), n=1)
         raise InvalidInputError(
             _(
                 "{path}: precision {value} is not known; for instance {hint}",
                 path=path,
                 value=repr(value)[:40],
-                hint=hint,
+                hint=near[0] if near else "16-mixed",
             )
         )
-    return known[word]
+    return _MIXED_OF[dtype]

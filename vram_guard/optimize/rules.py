@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.language import _
+from vram_guard.language import _, marked
 from vram_guard.optimize.document import ConfigChange
 from vram_guard.optimize.names import number
 from vram_guard.plan.learning_rate import learning_rate_factor, rule_for
@@ -25,6 +25,9 @@ MOST_WORKERS = 16
 PREFETCH = 4
 #: The guide's bound for the norm of the gradients.
 CLIP_NORM = 1.0
+
+#: Of an entry that stays.
+_UNREAD = marked("its present value is not recognised, so it stays (reason for the change: {why})")
 
 
 @dataclass(frozen=True)
@@ -96,23 +99,16 @@ class Advice:
 
     def _loader(self) -> None:
         cores, workers = self._at.cores, self._value("workers") or 0
-        wanted = max(1, min(MOST_WORKERS, cores - 1 if cores > 2 else cores))
-        if 0 < workers <= cores:
-            self._keep("workers", _("{count} workers on {cores} processors", count=workers, cores=cores))
-        else:
+        if not 0 < workers <= cores:
+            wanted = max(1, min(MOST_WORKERS, cores - 1 if cores > 2 else cores))
             why = _("batches are made while the GPU computes; {cores} processors here", cores=cores)
             if workers:
                 why = _("{count} workers would wait for each other on {cores} processors", count=workers, cores=cores)
             workers = wanted if self._set("workers", wanted, why, key="num_workers") else workers
         self._at_least("pin_memory", True, _("copies to the GPU from pinned memory need no second copy"))
-        for setting, value, why in (
-            ("persistent_workers", True, _("workers are not restarted for each epoch")),
-            ("prefetch_factor", PREFETCH, _("batches that each worker has ready; torch's default is 2")),
-        ):
-            if workers:
-                self._at_least(setting, value, why)
-            else:  # torch refuses both without workers
-                self._keep(setting, _("the loader has no workers"))
+        if workers:  # torch refuses both without
+            self._at_least("persistent_workers", True, _("workers are not restarted for each epoch"))
+            self._at_least("prefetch_factor", PREFETCH, _("batches that each worker has ready; torch's default is 2"))
 
     def _precision(self) -> None:
         entries = self._found.get("precision", [])
@@ -124,8 +120,7 @@ class Advice:
         # Where a config has both, bfloat16's own switch is the one to turn.
         writable.sort(key=lambda entry: ("bf16" in entry.name.lower()) != (target == "bf16-mixed"))
         if entries and not writable:
-            said = _("its present value is not recognised, so it stays (reason for the change: {why})", why=str(why))
-            self._keep("precision", said)
+            self._keep("precision", _UNREAD, str(why))
             return
         value = precision_value(writable[0], target) if writable else True
         named = not writable or "bf16" not in writable[0].name.lower()
@@ -147,13 +142,10 @@ class Advice:
         self._at_least("compile", True, why, key="compile_model")
 
     def _clip(self) -> None:
-        if self._value("clip") is not None:
-            self._keep("clip", _("it is {value} already", value=self._value("clip")))
-        elif any(change.setting in ("learning_rate", "precision") for change in self.changes):
+        changes = {change.setting for change in self.changes}
+        if self._value("clip") is None and not changes.isdisjoint(("learning_rate", "precision")):
             why = _("a bound for unstable steps under the new learning rate or precision")
             self._set("clip", CLIP_NORM, why, key="grad_clip")
-        else:
-            self._keep("clip", _("neither the learning rate nor the precision changes"))
 
     # --- how they are written ---------------------------------------------------------------------------------------
 
@@ -164,12 +156,8 @@ class Advice:
         """A switch that is to be on, or a number that is to be as large."""
         old = self._value(setting)
         if old is not None and not isinstance(old, bool | int):
-            self._keep(
-                setting, _("its present value is not recognised, so it stays (reason for the change: {why})", why=why)
-            )
-        elif old is not None and old >= new:
-            self._keep(setting, _("it is {value} already", value=str(old).lower()))
-        else:
+            self._keep(setting, _UNREAD, why)
+        elif old is None or old < new:
             self._set(setting, new, why, key=key or setting)
 
     def _set(self, setting: str, new: Any, why: str, entry: Entry | None = None, *, key: str = "") -> bool:
@@ -192,8 +180,8 @@ class Advice:
         self.changes.append(ConfigChange(setting, place, None, new, why, behind=beside[0].place))
         return True
 
-    def _keep(self, setting: str, why: str) -> None:
-        self.kept.append((setting, why))
+    def _keep(self, setting: str, said: str, why: str = "") -> None:
+        self.kept.append((setting, _(said, why=why) if why else said))
 
 
 def precision_value(entry: Entry, target: str) -> Any:
