@@ -95,7 +95,9 @@ def test_numbers_are_found_wherever_a_config_has_them():
 
 
 def test_options_come_before_the_config():
-    found = parse_request({**CONFIG, "hidden_dim": 64}, {"batch": 2, "memory": "80GB", "model": "m:f", "height": 32})
+    found = parse_request(
+        {**CONFIG, "hidden_dim": 64}, {"batch": 2, "gpu_memory": "80GB", "model": "m:f", "height": 32}
+    )
     network = found.network()
     assert (network.batch, network.height, network.width) == (2, 32, 128)
     assert (found.memory, found.gpu, found.model) == ("80GB", None, "m:f")

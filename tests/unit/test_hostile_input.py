@@ -185,13 +185,8 @@ OTHERS = (
     "plan ok.yaml ok.yaml --gpu 4090",
     "plan ok.yaml --config ok.yaml --gpu 4090",
     "plan ok.py:main --model ok.py:main --gpu 4090",
-    "optimize ok.yaml --gpu 4090 --output folder",
-    "optimize ok.yaml --gpu 4090 --output ok.yaml",
     "optimize ok.yaml --gpu 4090 --output /proc/a.yaml",
     "optimize ok.yaml --gpu 4090 --lr-rule cubic",
-    "estimate --config ok.yaml --gpu 4090 --threshold 2",
-    "estimate --model-path folder --gpu 4090 --dtype x",
-    "variants ok.py:main ok.py:main --batch 2 --gpu 4090",
 )
 
 
@@ -236,7 +231,7 @@ NAMED = {
     "estimate --model-path folder": "holds no model",
     "estimate --model-path okay --train vae": "there is no vae",
     "estimate --model-path okay --dtype int4": "--dtype must be one of",
-    "estimate --model-path okay --batch 0": "--batch-size must be between",
+    "estimate --model-path okay --batch 0": "--batch must be between",
     "estimate --model-path okay --num_frames -1": "--num-frames must be",
     "estimate --model-path okay --device 0 --gpu T4": "either",
     "estimate --model-path okay --device cpu": "CUDA device",

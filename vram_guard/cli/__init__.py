@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard import __version__
 from vram_guard.cli import _compare, _doctor, _estimate, _gpus, _monitor, _optimize, _plan
-from vram_guard.cli._arguments import fill_from_settings, with_dashes
+from vram_guard.cli._arguments import fill_from_settings, read_numbers, with_dashes
 from vram_guard.cli._failures import failure_of_users_code
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_NOT_KNOWN, EXIT_USAGE, exit_code
 from vram_guard.cli.parsing import Parser, argparse_locale
@@ -108,6 +108,7 @@ def _run(given: list[str], found: Mapping[str, Setting], problem: InvalidInputEr
         return exit_code(problem)
     try:
         fill_from_settings(options, found)
+        read_numbers(options)
         code = run(options)
         sys.stdout.flush()
     except VramGuardError as error:

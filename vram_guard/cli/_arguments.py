@@ -1,4 +1,4 @@
-"""Values of the commands' options: amounts of GPU memory, counts, spellings."""
+"""Values of the commands' options: numbers, spellings, what the settings say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
-    from vram_guard.budget import Budget
     from vram_guard.settings import Setting
 
 #: Settings that are options of some commands.
@@ -21,6 +20,12 @@ _FROM_SETTINGS = frozenset(
         *("target_utilization", "threshold", "verbose"),
     }
 )
+
+_WHOLE_NUMBERS = (
+    *("batch", "batch_size", "height", "width", "hidden_dim", "num_layers", "bytes_per_element"),
+    *("num_frames", "seq_length", "node_gpus"),
+)
+_NUMBERS = ("margin", "threshold")
 
 
 def with_dashes(words: Sequence[str]) -> Iterator[str]:
@@ -48,52 +53,17 @@ def fill_from_settings(options: argparse.Namespace, found: Mapping[str, Setting]
         options.from_settings[name] = found[name].source
 
 
-def gpu_memory(
-    memory: str | float | None = None,
-    gpu: str | None = None,
-    budget: str | int | None = None,
-    margin: str | float | None = None,
-    device: str | None = None,
-) -> tuple[int, str, Budget]:
-    """(Bytes of the whole GPU, where the number comes from, what PyTorch may use of it).
-
-    Args:
-        memory: of the whole GPU: an amount; a number without a unit is GB, as the makers of cards and the guides
-            write. The CUDA context's part is taken off.
-        gpu: a card by name; with neither of the three, the device at hand.
-        budget: what PyTorch's allocator may reserve; nothing is taken off but the margin.
-        margin: the share to leave free; None: the default.
-        device: a CUDA device of this machine; what is free on it.
+def read_numbers(options: argparse.Namespace) -> None:
+    """The values of options that are numbers, in place of what was typed.
 
     Raises:
-        InvalidInputError: it is no amount, or no card is known by that name.
-        NoDeviceError: nothing is given, and there is no GPU here.
-        DeviceQueryError: nothing is given, and the GPU here cannot be read.
+        InvalidInputError: one is none, or a whole number below 1.
     """
-    from vram_guard.budget import Budget
-
-    kept = checked_margin(margin)
-    if device is not None and not (memory is None and gpu is None and budget is None):
-        raise InvalidInputError(_("give either --device (what is free there) or --gpu, --budget, --gpu-memory"))
-    if memory is not None and budget is not None:
-        raise InvalidInputError(_("give --gpu-memory (of the whole GPU) or --budget (of PyTorch), not both"))
-    which = int(device) if device is not None and device.isdigit() and device.isascii() else device
-    resolved = Budget.resolve(budget=budget, gpu=gpu, margin=kept, device=which, gpu_memory=memory)
-    return resolved.total, resolved.source_text, resolved
-
-
-def counts(options: argparse.Namespace, *names: str) -> dict[str, int | None]:
-    """Name -> the whole number that the option of this name gives; None where it is not given.
-
-    Raises:
-        InvalidInputError: one is none, or below 1.
-    """
-    return {name: count(name, getattr(options, name)) for name in names}
-
-
-def checked_margin(text: str | float | None) -> float | None:
-    """The value of ``--margin``."""
-    return None if text is None else number("margin", text, 0)
+    for read, names in ((whole_number, _WHOLE_NUMBERS), (number, _NUMBERS)):
+        for name in names:
+            text = getattr(options, name, None)
+            if isinstance(text, str):
+                setattr(options, name, read(name, text))
 
 
 def unknown_model(name: str, *, suggest: bool = True) -> str:
@@ -116,17 +86,12 @@ def unknown_model(name: str, *, suggest: bool = True) -> str:
     return _("{said}. Not installed here, so their model names are unknown: {libraries}", said=said, libraries=absent)
 
 
-def count(name: str, text: str | None) -> int | None:
-    """A whole number from an option; None where it is not given.
+def whole_number(name: str, text: str) -> int:
+    """A whole number from an option.
 
     Raises:
         InvalidInputError: it is none, or below 1.
     """
-    return None if text is None else whole_number(name, text)
-
-
-def whole_number(name: str, text: str) -> int:
-    """As :func:`count`, of an option that is given."""
     option = "--" + name.replace("_", "-")
     if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 30):
         raise InvalidInputError(
@@ -137,16 +102,15 @@ def whole_number(name: str, text: str) -> int:
     return checked_count(option, int(text))
 
 
-def number(name: str, text: str | float | None, default: float, *, option: bool = True) -> float:
-    """A number from an option (or an argument without dashes), the default where it is not given.
+def number(name: str, text: str) -> float:
+    """A number from an option.
 
     Raises:
         InvalidInputError: it is none.
     """
-    if text is None:
-        return default
     try:
         return float(text)
     except ValueError:
-        shown = f"--{name}" if option else name
-        raise InvalidInputError(_("{name} must be a number, not {text}", name=shown, text=repr(text)[:40])) from None
+        raise InvalidInputError(
+            _("{name} must be a number, not {text}", name=f"--{name}", text=repr(text)[:40])
+        ) from None

@@ -61,7 +61,7 @@ def add_variants(commands: Any) -> None:
         metavar="NAME",
         help=_("module:function or file.py:function, giving a step or several"),
     )
-    add_options(parser, "batch", type=int, required=True, dest="batch_size")
+    add_options(parser, "batch", required=True, dest="batch_size")
     _add_common(parser, allow="")
     parser.set_defaults(run=_variants)
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 from vram_guard.capture.config_step import NUMBERS
-from vram_guard.cli._arguments import count, unknown_model
+from vram_guard.cli._arguments import unknown_model
 from vram_guard.cli._described import Described
 from vram_guard.cli.options import WEIGHTS
 from vram_guard.cli.ways import check_read, of_model
@@ -47,13 +47,7 @@ _SAID: Final = ("model", "input", *(name.replace("-", "_") for name in WEIGHTS))
 
 def said(options: argparse.Namespace) -> dict[str, Any]:
     """What the options say of a training, for :func:`~vram_guard.closed_form.from_config.parse_request`."""
-    numbers = {
-        name: getattr(options, name) for name in ("batch", *NUMBERS) if isinstance(getattr(options, name, None), str)
-    }
-    return {
-        **{name: getattr(options, name, None) for name in _SAID},
-        **{one: count(one, text) for one, text in numbers.items()},
-    }
+    return {name: getattr(options, name, None) for name in ("batch", *NUMBERS, *_SAID)}
 
 
 def check_said_once(change: Mapping[str, Any], options: argparse.Namespace) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import gpu_memory, number
 from vram_guard.cli._configuration import is_traced, no_batch, said
 from vram_guard.cli._described import Described
 from vram_guard.cli._estimate_folder import estimate_folder
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options
+from vram_guard.cli.options import DEVICE, FOLDER, NETWORK, add_config, add_options, asked_budget
 from vram_guard.cli.printing import print_json, print_now, say, tell
 from vram_guard.cli.ways import RULE, check_needed, check_read, of_model
 from vram_guard.language import _
@@ -59,7 +58,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from vram_guard.config_file import load_config
     from vram_guard.report.closed_form import LINE, calculator_dict, calculator_lines
 
-    share = checked_share(number("threshold", options.threshold, USUAL_SHARE))
+    share = checked_share(USUAL_SHARE if options.threshold is None else options.threshold)
     config = {} if options.config is None else load_config(options.config)
     request, amounts = _request(options, config)
     is_built, remark = is_traced(request, config, quick=options.quick)
@@ -68,7 +67,7 @@ def _estimate(options: argparse.Namespace) -> int:
         check_needed(options, ("gpu",), needs=_("a model that is built (--model)"))
     if is_built and "batch" not in request.numbers:
         raise no_batch(request.model or "")
-    memory, source, budget = gpu_memory(**amounts, margin=options.margin, device=options.device)
+    budget = asked_budget(options, **amounts)
     if remark:
         tell(remark)
     calculation = symbolic = one = None
@@ -76,7 +75,7 @@ def _estimate(options: argparse.Namespace) -> int:
         one = Described(request.model or "", request, config)
         symbolic = _symbolic(one, budget, options.cudnn)
     else:
-        calculation = Calculation(request.network(), memory, share)
+        calculation = Calculation(request.network(), budget.total, share)
     fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
     if options.json:
         answer = {
@@ -93,7 +92,7 @@ def _estimate(options: argparse.Namespace) -> int:
     else:
         print_now([LINE, _("🧮 GPU memory calculator"), LINE])
         if calculation is not None:
-            print_now([*calculator_lines(calculation, memory_source=source), ""])
+            print_now([*calculator_lines(calculation, memory_source=budget.source_text), ""])
         _print_verdict(symbolic, fits=fits, verbose=bool(options.verbose))
     if one is not None:
         one.tell_assumed()
@@ -108,11 +107,11 @@ def _request(options: argparse.Namespace, config: dict[str, Any]) -> tuple[Estim
     from vram_guard.closed_form.from_config import parse_request
     from vram_guard.settings import AMOUNTS
 
-    amounts: dict[str, Any] = {"memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
+    amounts: dict[str, Any] = {"gpu_memory": options.gpu_memory, "gpu": options.gpu, "budget": options.budget}
     own = {} if options.from_settings.keys() & AMOUNTS else amounts
     request = parse_request(config, {**said(options), **own})
     if options.device is None and (request.memory is not None or request.gpu is not None):
-        amounts = {"memory": request.memory, "gpu": request.gpu, "budget": own.get("budget")}
+        amounts = {"gpu_memory": request.memory, "gpu": request.gpu, "budget": own.get("budget")}
     return request, amounts
 
 

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, counts
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import asked_budget, listed
 from vram_guard.cli.printing import print_json, print_now, progress_shown
@@ -59,7 +58,6 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace) -> FineTu
     from vram_guard.closed_form.folder import FineTuning
     from vram_guard.closed_form.inputs import InputSizes
 
-    batch = count("batch_size", options.batch) or 1
     chosen = folder.chosen("--train", listed(options.train) or [folder.usually_trained])
     if len(chosen) != 1:
         raise InvalidInputError(_("--train names one component: how several are trained together is not known"))
@@ -77,9 +75,9 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace) -> FineTu
     return FineTuning(
         trained=trained,
         frozen=frozen,
-        batch=batch,
+        batch=options.batch or 1,
         dtype=checked_dtype(options.dtype) if options.dtype else stored_dtype((trained, *frozen)),
-        sizes=InputSizes(**counts(options, "height", "width", "num_frames", "seq_length")),
+        sizes=InputSizes(options.height, options.width, options.num_frames, options.seq_length),
     )
 
 

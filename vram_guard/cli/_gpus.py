@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from vram_guard.budget import GPU
-from vram_guard.cli._arguments import checked_margin
 from vram_guard.cli._gpus_model import asks_about_a_model, gpus_for_model
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import NETWORK, add_options
@@ -56,7 +55,7 @@ def _gpus(options: argparse.Namespace) -> int:
     if asks_about_a_model(options):
         return gpus_for_model(options, cards)
     check_read(options, CARDS)
-    margin = checked_margin(options.margin)
+    margin = options.margin
     if options.json:
         print_json({"kind": "cards", "gpus": [_gpu_facts(card, margin) for card in cards]})
     else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import checked_margin, number, whole_number
+from vram_guard.cli._arguments import whole_number
 from vram_guard.cli._configuration import is_traced, said
 from vram_guard.cli._described import Described
 from vram_guard.cli.exits import EXIT_DONE
@@ -75,13 +75,12 @@ def _tables(options: argparse.Namespace, cards: Sequence[GPU]) -> tuple[Tables, 
         tell(remark)
     check_read(options, of_model(kind_of(found)) if is_built else RULE)
     if not is_built:
-        share, own = checked_share(number("threshold", options.threshold, USUAL_SHARE)), found.network()
+        share, own = checked_share(USUAL_SHARE if options.threshold is None else options.threshold), found.network()
         every = sizes or [(own.height, own.width)]
         return {size: _by_rule(_sized(found, size).network(), cards, share) for size in every}, None
-    margin = checked_margin(options.margin)
     wanted: list[tuple[int, int] | None] = [*sizes] or [None]
     trainings = {size: Described(found.model or "", _sized(found, size), config) for size in wanted}
-    tables = {size: _symbolic(one, cards, margin) for size, one in trainings.items()}
+    tables = {size: _symbolic(one, cards, options.margin) for size, one in trainings.items()}
     first = next(iter(trainings.values()))
     first.tell_assumed()
     return tables, first.releases or Releases.here()

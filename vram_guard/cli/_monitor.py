@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import number
 from vram_guard.cli.exits import EXIT_DONE
 from vram_guard.cli.options import add_options
 from vram_guard.cli.printing import print_json, say
@@ -33,7 +32,9 @@ def add(commands: Any) -> None:
         help=_("watch utilisation and memory of the GPUs"),
         description=_("Show utilisation and memory per GPU and process, and sum up at the end. Ctrl-C ends it."),
     )
-    parser.add_argument("seconds", nargs="?", metavar="SECONDS", help=_("duration in seconds (0: until Ctrl-C)"))
+    parser.add_argument(
+        "seconds", nargs="?", default="0", metavar="SECONDS", help=_("duration in seconds (0: until Ctrl-C)")
+    )
     add_options(parser, "json")
     parser.set_defaults(run=_monitor)
 
@@ -44,9 +45,12 @@ def _monitor(options: argparse.Namespace) -> int:
     from vram_guard.watch.monitor import Monitor, watch
     from vram_guard.watch.running import running
 
-    seconds = number("seconds", options.seconds, 0.0, option=False)
+    try:
+        seconds = float(options.seconds)
+    except ValueError:
+        seconds = -1.0
     if not isfinite(seconds) or seconds < 0:
-        raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=seconds))
+        raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=repr(options.seconds)[:40]))
     monitor = Monitor()
     trainings: dict[int, Running] = {}
     stream = sys.stderr if options.json else sys.stdout  # the answer has standard output to itself

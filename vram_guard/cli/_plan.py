@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import count, whole_number
+from vram_guard.cli._arguments import whole_number
 from vram_guard.cli._configuration import check_said_once, described, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import (
@@ -95,7 +95,7 @@ def _several(options: argparse.Namespace) -> PlanOptions:
     """What the options say about cuDNN and several GPUs."""
     return PlanOptions(
         cudnn=options.cudnn,
-        node=count("node_gpus", options.node_gpus),
+        node=options.node_gpus,
         link=",".join(options.link) if options.link else None,
         layouts=None if options.layouts is None else listed(options.layouts),
     )

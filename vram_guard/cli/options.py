@@ -136,12 +136,17 @@ def add_config(parser: Any, help: str) -> None:  # noqa: A002 - argparse's word
     add_options(parser, "config")
 
 
-def asked_budget(options: argparse.Namespace) -> Budget:
+def asked_budget(options: argparse.Namespace, **amounts: Any) -> Budget:
     """What PyTorch may use, by the options :data:`DEVICE`.
+
+    Args:
+        options: of a command.
+        amounts: in their place where given: ``budget``, ``gpu``, ``gpu_memory``.
 
     Raises:
         InvalidInputError, NoDeviceError, DeviceQueryError: as :meth:`vram_guard.Budget.resolve`.
     """
-    from vram_guard.cli._arguments import gpu_memory
-
-    return gpu_memory(options.gpu_memory, options.gpu, options.budget, options.margin, options.device)[2]
+    given = amounts or {"budget": options.budget, "gpu": options.gpu, "gpu_memory": options.gpu_memory}
+    device = options.device
+    which = int(device) if device is not None and device.isdigit() and device.isascii() else device
+    return Budget.resolve(**given, margin=options.margin, device=which)

@@ -115,7 +115,7 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
     Args:
         config: the file's entries; may be empty.
         options: numbers by the names of :data:`NAMES` and "num_frames", and "precision", "dtype", "lora", "qlora",
-            "memory", "gpu", "budget", "model", "input", "checkpointing", "optimizer"; None:
+            "gpu_memory", "gpu", "budget", "model", "input", "checkpointing", "optimizer"; None:
             not given.
 
     Raises:
@@ -142,7 +142,7 @@ def parse_request(config: Mapping[str, Any], options: Mapping[str, Any]) -> Esti
     if precision is None:
         mixed = found.one("mixed precision", MIXED, several=_stronger)
         precision = None if mixed is None else precision_word(found.path_of("mixed precision"), mixed)
-    memory, gpu = options.get("memory"), options.get("gpu")
+    memory, gpu = options.get("gpu_memory"), options.get("gpu")
     if memory is None and gpu is None and options.get("budget") is None:
         memory, gpu = found.one("GPU memory", MEMORY), found.text("GPU", GPU)
     model = options.get("model") or found.model()
