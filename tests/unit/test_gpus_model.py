@@ -11,7 +11,7 @@ from test_estimate import STEP
 from vram_guard import Budget, cli, trace
 from vram_guard.budget import catalogue, find_gpu
 from vram_guard.capture.object_reference import load_step
-from vram_guard.cli import _gpus_model
+from vram_guard.cli import _gpus
 
 
 def answer(capsys, *arguments):
@@ -64,7 +64,7 @@ def sized(height, width):
 
 def test_one_card_as_the_guide_has_its_tables(tmp_path, capsys, monkeypatch):
     said = []
-    monkeypatch.setattr(_gpus_model, "progress_shown", lambda: nullcontext(said.append))
+    monkeypatch.setattr(_gpus, "progress_shown", lambda: nullcontext(said.append))
     (tmp_path / "steps.py").write_text(SIZED)
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split("'RTX 4090' --model steps.py:sized --resolutions 16 16x24")

@@ -151,14 +151,14 @@ class Budget:
             DeviceQueryError: neither is given and the GPU here cannot be read.
         """
         if device is not None and not (budget is None and gpu is None and gpu_memory is None):
-            raise InvalidInputError(_("give either device (what is free there) or budget and gpu, not both"))
+            raise InvalidInputError(_("give either device= (what is free there) or budget= and gpu=, not both"))
         if gpu_memory is None and isinstance(gpu, str) and _WITH_UNIT.fullmatch(gpu.strip()):
             gpu, gpu_memory = None, gpu
         card = gpu if gpu is None or isinstance(gpu, GPU) else find_gpu(gpu)
         if gpu_memory is not None:
             if budget is not None:
                 raise InvalidInputError(
-                    _("give gpu_memory (of the whole GPU) or budget (of PyTorch's allocator), not both")
+                    _("give gpu_memory= (of the whole GPU) or budget= (of PyTorch's allocator), not both")
                 )
             return _of_memory(gpu_memory, card, margin)
         if budget is not None:

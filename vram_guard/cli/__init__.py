@@ -156,12 +156,13 @@ def _said(error: VramGuardError) -> str:
     """The message, with options where it names arguments of Python: ``budget="24GiB"`` is ``--budget 24GiB``."""
 
     def option(found: re.Match[str]) -> str:
-        value = found[2]
-        return f"--{found[1].replace('_', '-')} {value if ' ' in value else value.strip(chr(34) + chr(39))}"
+        name, value = f"--{found[1].replace('_', '-')}", found[2]
+        if value is None:
+            return name
+        return f"{name} {value if ' ' in value else value.strip(chr(34) + chr(39))}"
 
-    return re.sub(
-        r"""(?<![\w.])(budget|gpu|gpu_memory|host_budget|margin)=("[^"]*"|'[^']*'|[0-9]+)""", option, str(error)
-    )
+    named = r"(?<![\w.])(budget|device|gpu|gpu_memory|host_budget|margin)="
+    return re.sub(named + r"""(?:("[^"]*"|'[^']*'|[0-9]+)|(?=[ ,、（]))""", option, str(error))
 
 
 def _code_of_failure(error: Exception, *, verbose: bool) -> int:

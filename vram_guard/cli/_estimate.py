@@ -54,11 +54,10 @@ def _estimate(options: argparse.Namespace) -> int:
     if options.model_path is not None:
         return estimate_folder(options)
     from vram_guard.capture.config_step import kind_of
-    from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation, checked_share
+    from vram_guard.closed_form.calculator import USUAL_SHARE, Calculation
     from vram_guard.config_file import load_config
     from vram_guard.report.closed_form import LINE, calculator_dict, calculator_lines
 
-    share = checked_share(USUAL_SHARE if options.threshold is None else options.threshold)
     config = {} if options.config is None else load_config(options.config)
     request, amounts = _request(options, config)
     is_built, remark = is_traced(request, config, quick=options.quick)
@@ -75,6 +74,7 @@ def _estimate(options: argparse.Namespace) -> int:
         one = Described(request.model or "", request, config)
         symbolic = _symbolic(one, budget, options.cudnn)
     else:
+        share = USUAL_SHARE if options.threshold is None else options.threshold
         calculation = Calculation(request.network(), budget.total, share)
     fits = symbolic.fits if symbolic is not None else calculation is not None and calculation.fits
     if options.json:

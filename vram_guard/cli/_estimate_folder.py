@@ -54,21 +54,17 @@ def tuning_of_folder(folder: ModelFolder, options: argparse.Namespace) -> FineTu
     Raises:
         InvalidInputError: a component is not there, has no weights that can be read, or has no such sizes.
     """
-    from vram_guard.closed_form.dtypes import checked_dtype, stored_dtype
-    from vram_guard.closed_form.folder import FineTuning
+    from vram_guard.closed_form.dtypes import checked_dtype
+    from vram_guard.closed_form.folder import FineTuning, stored_dtype
     from vram_guard.closed_form.inputs import InputSizes
 
-    chosen = folder.chosen("--train", listed(options.train) or [folder.usually_trained])
-    if len(chosen) != 1:
-        raise InvalidInputError(_("--train names one component: how several are trained together is not known"))
-    (trained,) = chosen
+    trained = folder.component("--train", options.train or folder.usually_trained)
     _check_sizes(trained, options)
-    if options.frozen is None:
-        # Prompts are encoded while training; latents are usually made beforehand.
-        names = [name for name in folder.components if name != trained.name and name.startswith("text_encoder")]
-        frozen = folder.chosen("--frozen", names)
-    else:
-        frozen = folder.chosen("--frozen", listed(options.frozen))
+    # Prompts are encoded while training; latents are usually made beforehand.
+    names = [name for name in folder.components if name != trained.name and name.startswith("text_encoder")]
+    if options.frozen is not None:
+        names = [] if options.frozen == ["none"] else listed(options.frozen)
+    frozen = tuple(folder.component("--frozen", name) for name in dict.fromkeys(names))
     for one in (trained, *frozen):
         if not one.weights.numbers:
             raise InvalidInputError(_no_weights(one.name, one.weights.pickles))

@@ -85,7 +85,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
         "N", marked("time steps or tokens (default: 1; of a text model by name its context, 512 at most)")
     ),
     "threshold": _Option("SHARE", marked("share of the GPU for activations (default: 0.7; cautious: 0.6)")),
-    "train": _Option("NAME", marked("the component to train"), several=True),
+    "train": _Option("NAME", marked("the component to train")),
     "verbose": _Option("", marked("print the whole report: tables, reasons, alternatives")),
     "width": _Option("N", marked("width of the input")),
 }

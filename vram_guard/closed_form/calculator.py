@@ -17,7 +17,7 @@ from functools import cached_property
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-from vram_guard.step import LARGEST_BATCH, checked_count
+from vram_guard.step import LARGEST_BATCH
 
 #: Bytes of a float32 number; half of it under automatic mixed precision.
 FLOAT32 = 4
@@ -50,10 +50,6 @@ class Network:
     num_layers: int
     seq_length: int = 1
     bytes_per_element: int = FLOAT32
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "height", "width", "hidden_dim", "num_layers", "seq_length", "bytes_per_element"):
-            checked_count(name, getattr(self, name))
 
     @property
     def layer_bytes(self) -> int:
@@ -88,9 +84,10 @@ class Calculation:
     share: float = USUAL_SHARE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "share", checked_share(self.share))
-        if self.memory < 1:
-            raise InvalidInputError(_("memory must be a positive number of bytes, not {value}", value=self.memory))
+        if not 0 < self.share <= 1:  # of NaN that is false too
+            raise InvalidInputError(
+                _("threshold must be above 0 and at most 1 (0.7 for 70%), not {value}", value=self.share)
+            )
 
     @cached_property
     def allowed(self) -> int:
@@ -159,22 +156,3 @@ class Calculation:
         if self.network.bytes_per_element <= HALF:
             return None
         return self.with_network(bytes_per_element=HALF)
-
-
-def checked_share(share: object) -> float:
-    """``share`` as a float in (0, 1].
-
-    Raises:
-        InvalidInputError: for anything else; 70 for 70% is a mistake.
-
-    Example:
-        >>> checked_share(0.7)
-        0.7
-    """
-    if (
-        isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1
-    ):  # NaN: the comparison is false
-        raise InvalidInputError(
-            _("threshold must be above 0 and at most 1 (0.7 for 70%), not {value}", value=repr(share))
-        )
-    return float(share)

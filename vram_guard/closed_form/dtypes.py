@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
-
-if TYPE_CHECKING:
-    from vram_guard.closed_form.folder import Component
 
 #: Lightning's words for weights of these types.
 PRECISION_OF: Final = {"float32": "32-true", "float16": "16-true", "bfloat16": "bf16-true"}
@@ -23,7 +20,6 @@ SPELLINGS: Final = {
     "half": "float16",
     "bf16": "bfloat16",
 }
-STORED: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def checked_dtype(name: str) -> str:
@@ -38,9 +34,3 @@ def checked_dtype(name: str) -> str:
             _("--dtype must be one of {names}, not {name}", names=", ".join(PRECISION_OF), name=repr(name)[:40])
         )
     return known
-
-
-def stored_dtype(components: tuple[Component, ...]) -> str:
-    """The type that the largest component is stored in; float32 where that is not a type to train in."""
-    largest = max(components, key=lambda one: one.weights.parameters, default=None)
-    return STORED.get((largest.weights.dtype if largest else None) or "", "float32")

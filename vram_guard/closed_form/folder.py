@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vram_guard.closed_form.inputs import InputSizes, sample_shape
 from vram_guard.closed_form.weights import Weights, read_weights
@@ -51,27 +51,33 @@ class ModelFolder:
                 return name
         return max(self.components, key=lambda name: self.components[name].weights.parameters)
 
-    def chosen(self, option: str, wanted: Sequence[str]) -> tuple[Component, ...]:
-        """The components of these names; none for "none" alone.
+    def component(self, option: str, name: str) -> Component:
+        """The component of this name, which an option gives.
 
         Raises:
-            InvalidInputError: there is no such component.
+            InvalidInputError: there is none.
         """
-        if list(wanted) == ["none"]:
-            return ()
-        for name in wanted:
-            if name not in self.components:
-                known = ", ".join(self.components)
-                raise InvalidInputError(
-                    _(
-                        "{option}: there is no {name} in {path}, only {known}",
-                        option=option,
-                        name=name[:60],
-                        path=self.path,
-                        known=known,
-                    )
+        if name not in self.components:
+            raise InvalidInputError(
+                _(
+                    "{option}: there is no {name} in {path}, only {known}",
+                    option=option,
+                    name=name[:60],
+                    path=self.path,
+                    known=", ".join(self.components),
                 )
-        return tuple(self.components[name] for name in dict.fromkeys(wanted))
+            )
+        return self.components[name]
+
+
+#: What the files call the types that are trained in.
+_STORED: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def stored_dtype(components: Sequence[Component]) -> str:
+    """The type that the largest component is stored in; float32 where that is not a type to train in."""
+    largest = max(components, key=lambda one: one.weights.parameters)
+    return _STORED.get(largest.weights.dtype or "", "float32")
 
 
 @dataclass(frozen=True)
