@@ -17,6 +17,7 @@ from torch import nn
 from vram_guard.guard.unfollowed import left_out_if_it_fails
 from vram_guard.language import Message
 from vram_guard.patching import replace_attributes
+from vram_guard.state.modules import within
 from vram_guard_lightning import _namespaces
 from vram_guard_lightning._precision import plugin_of_trace
 from vram_guard_lightning._trainer_proxy import silent_callback
@@ -285,12 +286,3 @@ def modules_in(holders: Iterable[Any], *, besides: nn.Module) -> list[nn.Module]
         elif isinstance(value, (list, tuple, set, dict)):
             pending += value.values() if isinstance(value, dict) else value
     return list(found.values())
-
-
-def within(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all that is in it, some several times: ``modules()`` takes ten times as long."""
-    pending = [module]
-    while pending:
-        part = pending.pop()
-        yield part
-        pending += [one for one in vars(part)["_modules"].values() if one is not None]

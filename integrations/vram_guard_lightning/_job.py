@@ -25,7 +25,7 @@ from vram_guard.watch.batches import MicroBatches
 from vram_guard_lightning import _layouts, _namespaces
 from vram_guard_lightning._closure import replace_closures
 from vram_guard_lightning._followed import FollowedTrainer
-from vram_guard_lightning._later import Epochs, FollowedSteps
+from vram_guard_lightning._later import Epochs, TrainerSteps
 from vram_guard_lightning._trainer_proxy import TrainerView
 from vram_guard_lightning._validation import EvaluationBatches, read_validation
 
@@ -152,10 +152,10 @@ class _Fit:
         """The first epoch is over."""
         self._rest = False
         """What runs now is the rest of an epoch that a checkpoint was saved in."""
-        self._steps: FollowedSteps
-        self._next: tuple[int, str] | None = None
-        """The step that comes next in this epoch."""
-        self._pending: Iterator[tuple[int, str]] = iter(())
+        self._steps: TrainerSteps
+        self._next: str | None = None
+        """The label of the step that comes next in this epoch; None: there is none."""
+        self._pending: Iterator[str] = iter(())
 
     def run(self) -> None:
         """All of it."""
@@ -164,7 +164,7 @@ class _Fit:
         with run.phase("setup"):
             followed.call("on_fit_start")
         self._resume()
-        self._steps = FollowedSteps(followed, self._job.epochs)
+        self._steps = TrainerSteps(followed, self._job.epochs)
         seen = TrainerView(trainer)
         vars(seen)["_asked"] = self._steps.asked
         followed.show_as(seen)
@@ -213,18 +213,20 @@ class _Fit:
             self._pending = iter(()) if self._rest else self._steps.epoch_begins()
             self._next = next(self._pending, None)
 
-        def on_epoch_ends() -> Any:
+        def on_epoch_ends() -> None:
             if self._rest:
-                return epoch_ends()
+                epoch_ends()
+                return
             self._save()
             self._steps.epoch_ends()
-            self._begun = True
             with self._run.phase("hooks"), replaced(torch, {"equal": _same}):
-                return epoch_ends()
+                epoch_ends()
+            self._steps.ended()  # what of it stays is mostly what has been logged
+            self._begun = True
 
         def on_batch_ends(fetcher: Any) -> None:
             if not epoch._should_accumulate():
-                self._steps.unsettled = self._run.step_ends()
+                self._steps.step_ends()
                 self._next = next(self._pending, None)
             epoch.batch_progress.is_last_batch = self._next is None
             batch_ends(fetcher)
@@ -252,8 +254,9 @@ class _Fit:
         """Of one epoch."""
         number = 0
         while self._next is not None:
-            batch = self._steps.batch(self._trainer.current_epoch)
-            self._run.batch_begins(self._next[1])
+            batch = self._steps.batches.batch()
+            self._steps.batches.used()
+            self._run.batch_begins(self._next)
             yield batch, number, 0
             del batch
             number += 1
@@ -271,7 +274,8 @@ class _Fit:
             finally:
                 loop._results.batch = None  # it is let go of at the end of a round, which may have raised
         if sanity is None:
-            self._validated = self._steps.interrupted = True
+            self._validated = True
+            self._steps.elsewhere()
 
     def _save(self) -> None:
         """A checkpoint as the Trainer's callbacks save it, once; it is not written."""
@@ -279,10 +283,11 @@ class _Fit:
         saving = [one for one in trainer.callbacks if _namespaces.is_a(one, "callbacks.Checkpoint")]
         if self._begun or not saving or trainer.fast_dev_run:  # ModelCheckpoint saves nothing then
             return
-        self._steps.interrupted |= followed.has("on_save_checkpoint")
         weights_only = all(getattr(one, "save_weights_only", False) for one in saving)
         with followed.followed(Message("saving a checkpoint")), self._run.phase("saving"):
             trainer.save_checkpoint("", weights_only)
+        if followed.has("on_save_checkpoint"):
+            self._steps.elsewhere()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -36,6 +36,15 @@ class ModuleState:
             refill(container, content)
 
 
+def within(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all that is in it, some several times: ``modules()`` takes ten times as long."""
+    pending = [module]
+    while pending:
+        part = pending.pop()
+        yield part
+        pending += [one for one in vars(part)["_modules"].values() if one is not None]
+
+
 def normalisation_buffers(model: nn.Module) -> frozenset[str]:
     """Running statistics and counters, which a step in micro-batches is known to advance in another way.
 

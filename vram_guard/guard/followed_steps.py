@@ -1,0 +1,287 @@
+"""Steps of a training that are followed: the first two, and each later one that differs from those before it.
+
+A framework's own loop runs in the trace. Its adapter leads it to places of the training: where hooks run, or where the
+model may do otherwise by what it has asked. When the hooks of a place have run, the step there is followed if what
+decides about its memory is as it was at no step before, or if it meets more memory than those did.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from vram_guard.guard.places import StepDecisions
+from vram_guard.guard.step_state import StepStates
+from vram_guard.job import LoopRun
+from vram_guard.language import Message, _
+from vram_guard.limits import LATER_SECONDS, LATER_STEPS, PLACES_LOOKED_AT
+from vram_guard.timeline import LaterChange
+
+#: Names of a state, see :func:`vram_guard.guard.step_state.state_of`: whatever they are, the loss is the same.
+_BESIDES_LOSS = ("trained", "weights", "modes", "optimizer", "train_dataloader")
+
+_CHANGES: dict[str, LaterChange] = {"trained": "trained", "optimizer": "optimized"}
+
+
+class Place(NamedTuple):
+    """A step of a training, which all count from 0; ``step`` is that of the whole training."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training as its loop counts it, and what its adapter tells of it.
+
+    Attributes:
+        epochs: how many there are; infinite where nothing says, and 1 where it is not counted in epochs.
+        steps: of an epoch.
+        names: by which the model asks for the number of the epoch, and of the step.
+        name: a place in words.
+        state: what decides about the memory of a step now, by names.
+        changes: True while hooks run between epochs that may change it.
+        by_epoch: the training is counted in epochs.
+        same_loss: names of the state besides, by which the model computes no other loss.
+        numbers: epochs and steps at which hooks may change it besides, as they count them.
+        named: those at which the model may do otherwise by numbers that it has been given by hooks.
+    """
+
+    epochs: float
+    steps: int
+    names: tuple[str, str]
+    name: Callable[[Place], str]
+    state: Callable[[], dict[str, Any]]
+    changes: Callable[[], bool]
+    by_epoch: bool = True
+    same_loss: tuple[str, ...] = ()
+    numbers: Callable[[], Iterable[int]] = tuple
+    named: Callable[[], Iterable[int]] = tuple
+
+
+class FollowedSteps:
+    """The steps of one trace.
+
+    Args:
+        run: of the trace.
+        course: of the training.
+        interrupted: something else runs between the first steps and the next epoch: a step there meets what that left.
+
+    Attributes:
+        asked: what steps have decided by the place in the training.
+        label: of the step that comes next; "" where nothing differs.
+        why: that one differs, in words.
+        over: no later epoch is looked at.
+    """
+
+    def __init__(self, run: LoopRun, course: Course, *, interrupted: bool = False) -> None:
+        self._run, self._course, self._interrupted = run, course, interrupted
+        self.asked = StepDecisions()
+        self.label = self.why = ""
+        self.over = False
+        self._begun = False
+        """The first steps are over, and places after them are looked at."""
+        self._first = self._place = Place(0, 0)
+        self._taken = self._taken_before = 0
+        """Steps that have ended; until the latest epoch began."""
+        self._unsettled = False
+        self._seconds = 0.0
+        """Of the processor, for the first steps."""
+        self._deadline = math.inf
+        self._near: set[int] = set()
+        """Steps at which hooks may change something, by their numbers."""
+        self._plain = -1
+        """The step that is followed though nothing differs: it meets what has run since the first ones."""
+        self._states = StepStates()
+        self._left = self._before = 0
+        """Bytes that were taken when what ran last had ended; before the latest step."""
+        self._looked = self._found = self._left_out = 0
+        self._again = self._last = self._stopped = False
+
+    @property
+    def first_over(self) -> bool:
+        """The first steps are over."""
+        return self._taken >= 2 and not self._unsettled
+
+    @property
+    def later(self) -> bool:
+        """The place of the training is one after its first steps."""
+        return self._looked > 0
+
+    def ended(self) -> None:
+        """What is taken now was taken by no hook of a later place."""
+        self._left = self._run.allocated
+        self._states.meets(self._left)
+
+    def elsewhere(self) -> None:
+        """Something else has run, such as a validation: what it has left was taken by no hook, and takes no time."""
+        self._interrupted = True
+        self._look_on()
+
+    def step_ends(self) -> None:
+        """A step is over, with all that the loop does in it."""
+        self._taken += 1
+        self._unsettled = self._run.step_ends()
+
+    # --- places -----------------------------------------------------------------------------------------------
+
+    def of_epoch(self, epoch: int, step: int) -> Iterator[Place]:
+        """The places of an epoch to which the loop is led, each asked for when the one before it is over.
+
+        A loop may leave its epoch before that.
+
+        Args:
+            epoch: that begins.
+            step: with which it begins.
+        """
+        self._taken_before = self._taken
+        if not self._begun:
+            yield from self._first_steps(epoch, step)
+        places = self._places(epoch)
+        for number, place in enumerate(places):
+            began, taken = time.process_time(), self._taken
+            more = number + 1 < len(places) or self._next(epoch) is not None
+            self._arrive(place, more=more)
+            yield place
+            if self._taken > taken:
+                if self.label and self._run.allocated > self._before:
+                    self._again = True
+                    yield place
+                self._deadline += time.process_time() - began
+            self.ended()
+            if self._stopped:
+                return
+
+    def next_epoch(self, epoch: int) -> int | None:
+        """The next one that is looked at; None where there is none."""
+        found = self._next(epoch)
+        self.over = found is None
+        if self.over and self._left_out:
+            self._run.note(Message("{count} more steps that differ are not followed", count=self._left_out))
+            self._left_out = 0
+        return found
+
+    def _look_on(self) -> None:
+        """Hooks of later places have all of their time before them."""
+        self._deadline = time.process_time() + max(self._seconds, LATER_SECONDS)
+        self.ended()
+
+    def _first_steps(self, epoch: int, start: int) -> Iterator[Place]:
+        began, self._first = time.process_time(), Place(epoch, start)
+        while not self.first_over:
+            yield Place(epoch, start + self._taken)
+        course, self._begun = self._course, True
+        self._seconds = time.process_time() - began
+        self.asked.followed(self._numbers(self._first))
+        self._states.look(course.state())
+        self._states.followed(self._run.allocated)
+        self._look_on()
+        self._plain = (epoch + 1) * course.steps if course.by_epoch else start + 2
+        for number in course.numbers():
+            self._near |= {number - 1, number, number + 1}
+            self._near |= {one * course.steps for one in (number - 1, number) if course.by_epoch}
+
+    def _next(self, epoch: int) -> int | None:
+        course = self._course
+        if not self._begun:
+            found: float = epoch + 1 if self._taken > self._taken_before else math.inf
+        elif self._stopped:
+            found = math.inf
+        elif course.changes() or self.asked:
+            found = epoch + 1
+        else:
+            named = self._near | ({self._plain} if self._interrupted else set())
+            found = min((one // course.steps for one in named if one // course.steps > epoch), default=math.inf)
+        return int(found) if found < course.epochs else None
+
+    def _places(self, epoch: int) -> list[Place]:
+        """Places of an epoch after the first steps."""
+        course = self._course
+        begins, end = epoch * course.steps, (epoch + 1) * course.steps
+        begins_at = self._first.step + 1 if epoch == self._first.epoch else begins
+        steps = self._near | ({self._plain} if self._interrupted else set())
+        if course.by_epoch and (course.changes() or self.asked):
+            steps |= {begins}
+        if self.asked:
+            steps |= set(self.asked.steps(course.names[1], begins_at, end))
+            steps |= {end - 1} if course.epochs == 1 else set()
+        return [Place(epoch, step) for step in sorted(steps) if begins_at <= step < end]
+
+    def _arrive(self, place: Place, *, more: bool) -> None:
+        """The loop is about to be led to a place; the hooks there have not run."""
+        self._stopped = self._looked >= PLACES_LOOKED_AT or time.process_time() > self._deadline
+        if self._stopped and more:
+            self._run.note(
+                Message(
+                    "hooks are followed up to {place} only: what they change later is not included in the prediction",
+                    place=self._course.name(place),
+                )
+            )
+        self._place, self._last = place, self._stopped or not more
+        self._looked += 1
+        self._again = False
+        self.label = ""
+
+    # --- what differs -----------------------------------------------------------------------------------------
+
+    def follows(self) -> bool:
+        """True where the step of this place is followed; to be asked when the hooks before it have run."""
+        if not self._looked or self._again:
+            return True
+        self._states.look(self._course.state())
+        changed = self._states.changed()
+        for name, change in _CHANGES.items():
+            if name in changed:
+                self._run.changes_later(change)
+        self.why = self._difference(changed)
+        self.label = self._course.name(self._place) if self.why else ""
+        if not self.why:
+            if not self._interrupted or self._place.step != self._plain:
+                return False
+        elif self._found >= LATER_STEPS and not self._last:
+            self._left_out += self._states.moved
+            return False
+        else:
+            self._found += 1
+            self.asked.followed(self._numbers(self._place))
+            if self.asked or not changed.keys() <= {*_BESIDES_LOSS, *self._course.same_loss}:
+                self._run.changes_later("loss")
+        self._before = self._run.allocated
+        self._states.followed(self._before)
+        return True
+
+    def _difference(self, changed: dict[str, tuple[Any, Any]]) -> str:
+        """How the step here differs from those that were followed, in words; "" where it does not."""
+        met = self._states.met()
+        if met is None or self._run.allocated > min(met, self._left):
+            return _in_words(changed) or _("a hook takes memory")
+        return _("the model asks how far the training is") if self._otherwise_asked() else ""
+
+    def _otherwise_asked(self) -> bool:
+        """True where the model may do otherwise than before by how far the training is."""
+        if self.asked and self.asked.differs(self._numbers(self._place)):
+            return True
+        counts = bool(self._states.counters)  # attributes of the model do: it may name epochs (``initial_epoch = 4``)
+        if self._last or not counts:
+            return self._last and (counts or self.asked.undecided)
+        return not set(self._place).isdisjoint(self._course.named())
+
+    def _numbers(self, place: Place) -> dict[str, int]:
+        return dict(zip(self._course.names, place, strict=True))
+
+
+def _in_words(changed: dict[str, tuple[Any, Any]]) -> str:
+    said = []
+    if "trained" in changed:
+        before, now = changed["trained"]
+        more = sum(now) - sum(before)
+        said.append(
+            _("{count} more parameters are trained", count=more)
+            if more > 0
+            else _("{count} fewer parameters are trained", count=-more)
+        )
+    said += [name for name in changed if name != "trained"][:3]
+    return ", ".join([*said, *(["..."] if len(changed) > 3 else [])])

@@ -1,0 +1,227 @@
+"""What decides about the memory of a training step, and in which states of it steps were followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from vram_guard.capture.loader import Sample
+from vram_guard.job import JobRun
+from vram_guard.language import Message
+from vram_guard.limits import LONGEST_SWITCHES
+from vram_guard.state.modules import within
+from vram_guard.state.random_generators import random_state_kept
+
+#: Attributes by which data sets and loaders hold what makes their samples and batches.
+_PARTS = ("_dataset", "dataset", "datasets", "pipeline", "transform", "transforms", "sampler", "batch_sampler")
+
+
+def state_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batches: LoaderBatches) -> dict[str, Any]:
+    """What decides about a step's memory in every framework, by names.
+
+    Args:
+        model: that is trained.
+        optimizers: of its weights.
+        batches: of its loader.
+    """
+    parts = list(within(model))
+    weights = [
+        (id(part), name, one) for part in parts for name, one in vars(part)["_parameters"].items() if one is not None
+    ]
+    return {
+        "trained": tuple(one.requires_grad for _part, _name, one in weights),
+        "weights": tuple((part, name, one.shape) for part, name, one in weights),
+        "modes": tuple((id(part), part.training) for part in parts),
+        "optimizer": tuple(map(_groups, optimizers)),
+        "train_dataloader": batches.sizes(),
+    }
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """The weights that an optimizer changes, and its switches."""
+    return tuple(
+        (tuple(map(id, group["params"])), tuple(value for value in group.values() if isinstance(value, bool)))
+        for group in optimizer.param_groups
+    )
+
+
+def simple(value: Any, depth: int = 2) -> Any:
+    """A value as far as it decides about memory: of a factor, whether it is 0."""
+    if value is None or isinstance(value, (bool, int, str, Enum, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, float):
+        return value == 0
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_SWITCHES and depth:
+        return [simple(one, depth - 1) for one in value]
+    if isinstance(value, dict) and len(value) <= LONGEST_SWITCHES and depth:
+        return {str(key): simple(one, depth - 1) for key, one in value.items()}
+    if callable(value) and not isinstance(value, nn.Module):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    own = getattr(value, "__dict__", None)
+    if own is None or isinstance(value, nn.Module) or not depth:
+        return type(value).__qualname__
+    return type(value).__qualname__, {
+        name: simple(one, depth - 1) for name, one in list(own.items())[:LONGEST_SWITCHES]
+    }
+
+
+class LoaderBatches:
+    """Batches of a training's loader as hooks leave it: they may switch its data set, or exchange the loader.
+
+    Args:
+        run: of the trace.
+        sample: of the loader as it is when the training begins.
+        loaders: gives the training's as they are now; none, as long as they are not made.
+        read: reads samples of them.
+    """
+
+    def __init__(
+        self, run: JobRun, sample: Sample, loaders: Callable[[], list[Any]], read: Callable[[], Sample]
+    ) -> None:
+        self._run, self._loaders, self._read = run, loaders, read
+        self._first = self._sample = sample
+        self._sizes = _shapes(sample)
+        self._kept: list[Any] = []
+        """Loaders, since their identities tell them apart."""
+        self._written: Any = None
+        self._now: Any = None
+        """The parts of the loaders when the training began, and when they were read for the last time."""
+        self._made: Any = None
+        """The latest batch, as long as no step has been given it."""
+        self._look()
+
+    def sizes(self) -> Any:
+        """The shapes of a sample, and how many are in a batch."""
+        self._look()
+        return self._sizes, self._sample.batch_size
+
+    def batch(self) -> Any:
+        """A batch as the loaders deliver it now; where a plan cuts batches, micro-batches keep their size."""
+        self._look()
+        if self._made is None:
+            self._made = self._sample.make(
+                -(-self._run.loaded_samples * self._sample.batch_size // self._first.batch_size)
+            )
+        return self._made
+
+    def used(self) -> None:
+        """A step has been given the batch, and may have changed it."""
+        self._made = None
+
+    def _look(self) -> None:
+        loaders = self._loaders()
+        parts = [(id(one), _parts_of(one)) for one in loaders]
+        if not parts or parts == self._now:
+            return
+        self._written = self._written or parts
+        self._kept += loaders
+        changed, self._now = self._now is not None, parts
+        if changed:
+            self._read_anew()
+
+    def _read_anew(self) -> None:
+        self._made = None
+        try:
+            with random_state_kept():
+                self._sample = self._first if self._now == self._written else self._read()
+                self._sizes = _shapes(self._sample)
+        except Exception as error:  # noqa: BLE001 - the user's own code reads the data
+            self._run.note(
+                Message(
+                    "samples of a data set that hooks changed cannot be read ({error}): they are taken as before",
+                    error=f"{type(error).__name__}: {error}",
+                )
+            )
+
+
+def _shapes(sample: Sample) -> Any:
+    from vram_guard.simulate.tracing.batches import leaves_of
+
+    return [tuple(leaf.shape) for leaf in leaves_of(sample.make(1)) if hasattr(leaf, "shape")]
+
+
+def _parts_of(part: Any, name: str = "", depth: int = 6) -> Any:
+    """What a hook may have exchanged in a loader: objects by their classes, and their simple attributes."""
+    if not depth:
+        return None
+    if isinstance(part, (list, tuple)):
+        return [_parts_of(one, name, depth - 1) for one in part]
+    if not hasattr(part, "__dict__"):
+        return type(part).__qualname__
+    own = dict(vars(part))
+    if name == "sampler":
+        own.pop("epoch", None)  # by which loops have it draw in another order
+    inner = {name: _parts_of(own.pop(name), name, depth - 1) for name in _PARTS if name in own}
+    return type(part).__qualname__, {name: simple(value, 1) for name, value in own.items()}, inner
+
+
+@dataclass
+class _Known:
+    """A state in which a step was followed, and the most memory that was taken where one began."""
+
+    state: Mapping[str, Any]
+    met: int
+
+
+class StepStates:
+    """The states in which steps were followed, and that of a place that is looked at.
+
+    Attributes:
+        counters: numbers of the state that go on by the same amount from place to place, such as an epoch's.
+        moved: the state is another one than at the place before.
+    """
+
+    def __init__(self) -> None:
+        self.counters: set[str] = set()
+        self.moved = False
+        self._now: Mapping[str, Any] = {}
+        self._gone: dict[str, int] = {}
+        self._known: list[_Known] = []
+        """The latest one last."""
+
+    def look(self, state: Mapping[str, Any]) -> None:
+        """The loop is at a place with this state."""
+        before, self._now = self._now, state
+        gone = {}
+        for name, value in state.items():
+            old = before.get(name)
+            if type(value) is int and type(old) is int and value != old:
+                gone[name] = value - old
+                if self._gone.get(name) == value - old:  # the same step forward twice in a row
+                    self.counters.add(name)
+        self._gone = gone
+        self.moved = not self._same(before)
+
+    def followed(self, allocated: int) -> None:
+        """A step is followed in this state, where so many bytes are taken."""
+        self._known = [one for one in self._known if not self._same(one.state)]
+        self._known.append(_Known(self._now, allocated))
+
+    def meets(self, allocated: int) -> None:
+        """Other steps in this state would begin with so many bytes taken."""
+        for one in self._known:
+            if self._same(one.state):
+                one.met = max(one.met, allocated)
+
+    def met(self) -> int | None:
+        """The most bytes with which a step in this state began; None where none was followed."""
+        return next((one.met for one in self._known if self._same(one.state)), None)
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """What is otherwise than where a step was followed for the last time: name -> (value then, value now)."""
+        then, now = self._known[-1].state, self._now
+        found = {name: (then.get(name), now.get(name)) for name in {**then, **now} if name not in self.counters}
+        return {name: values for name, values in found.items() if values[0] != values[1]}
+
+    def _same(self, state: Mapping[str, Any]) -> bool:
+        if not self.counters:
+            return state == self._now
+        names = {**state, **self._now}.keys() - self.counters
+        return all(state.get(name) == self._now.get(name) for name in names)
