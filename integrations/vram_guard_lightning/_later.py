@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.guard.followed_steps import Course, FollowedSteps, Place
+from vram_guard.guard.followed_steps import Course, FollowedSteps, StepPlace
 from vram_guard.guard.step_state import LoaderBatches, state_of
 from vram_guard.language import _
 from vram_guard_lightning._followed import modules_in
@@ -91,7 +91,7 @@ class TrainerSteps(FollowedSteps):
         else:
             loop.manual_optimization.optim_step_progress.total.completed = step
 
-    def _in_words(self, place: Place) -> str:
+    def _in_words(self, place: StepPlace) -> str:
         begins = place.step == place.epoch * self._epochs.steps
         return _("epoch {epoch}", epoch=place.epoch) if begins else _("global_step {step}", step=place.step)
 

@@ -26,7 +26,7 @@ _BESIDES_LOSS = ("trained", "weights", "modes", "optimizer", "train_dataloader")
 _CHANGES: dict[str, LaterChange] = {"trained": "trained", "optimizer": "optimized"}
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """A step of a training, which all count from 0; ``step`` is that of the whole training."""
 
     epoch: int
@@ -53,7 +53,7 @@ class Course:
     epochs: float
     steps: int
     names: tuple[str, str]
-    name: Callable[[Place], str]
+    name: Callable[[StepPlace], str]
     state: Callable[[], dict[str, Any]]
     changes: Callable[[], bool]
     by_epoch: bool = True
@@ -84,7 +84,7 @@ class FollowedSteps:
         self.over = False
         self._begun = False
         """The first steps are over, and places after them are looked at."""
-        self._first = self._place = Place(0, 0)
+        self._first = self._place = StepPlace(0, 0)
         self._taken = self._taken_before = 0
         """Steps that have ended; until the latest epoch began."""
         self._unsettled = False
@@ -128,7 +128,7 @@ class FollowedSteps:
 
     # --- places -----------------------------------------------------------------------------------------------
 
-    def of_epoch(self, epoch: int, step: int) -> Iterator[Place]:
+    def of_epoch(self, epoch: int, step: int) -> Iterator[StepPlace]:
         """The places of an epoch to which the loop is led, each asked for when the one before it is over.
 
         A loop may leave its epoch before that.
@@ -169,10 +169,10 @@ class FollowedSteps:
         self._deadline = time.process_time() + max(self._seconds, LATER_SECONDS)
         self.ended()
 
-    def _first_steps(self, epoch: int, start: int) -> Iterator[Place]:
-        began, self._first = time.process_time(), Place(epoch, start)
+    def _first_steps(self, epoch: int, start: int) -> Iterator[StepPlace]:
+        began, self._first = time.process_time(), StepPlace(epoch, start)
         while not self.first_over:
-            yield Place(epoch, start + self._taken)
+            yield StepPlace(epoch, start + self._taken)
         course, self._begun = self._course, True
         self._seconds = time.process_time() - began
         self.asked.followed(self._numbers(self._first))
@@ -197,7 +197,7 @@ class FollowedSteps:
             found = min((one // course.steps for one in named if one // course.steps > epoch), default=math.inf)
         return int(found) if found < course.epochs else None
 
-    def _places(self, epoch: int) -> list[Place]:
+    def _places(self, epoch: int) -> list[StepPlace]:
         """Places of an epoch after the first steps."""
         course = self._course
         begins, end = epoch * course.steps, (epoch + 1) * course.steps
@@ -208,9 +208,9 @@ class FollowedSteps:
         if self.asked:
             steps |= set(self.asked.steps(course.names[1], begins_at, end))
             steps |= {end - 1} if course.epochs == 1 else set()
-        return [Place(epoch, step) for step in sorted(steps) if begins_at <= step < end]
+        return [StepPlace(epoch, step) for step in sorted(steps) if begins_at <= step < end]
 
-    def _arrive(self, place: Place, *, more: bool) -> None:
+    def _arrive(self, place: StepPlace, *, more: bool) -> None:
         """The loop is about to be led to a place; the hooks there have not run."""
         self._stopped = self._looked >= PLACES_LOOKED_AT or time.process_time() > self._deadline
         if self._stopped and more:
@@ -269,7 +269,7 @@ class FollowedSteps:
             return self._last and (counts or self.asked.undecided)
         return not set(self._place).isdisjoint(self._course.named())
 
-    def _numbers(self, place: Place) -> dict[str, int]:
+    def _numbers(self, place: StepPlace) -> dict[str, int]:
         return dict(zip(self._course.names, place, strict=True))
 
 
