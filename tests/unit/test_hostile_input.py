@@ -252,7 +252,7 @@ NAMED = {
     "optimize --config ok.yaml --gpu T4 --output ok.yaml": "another name",
     "optimize --config ok.yaml --gpu T4 --output folder": "folder",
     "optimize --config ok.yaml --gpu T4 --output ok.py/x.yaml": "not written",
-    "optimize --config ok.yaml --gpu T4 --step nothing": "module:function",
+    "optimize --config ok.yaml --gpu T4 --step nothing": "module:callable",
     "optimize --config ok-bare.yaml --gpu T4 --benchmark": "--step",
 }
 

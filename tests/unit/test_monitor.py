@@ -27,7 +27,7 @@ from vram_guard.budget._device import GpuProcess
 from vram_guard.budget.sampling import GpuSample, nvml_sampler
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.settings import GuardSettings
-from vram_guard.watch.monitor import Monitor, watch
+from vram_guard.watch.monitor import GpuSummary, watch
 from vram_guard.watch.running import running as trainings
 from vram_guard.watch.running import running_here
 
@@ -128,14 +128,13 @@ def sample(share: float | None, used: int, *processes: GpuProcess) -> GpuSample:
 
 
 def test_means_and_peaks():
-    monitor = Monitor()
-    monitor.add((sample(0.2, 10, GpuProcess(1, "a", 5)),))
-    monitor.add((sample(0.8, 60, GpuProcess(1, "a", 50), GpuProcess(2, "b", None)),))
-    monitor.add((sample(None, 20, GpuProcess(1, "a", 10)),))
-    (one,) = monitor.summary()
+    one = GpuSummary("0", "card", 100)
+    one.add(sample(0.2, 10, GpuProcess(1, "a", 5)))
+    one.add(sample(0.8, 60, GpuProcess(1, "a", 50), GpuProcess(2, "b", None)))
+    one.add(sample(None, 20, GpuProcess(1, "a", 10)))
     assert (one.samples, one.utilization_mean, one.utilization_peak) == (3, 0.5, 0.8)
-    assert (one.memory_mean_bytes, one.memory_peak_bytes) == (30, 60)
-    assert [(p.pid, p.memory_peak_bytes) for p in one.processes] == [(1, 50), (2, None)]
+    assert (one.used_mean, one.used_peak) == (30, 60)
+    assert [(process.pid, process.bytes) for process in one.processes.values()] == [(1, 50), (2, None)]
 
 
 class Clock(threading.Event):
@@ -158,18 +157,18 @@ def test_watching_keeps_its_time_whatever_a_look_takes(machine, monkeypatch):
     monkeypatch.setattr("vram_guard.watch.monitor.time", clock)
     monkeypatch.setattr("vram_guard.watch.monitor.INTERVAL", 0.1)
     machine(card())
-    monitor, told = Monitor(), []
+    told = []
 
     def tell(seconds: float, _moment: tuple[GpuSample, ...]) -> None:
         told.append(seconds)
         clock.now += 0.02
 
-    watch(monitor, seconds=0.5, tell=tell, stop=clock)
+    watch(seconds=0.5, tell=tell, stop=clock)
     assert clock.now == pytest.approx(1000.5)
     assert told == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     monkeypatch.setattr("vram_guard.watch.monitor.INTERVAL", 60)
-    watch(monitor, seconds=0.03, tell=tell, stop=clock)  # at least once, and no longer than asked for
-    assert monitor.count == 6
+    watch(seconds=0.03, tell=tell, stop=clock)  # at least once, and no longer than asked for
+    assert len(told) == 6
     assert clock.now == pytest.approx(1000.53)
 
 

@@ -38,42 +38,28 @@ Sampler = Callable[[], tuple[GpuSample, ...]]
 
 @contextmanager
 def nvml_sampler() -> Iterator[Sampler]:
-    """A sampler over all GPUs of the machine, whatever CUDA may see of them.
+    """A sampler over all GPUs of the machine, in nvidia-smi's order, whatever CUDA may see of them; MIG slices apart.
 
     Raises:
         NvmlUnavailableError: there is no NVML or no GPU.
         DeviceQueryError: the driver is there but does not answer, now or later.
     """
     with _nvml.opened() as library:
-        devices = _all(library)
-        yield lambda: tuple(device.sample() for device in devices)
+        found: list[tuple[str, Any]] = []
+        for index, handle in enumerate(library.devices()):
+            slices = library.slices(handle)
+            found += [(f"{index}:{number}", piece) for number, piece in enumerate(slices)] or [(str(index), handle)]
+        named = [(gpu, _nvml.text(library.ask("nvmlDeviceGetName", handle)), handle) for gpu, handle in found]
+        yield lambda: tuple(_sample(library, gpu, name, handle) for gpu, name, handle in named)
 
 
-def _all(library: Nvml) -> list[_Device]:
-    """Every GPU, in NVML's own order, which is nvidia-smi's; the slices of those that are cut into MIG slices."""
-    devices = []
-    for index, handle in enumerate(library.devices()):
-        slices = library.slices(handle)
-        devices += [_Device(library, f"{index}:{number}", piece) for number, piece in enumerate(slices)]
-        if not slices:
-            devices.append(_Device(library, str(index), handle))
-    return devices
-
-
-class _Device:
-    """One handle, with the number and the name of its GPU."""
-
-    def __init__(self, library: Nvml, number: str, handle: Any) -> None:
-        self._library, self._number, self._handle = library, number, handle
-        self._name = _nvml.text(library.ask("nvmlDeviceGetName", handle))
-
-    def sample(self) -> GpuSample:
-        memory = self._library.own_memory(self._handle)
-        if memory is None:  # the GPU shares the host's memory
-            host = host_memory()
-            used, total = host.total - host.available, host.total
-        else:
-            used, total = int(memory.used), int(memory.total)
-        rates = self._library.maybe("nvmlDeviceGetUtilizationRates", self._handle)
-        share = None if rates is None else int(rates.gpu) / 100
-        return GpuSample(self._number, self._name, share, used, total, self._library.processes(self._handle))
+def _sample(library: Nvml, gpu: str, name: str, handle: Any) -> GpuSample:
+    memory = library.own_memory(handle)
+    if memory is None:  # the GPU shares the host's memory
+        host = host_memory()
+        used, total = host.total - host.available, host.total
+    else:
+        used, total = int(memory.used), int(memory.total)
+    rates = library.maybe("nvmlDeviceGetUtilizationRates", handle)
+    share = None if rates is None else int(rates.gpu) / 100
+    return GpuSample(gpu, name, share, used, total, library.processes(handle))

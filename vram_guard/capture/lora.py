@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from vram_guard.closed_form.dtypes import PRECISION_OF, SPELLINGS
+from vram_guard.closed_form.dtypes import MIXED_OF, PRECISION_OF, SPELLINGS
 from vram_guard.errors import InvalidInputError, MissingLibraryError
 from vram_guard.language import _
 from vram_guard.quiet import quiet_imports
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.closed_form.from_config import EstimateRequest
-
-#: Autocast for weights of a type: LoRA's own stay in float32, and both are multiplied in one type.
-_AUTOCAST: Final[Mapping[str, Precision]] = {"float32": "32-true", "float16": "16-mixed", "bfloat16": "bf16-mixed"}
 
 #: As QLoRA's authors quantise (section 3).
 _FOUR_BITS: Final = {
@@ -72,7 +69,7 @@ class AdapterWeights:
     def precision(self) -> Precision:
         """The precision that goes with the weights where none is asked for."""
         own: Any = PRECISION_OF[self.dtype]
-        return own if self.lora is None else _AUTOCAST[self.dtype]
+        return own if self.lora is None else MIXED_OF[self.dtype]  # its own stay in float32
 
     def quantised(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """A config.json of transformers with weights in 4 bits, where they are asked for.

@@ -17,6 +17,7 @@ from vram_guard.language import _
 from vram_guard.signals import handled
 
 if TYPE_CHECKING:
+    from vram_guard.budget._device import GpuProcess
     from vram_guard.budget.sampling import GpuSample
     from vram_guard.watch.monitor import GpuSummary
     from vram_guard.watch.running import Running
@@ -42,7 +43,7 @@ def add(commands: Any) -> None:
 def _monitor(options: argparse.Namespace) -> int:
     from math import isfinite
 
-    from vram_guard.watch.monitor import Monitor, watch
+    from vram_guard.watch.monitor import GpuSummary, watch
     from vram_guard.watch.running import running
 
     try:
@@ -51,13 +52,14 @@ def _monitor(options: argparse.Namespace) -> int:
         seconds = -1.0
     if not isfinite(seconds) or seconds < 0:
         raise InvalidInputError(_("seconds must be 0 or more, not {value}", value=repr(options.seconds)[:40]))
-    monitor = Monitor()
+    gpus: dict[str, GpuSummary] = {}
     trainings: dict[int, Running] = {}
     stream = sys.stderr if options.json else sys.stdout  # the answer has standard output to itself
 
     def show(seconds: float, moment: tuple[GpuSample, ...]) -> None:
         trainings.update(running())  # they are forgotten where the training ends
         for sample in moment:
+            gpus.setdefault(sample.gpu, GpuSummary(sample.gpu, sample.name, sample.total)).add(sample)
             say(f"{seconds:7.1f} s  {_line(sample)}", stream)
         stream.flush()
 
@@ -65,14 +67,14 @@ def _monitor(options: argparse.Namespace) -> int:
     # Ctrl-C and SIGTERM (``kill``, a batch system's time limit) end the watching, not the program.
     with handled(lambda *_signal: stop.set(), (signal.SIGINT, signal.SIGTERM), even_ignored=True):
         try:
-            watch(monitor, seconds=seconds or None, tell=show, stop=stop)
+            watch(seconds=seconds or None, tell=show, stop=stop)
         finally:  # what was seen until an error is worth its summary too
-            summary = monitor.summary()
-            if options.json and monitor.count:
-                gpus = [_as_dict(one, trainings) for one in summary]
-                print_json({"kind": "monitor", "samples": monitor.count, "gpus": gpus})
-            elif monitor.count:
-                say(_("\nSummary of {count} samples", count=monitor.count))
+            summary = tuple(gpus.values())
+            count = max((one.samples for one in summary), default=0)
+            if options.json and count:
+                print_json({"kind": "monitor", "samples": count, "gpus": [_as_dict(one, trainings) for one in summary]})
+            elif count:
+                say(_("\nSummary of {count} samples", count=count))
                 _print_summary(summary, trainings)
     return EXIT_DONE
 
@@ -96,9 +98,9 @@ def _print_summary(summary: Sequence[GpuSummary], trainings: Mapping[int, Runnin
 
     for one in summary:
         say(f"GPU {one.gpu} {one.name}: {_in_words(one)}")
-        for process in one.processes:
-            held, own = process.memory_peak_bytes, trainings.get(process.pid)
-            told = [f"{_('peak')} {'?' if held is None else format_bytes(held)}"]
+        for process in _by_size(one):
+            own = trainings.get(process.pid)
+            told = [f"{_('peak')} {'?' if process.bytes is None else format_bytes(process.bytes)}"]
             if own is not None:
                 told.append(_("{size} predicted", size=format_bytes(own.expected)))
             say(f"    {process.pid:>8} {process.name}: {_(', ').join(told)}")
@@ -113,7 +115,7 @@ def _in_words(one: GpuSummary) -> str:
     """Mean and peak in one line."""
     from vram_guard.units import format_bytes
 
-    total, mean, peak = one.memory_total_bytes, one.memory_mean_bytes, one.memory_peak_bytes
+    total, mean, peak = one.total, one.used_mean, one.used_peak
     memory = _(
         "memory mean {mean} ({share}), peak {peak} ({most}) of {total}",
         mean=format_bytes(mean),
@@ -128,11 +130,28 @@ def _in_words(one: GpuSummary) -> str:
     return _("utilisation mean {mean}, peak {peak}; {memory}", mean=share, peak=most, memory=memory)
 
 
-def _as_dict(one: GpuSummary, trainings: Mapping[int, Running]) -> dict[str, Any]:
-    from dataclasses import asdict
+def _by_size(one: GpuSummary) -> list[GpuProcess]:
+    return sorted(one.processes.values(), key=lambda process: (-(process.bytes or 0), process.pid))
 
-    facts = asdict(one)
-    for process in facts["processes"]:
-        own = trainings.get(process["pid"])
-        process["predicted_bytes"] = None if own is None else own.expected
-    return facts
+
+def _as_dict(one: GpuSummary, trainings: Mapping[int, Running]) -> dict[str, Any]:
+    predicted = {pid: own.expected for pid, own in trainings.items()}
+    return {
+        "gpu": one.gpu,
+        "name": one.name,
+        "samples": one.samples,
+        "utilization_mean": one.utilization_mean,
+        "utilization_peak": one.utilization_peak,
+        "memory_total_bytes": one.total,
+        "memory_mean_bytes": one.used_mean,
+        "memory_peak_bytes": one.used_peak,
+        "processes": [
+            {
+                "pid": process.pid,
+                "name": process.name,
+                "memory_peak_bytes": process.bytes,
+                "predicted_bytes": predicted.get(process.pid),
+            }
+            for process in _by_size(one)
+        ],
+    }

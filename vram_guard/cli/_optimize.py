@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.cli._arguments import unknown_model
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import DEVICE, add_config, add_options, asked_budget
 from vram_guard.cli.printing import print_json, say, tell
@@ -101,7 +102,7 @@ def _step(options: argparse.Namespace, document: Document) -> tuple[TrainingStep
     precision = given.precision or "32-true"
     if not is_buildable(given.model):
         if options.model:
-            raise InvalidInputError(_("--step is module:function, not {name}", name=repr(options.model)))
+            raise InvalidInputError(unknown_model(options.model))
         return None, precision
     step = step_from_config(given, document.values)
     return step, step.precision if given.precision is None else precision
@@ -165,25 +166,14 @@ def _print(
     for line in unified_diff(old, new, str(options.config), str(output), lineterm="", n=1):
         say(line)
     say(_("\nFor {budget}", budget=budget.explain()))
-    if advice.changes:
-        say(_("\nChanged:"))
-        for change in advice.changes:
-            before = _("added") if change.behind is not None else _shown(change.old)
-            say(f"  {change.path}: {before} -> {_shown(change.new)}\n    {change.reason}")
-    if advice.kept:
-        say(_("\nLeft as it is:"))
-        for setting, why in advice.kept:
-            say(f"  {setting}: {why}")
+    reasons = [(change.path, change.reason) for change in advice.changes]
+    for title, why in ((_("\nChanged:"), reasons), (_("\nLeft as it is:"), advice.kept)):
+        if why:
+            say("\n".join([title, *(f"  {name}: {reason}" for name, reason in why)]))
     if any(change.behind for change in advice.changes):
         say(_("\nAdded entries take effect only where your program reads them."))
     if not options.dry_run:
         say(_("wrote {path}", path=output), sys.stderr)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else f"{value}"
 
 
 def _as_dict(

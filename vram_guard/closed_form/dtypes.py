@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
+from vram_guard.step import Precision
 
 #: Lightning's words for weights of these types.
 PRECISION_OF: Final = {"float32": "32-true", "float16": "16-true", "bfloat16": "bf16-true"}
+#: Those under autocast in such a type, where a config says it of precision; weights then stay in float32.
+MIXED_OF: Final[Mapping[str, Precision]] = {"float32": "32-true", "float16": "16-mixed", "bfloat16": "bf16-mixed"}
 #: What people call them.
 SPELLINGS: Final = {
     "fp32": "float32",

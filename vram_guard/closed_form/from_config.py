@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from vram_guard.closed_form.calculator import FLOAT32, HALF, Network
-from vram_guard.closed_form.dtypes import PRECISION_OF, SPELLINGS, checked_dtype
+from vram_guard.closed_form.dtypes import MIXED_OF, PRECISION_OF, SPELLINGS, checked_dtype
 from vram_guard.config_file import leaves
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
@@ -47,9 +47,6 @@ ELSEWHERE: Final = frozenset({"val", "valid", "validation", "test", "eval", "eva
 READ: Final = frozenset(
     {*(name for names in NAMES.values() for name in names), *RESOLUTION, *MIXED, *MEMORY, *GPU, *STEP, *_MODEL}
 )
-
-#: What a type of numbers means where a config says it of precision.
-_MIXED_OF: Final = {"float32": "32-true", "float16": "16-mixed", "bfloat16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,7 @@ def precision_word(path: str, value: Any) -> str:
     if word in PRECISIONS:
         return word
     dtype = "float32" if word in ("no", "none") else SPELLINGS.get(word, word)
-    if dtype not in _MIXED_OF:
+    if dtype not in MIXED_OF:
         near = get_close_matches(word, (*PRECISIONS, *SPELLINGS), n=1)
         raise InvalidInputError(
             _(
@@ -296,4 +293,4 @@ def precision_word(path: str, value: Any) -> str:
                 hint=near[0] if near else "16-mixed",
             )
         )
-    return _MIXED_OF[dtype]
+    return MIXED_OF[dtype]

@@ -151,9 +151,8 @@ class Comparison:
                 size=size,
             )
         return _(
-            "{name}: {reason}, {peak} of {usable} {how} at batch size {size}.",
+            "{name}: the one with most parameters that fits, {peak} of {usable} {how} at batch size {size}.",
             name=chosen.name,
-            reason=_("the one with most parameters that fits"),
             peak=format_bytes(chosen.plan.peak),
             usable=format_bytes(chosen.plan.budget.usable),
             how=_("as written") if chosen.fits_as_written else _("under its plan"),
