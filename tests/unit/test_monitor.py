@@ -23,8 +23,7 @@ from pretended_nvml import GIB, NOT_SUPPORTED, Card, Library
 
 from vram_guard import cli
 from vram_guard.budget import Budget, nvml
-from vram_guard.budget._device import GpuProcess
-from vram_guard.budget.sampling import GpuSample, nvml_sampler
+from vram_guard.budget.sampling import GpuProcess, GpuSample, nvml_sampler
 from vram_guard.guard.guard import Guard
 from vram_guard.guard.settings import GuardSettings
 from vram_guard.watch.monitor import GpuSummary, watch

@@ -12,6 +12,8 @@ from vram_guard.budget._device import GpuProcess
 from vram_guard.budget.host import host_memory
 from vram_guard.budget.nvml import Nvml
 
+__all__ = ["GpuProcess", "GpuSample", "Sampler", "nvml_sampler"]
+
 
 @dataclass(frozen=True)
 class GpuSample:

@@ -17,8 +17,7 @@ from vram_guard.language import _
 from vram_guard.signals import handled
 
 if TYPE_CHECKING:
-    from vram_guard.budget._device import GpuProcess
-    from vram_guard.budget.sampling import GpuSample
+    from vram_guard.budget.sampling import GpuProcess, GpuSample
     from vram_guard.watch.monitor import GpuSummary
     from vram_guard.watch.running import Running
 

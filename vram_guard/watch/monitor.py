@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vram_guard.budget._device import GpuProcess
 from vram_guard.budget.nvml import NvmlUnavailableError
-from vram_guard.budget.sampling import GpuSample, nvml_sampler
+from vram_guard.budget.sampling import GpuProcess, GpuSample, nvml_sampler
 from vram_guard.errors import NoDeviceError
 from vram_guard.language import _
 
