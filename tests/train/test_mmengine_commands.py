@@ -61,7 +61,7 @@ def test_what_does_not_fit_has_an_exit_code_of_its_own(config: Path, capsys: Any
         (None, (), "there is no config"),
         ("model = dict(", (), "cannot be read: SyntaxError"),
         ("train_cfg = dict(by_epoch=True)\n", (), "has no model"),
-        ("model = dict(type='SmallClassifier')\n", ("--precision", "half"), "precision 'half' is not known"),
+        ("model = dict(type='SmallClassifier')\n", ("--precision", "quarter"), "precision 'quarter' is not known"),
     ],
 )
 def test_what_cannot_be_compared_is_told_in_a_line(

@@ -118,7 +118,7 @@ def test_the_amounts_that_rows_are_held_against_are_shown_where_they_differ():
     base = step()
     rows = [Configuration("full", base, 4), Configuration("half", base.with_(precision="bf16-mixed"), 4)]
     answer = compare(rows, "1GiB")
-    kinds = {answer.budget.for_tier(row.estimate.tier, row.estimate.network).usable for row in answer.rows}
+    kinds = {answer.budget.for_tier(row.plan.before.tier, row.plan.before.network).usable for row in answer.rows}
     assert len(kinds) == len(answer.row_budgets) == 2
     said = " ".join(shown(answer).split())
     assert "each row is held against what is usable for its kind of run" in said

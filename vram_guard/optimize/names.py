@@ -27,8 +27,6 @@ SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 #: Settings that may well stand in several places, all of which are meant.
 EVERYWHERE: Final = frozenset({"learning_rate", "precision"})
-#: Setting -> the least whole number that makes sense.
-LEAST: Final = {"batch_size": 1, "accumulate": 1, "workers": 0, "prefetch_factor": 1}
 #: Keys of a LightningCLI's config, beside those that a program adds.
 LIGHTNING_CLI: Final = frozenset(
     {"seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path", "weights_only"}
@@ -55,9 +53,16 @@ def find(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
             if here:
                 found[setting] = here if setting in EVERYWHERE else [_nearest(setting, here)]
                 break
-    for setting, several in found.items():
-        for entry in several:
-            _check(setting, entry)
+    for entry in found.get("learning_rate", ()):
+        if not (number(entry.value) or -1) > 0:
+            raise InvalidInputError(
+                _(
+                    "line {line}: {path} is {value}: it must be a number above 0",
+                    line=entry.line,
+                    path=entry.path,
+                    value=repr(entry.value)[:60],
+                )
+            )
     return found
 
 
@@ -79,26 +84,6 @@ def holds_arguments(config: Mapping[str, Any]) -> bool:
         return True
     section = config["fit"] if isinstance(config.get("fit"), Mapping) else config
     return isinstance(section.get("trainer"), Mapping) and section.keys() <= LIGHTNING_CLI
-
-
-def _check(setting: str, entry: Entry) -> None:
-    """Refuse numbers that make no sense; others than numbers are left as they are."""
-    value, problem = entry.value, ""
-    if setting in LEAST and not (setting == "prefetch_factor" and value is None):
-        if type(value) is not int or not LEAST[setting] <= value < 2**31:
-            problem = _("it must be a whole number from {least}", least=LEAST[setting])
-    elif setting == "learning_rate" and not (number(value) or -1) > 0:
-        problem = _("it must be a number above 0")
-    if problem:
-        raise InvalidInputError(
-            _(
-                "line {line}: {path} is {value}: {problem}",
-                line=entry.line,
-                path=entry.path,
-                value=repr(value)[:60],
-                problem=problem,
-            )
-        )
 
 
 def number(value: Any) -> float | None:

@@ -99,9 +99,11 @@ class Advice:
 
     def _loader(self) -> None:
         cores, workers = self._at.cores, self._value("workers") or 0
-        if not 0 < workers <= cores:
+        why = _("batches are made while the GPU computes; {cores} processors here", cores=cores)
+        if not isinstance(workers, int) or workers < 0:
+            self._keep("workers", _UNREAD, why)
+        elif not 0 < workers <= cores:
             wanted = max(1, min(MOST_WORKERS, cores - 1 if cores > 2 else cores))
-            why = _("batches are made while the GPU computes; {cores} processors here", cores=cores)
             if workers:
                 why = _("{count} workers would wait for each other on {cores} processors", count=workers, cores=cores)
             workers = wanted if self._set("workers", wanted, why, key="num_workers") else workers

@@ -17,7 +17,6 @@ from vram_guard.plan.model import Plan
 from vram_guard.plan.techniques import DEFAULT_ALLOW, checked_techniques
 from vram_guard.releases import Releases
 from vram_guard.step import TrainingStep
-from vram_guard.timeline import Estimate
 from vram_guard.units import format_bytes
 from vram_guard.user_code import line_of_error, with_line
 
@@ -52,21 +51,6 @@ class Compared(Configuration):
     """The error of the model's constructor or of the step, "" where there was none."""
 
     @property
-    def precision(self) -> str:
-        """The configuration's own."""
-        return self.step.precision
-
-    @property
-    def accumulate(self) -> int:
-        """The configuration's own micro-batches per optimizer step."""
-        return self.step.accumulate
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """The predicted step as written."""
-        return None if self.plan is None else self.plan.before
-
-    @property
     def peak(self) -> int | None:
         """Predicted reserved peak as written, in bytes."""
         return None if self.plan is None else self.plan.before.peak_reserved
@@ -89,7 +73,7 @@ class Compared(Configuration):
     @property
     def samples_per_second(self) -> float | None:
         """By the cost model, under the plan; None: not modelled."""
-        return self.batch_size * self.accumulate / self.seconds if self.seconds else None
+        return self.batch_size * self.step.accumulate / self.seconds if self.seconds else None
 
     def verdict(self) -> str:
         """The verdict in a few words."""
@@ -126,7 +110,7 @@ class Comparison:
     @property
     def releases(self) -> Releases | None:
         """The releases that the predictions are for; None where there is none."""
-        return next((row.estimate.releases for row in self.rows if row.estimate is not None), None)
+        return next((row.plan.before.releases for row in self.rows if row.plan is not None), None)
 
     @property
     def all_fit(self) -> bool:
@@ -158,18 +142,6 @@ class Comparison:
             how=_("as written") if chosen.fits_as_written else _("under its plan"),
             size=size,
         )
-
-    def __getitem__(self, name: str) -> Compared:
-        """The row with this name.
-
-        Raises:
-            InvalidInputError: there is none.
-        """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        known = ", ".join(row.name for row in self.rows)
-        raise InvalidInputError(_("unknown name {name}; expected one of {known}", name=repr(name), known=known))
 
 
 def compare(

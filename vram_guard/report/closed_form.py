@@ -211,7 +211,6 @@ class SymbolicAnswer:
 
     def lines(self, *, verbose: bool = True) -> Iterator[str]:
         """The answer, line by line; verbose: the whole report."""
-        yield _("🔬 symbolic: the step of this very model, replayed through PyTorch's allocator")
         width = terminal_width(sys.stdout)
         answer = self.estimate if self.plan is None else self.plan
         yield from render(answer, budget=self.budget, width=width, verbose=verbose).splitlines()

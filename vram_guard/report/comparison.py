@@ -47,10 +47,12 @@ def comparison_dict(answer: Comparison) -> dict[str, Any]:
 
 
 def _row_dict(answer: Comparison, row: Compared) -> dict[str, Any]:
-    names = ("name", "batch_size", "precision", "accumulate", "learning_rate", "suggested_learning_rate")
+    names = ("name", "batch_size", "learning_rate", "suggested_learning_rate")
     sizes = ("parameters", "utilization", "fits", "fits_as_written", "largest_batch_size")
     return {
         **{name: getattr(row, name) for name in (*names, *sizes)},
+        "precision": row.step.precision,
+        "accumulate": row.step.accumulate,
         "peak_reserved": row.peak,
         "modelled_seconds": row.seconds,
         "relative_speed": answer.relative_speed(row),
@@ -83,8 +85,8 @@ def _columns(answer: Comparison) -> Iterator[_Column]:
     if answer.of_variants:
         yield _("parameters"), lambda row: "-" if row.parameters is None else f"{row.parameters:,}", True
         yield _("largest batch"), _largest_batch, True
-    yield _("samples"), lambda row: f"{row.batch_size}" + (f" x {row.accumulate}" if row.accumulate > 1 else ""), True
-    yield _("precision"), lambda row: row.precision, True
+    yield _("samples"), _samples, True
+    yield _("precision"), lambda row: row.step.precision, True
     yield _("peak"), _peak, True
     yield _("of GPU"), lambda row: "-" if row.utilization is None else f"{row.utilization:.0%}", True
     yield _("plan"), Compared.verdict, False
@@ -110,6 +112,10 @@ def _notes(answer: Comparison) -> Iterator[str]:
             yield _("learning rate: the config's, as the rule scales it with the batch")
             return
         yield _("learning rate: as configured; in brackets where the rule of scaling it with the batch says another")
+
+
+def _samples(row: Compared) -> str:
+    return f"{row.batch_size}" + (f" x {row.step.accumulate}" if row.step.accumulate > 1 else "")
 
 
 def _largest_batch(row: Compared) -> str:
