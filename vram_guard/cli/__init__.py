@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 from vram_guard import __version__
 from vram_guard.cli import _compare, _doctor, _estimate, _gpus, _monitor, _optimize, _plan
 from vram_guard.cli._arguments import fill_from_settings, read_numbers, with_dashes
-from vram_guard.cli._failures import failure_of_users_code
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_ENVIRONMENT, EXIT_NOT_KNOWN, EXIT_USAGE, exit_code
 from vram_guard.cli.parsing import Parser, argparse_locale
 from vram_guard.cli.printing import JSON_SCHEMA, tell
 from vram_guard.errors import InvalidInputError, VramGuardError
 from vram_guard.language import _, checked_language, language, speaking
 from vram_guard.settings import Setting, settings
-from vram_guard.user_code import raised_here
+from vram_guard.user_code import is_of_stand_ins, line_of_error, raised_here, said_of_failure
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -167,13 +166,13 @@ def _said(error: VramGuardError) -> str:
 
 def _code_of_failure(error: Exception, *, verbose: bool) -> int:
     """The exit code for an error of the user's own code, which is said, or of ours, which is shown as it is."""
-    said = failure_of_users_code(error)
-    if verbose or said is None or raised_here(error):
+    line = line_of_error(error)  # the innermost one outside libraries: what a model raises is found there
+    if verbose or not line or raised_here(error):
         traceback.print_exception(error)
-    if said is None:
+    if not line:
         tell(_("there is no answer: the error above is one of vram_guard or of a library that it calls"))
         return EXIT_ENVIRONMENT
-    tell(said)
+    tell(said_of_failure(line, f"{type(error).__name__}: {error}", "--verbose", stand_ins=is_of_stand_ins(error)))
     return EXIT_USAGE
 
 

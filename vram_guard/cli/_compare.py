@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
         metavar="A=1,B=2",
         help=_("an additional configuration: the first config (or none) with these values; repeatable"),
     )
-    _add_common(parser, allow=None)
+    add_options(parser, *DEVICE, "cudnn", "json", "allow")
     parser.set_defaults(run=_compare)
 
 
@@ -62,13 +62,9 @@ def add_variants(commands: Any) -> None:
         help=_("module:function or file.py:function, giving a step or several"),
     )
     add_options(parser, "batch", required=True, dest="batch_size")
-    _add_common(parser, allow="")
-    parser.set_defaults(run=_variants)
-
-
-def _add_common(parser: argparse.ArgumentParser, *, allow: str | None) -> None:
     add_options(parser, *DEVICE, "cudnn", "json")
-    add_options(parser, "allow", default=allow)
+    add_options(parser, "allow", default="")
+    parser.set_defaults(run=_variants)
 
 
 def _compare(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def estimate_folder(options: argparse.Namespace) -> int:
     """Say what the folder holds and what training it takes; the exit code says whether it fits."""
     from vram_guard.closed_form.folder import read_folder
+    from vram_guard.report.as_json import as_dict
     from vram_guard.report.closed_form import LINE, folder_dict, folder_lines
 
     check_read(options, FOLDER)
@@ -38,7 +39,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
             "fits": fits,
             **folder_dict(folder, tuning),
             "usable": None if budget is None else budget.usable,
-            "symbolic": _symbolic_dict(symbolic),
+            "symbolic": {**symbolic.as_dict(), "plan": None if symbolic.plan is None else as_dict(symbolic.plan)},
         }
         print_json(answer)
     else:
@@ -141,9 +142,3 @@ def _symbolic(tuning: FineTuning, budget: Budget | None, cudnn: str | None, *, r
                 step, tuning.batch, budget, allow=tuple(TECHNIQUES), options=PlanOptions(cudnn=cudnn), progress=progress
             )
     return SymbolicAnswer(timeline.at(tuning.batch), budget, largest, made)
-
-
-def _symbolic_dict(symbolic: SymbolicAnswer) -> dict[str, Any]:
-    from vram_guard.report.as_json import as_dict
-
-    return {**symbolic.as_dict(), "plan": None if symbolic.plan is None else as_dict(symbolic.plan)}

@@ -97,7 +97,6 @@ def _gpu_facts(card: GPU, margin: float | None) -> dict[str, Any]:
 
 def _print_gpus(cards: Sequence[GPU], margin: float | None) -> None:
     from vram_guard.budget import DEFAULT_MARGIN, Budget
-    from vram_guard.budget.margins import measured_margin
 
     head = ("GPU", _("architecture"), "cc", "GiB", _("usable"), "GB/s", "fp32", "fp16", "bf16")
     rows: list[tuple[str, ...]] = [head]
@@ -108,12 +107,14 @@ def _print_gpus(cards: Sequence[GPU], margin: float | None) -> None:
         sizes = (f"{memory:.2f}", f"{usable:.2f}", f"{card.memory_bandwidth / 1e9:.0f}")
         rows.append((card.name, card.architecture, f"{major}.{minor}", *sizes, *figures))
     print_columns(rows, left=2)
-    source = measured_margin().source
-    taken = _("less the default margin of {margin} ({source})", margin=f"{100 * DEFAULT_MARGIN:g}%", source=source)
-    if margin is not None:
-        taken = _("less a margin of {margin}", margin=f"{100 * margin:g}%")
+    kept = f"{100 * (DEFAULT_MARGIN if margin is None else margin):g}%"
     say()
-    say(_("usable: GiB less what the driver and the CUDA context take (partly estimates), {margin}.", margin=taken))
+    say(
+        _(
+            "usable: less what the driver and the CUDA context take (partly estimates) and a margin of {kept}.",
+            kept=kept,
+        )
+    )
     say(_("fp32, fp16, bf16: dense TFLOP/s, the latter two on tensor cores. --json names each figure's source."))
 
 

@@ -30,17 +30,6 @@ def amount(count: int) -> str:
     return f"{count / 10**6:.3f} MB ({count / 2**20:.3f} MiB)"
 
 
-def verdict_lines(total: int, allowed: int) -> Iterator[str]:
-    """A sum against what it may take, both in bytes."""
-    share = f"{abs(allowed - total) / allowed:.1%}" if allowed else "-"
-    if total > allowed:
-        yield _("❌ does not fit, by the rule of thumb")
-        yield _("   too much: {amount} ({share})", amount=amount(total - allowed), share=share)
-    else:
-        yield _("✅ fits, by the rule of thumb")
-        yield _("   to spare: {amount} ({share})", amount=amount(allowed - total), share=share)
-
-
 # --- the calculator -----------------------------------------------------------------------------------------------
 
 
@@ -69,8 +58,13 @@ def calculator_lines(answer: Calculation, *, memory_source: str) -> Iterator[str
     yield _("   - each layer: {amount}", amount=amount(network.layer_bytes))
     yield _("   - all layers: {amount}", amount=amount(network.total_bytes))
     yield ""
-    yield from verdict_lines(network.total_bytes, answer.allowed)
-    if not answer.fits:
+    share = f"{abs(answer.remaining_fraction):.1%}"
+    if answer.fits:
+        yield _("✅ fits, by the rule of thumb")
+        yield _("   to spare: {amount} ({share})", amount=amount(answer.remaining), share=share)
+    else:
+        yield _("❌ does not fit, by the rule of thumb")
+        yield _("   too much: {amount} ({share})", amount=amount(-answer.remaining), share=share)
         yield ""
         yield _("🔧 what would help, each by itself:")
         yield from (f"   {number}. {line}" for number, line in enumerate(_fixes(answer), 1))
