@@ -19,6 +19,7 @@ from vram_guard.guard.expandable import why_not_expandable
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes, undone_later
 from vram_guard.language import _
 from vram_guard.longest.choice import choose, peak_of
+from vram_guard.plan import Pins, deep_source, import_planning
 from vram_guard.proof.bodies import find_body
 from vram_guard.proof.loss_graph import LossGraph
 from vram_guard.proof.prove import Disproof, Proof, prove, prove_cut
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vram_guard.guard.settings import GuardSettings, PlanSettings
     from vram_guard.guard.training import CapturedTraining, Training
     from vram_guard.plan import Plan
+    from vram_guard.plan.source import Source
     from vram_guard.watch.memory import MemoryReader
 
 T = TypeVar("T")
@@ -89,6 +91,7 @@ def in_copy_of_process(training: Training, work: Callable[[Progress], T]) -> tup
     Returns:
         What came out, and a note that says why there was no copy; "" where there was one.
     """
+    import_planning()
     with training.progress() as progress:
         try:
             return run_in_fork(work, progress), ""
@@ -158,12 +161,12 @@ def decide_alone(
     )
     refused = {technique: reason for technique, reason in refusals if reason}
     try:
-        plan, proof = settling.settled(_Captured(captured, settings, budget, known, graph, progress), refused)
+        plan, proof = _Captured(captured, settings, budget, known, graph, progress).settled(refused)
     except Exception as error:
         if captured.step.job is None:
             raise
         captured = _without_job(captured, error)
-        plan, proof = settling.settled(_Captured(captured, settings, budget, known, graph, progress), refused)
+        plan, proof = _Captured(captured, settings, budget, known, graph, progress).settled(refused)
     asked_for = settings.asked_for | ({"grow"} if settings.grow else set())
     notes = [*captured.notes, *(Refusal(*one).words() for one in sorted(refused.items()) if one[0] in asked_for)]
     notes += [one for one in (proof.words, *proof.notes) if one]
@@ -226,6 +229,16 @@ class _Captured:
     correction: float
     graph: LossGraph
     progress: Progress
+    source: Source | None = None
+    """Of the step, whose timelines all of its plans share."""
+
+    def settled(self, refused: dict[str, str]) -> tuple[Plan, Proof]:
+        """The plan that is taken, and its proof; techniques that are not possible are refused on the way."""
+        try:
+            return settling.settled(self, refused)
+        finally:
+            if self.source is not None:
+                self.source.forget()
 
     def objections(self, plan: Plan) -> Iterable[Refusal | None]:
         return (
@@ -246,6 +259,7 @@ class _Captured:
             refused["slices"] = str(error) if known else f"{type(error).__name__}: {error}"
             return False
         self.captured = replace(captured, step=captured.step.with_(body=body))
+        self.source = None if self.source is None else replace(self.source, body=body)
         return True
 
     def prove(self, plan: Plan, refused: dict[str, str]) -> Proof | Disproof:
@@ -265,8 +279,11 @@ class _Captured:
         step, size = captured.step, captured.sample.batch_size
         check_pins(settings.pins, refused, precision=step.precision, batch_size=size)
         with captured.symbolic_run():
+            if self.source is None:
+                made = deep_source(step, self.budget, settings.blocks, Pins.of(settings.pins))
+                self.source = replace(made, explored={})
             return settling.planned(
-                step,
+                self.source,
                 size,
                 self.budget,
                 settings,

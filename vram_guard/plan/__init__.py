@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from vram_guard.parallel.spec import data_parallel
 from vram_guard.plain_model import as_step
 from vram_guard.plan._request import (
     PlanRequest,
@@ -141,22 +140,52 @@ def _check_pins(asked: PlanRequest, step: TrainingStep | Source) -> None:
 
 def _planned(asked: PlanRequest, step: TrainingStep | Source) -> Plan:
     """The plan on the GPUs that the step has."""
-    from vram_guard.plan._few_blocks import with_few_blocks
     from vram_guard.plan._of_source import plan_of_source
-    from vram_guard.plan.layout_facts import budget_of_rank, less_nccl, links_of
+    from vram_guard.plan.layout_facts import budget_of_rank
 
-    if isinstance(step, Source):  # a script's: it is planned for before its processes have talked
-        layout = data_parallel(step.ranks) if step.ranks > 1 else None
-        budget = less_nccl(asked.budget, layout, links_of(layout, asked.budget, asked.link))
-        return plan_of_source(replace(asked, budget=budget), step)
-    links = links_of(step.layout, asked.budget, asked.link) if step.parallel is not None else None
-    source = with_few_blocks(source_of(step, asked.assumed_capability, asked.watched, links))
-    return plan_of_source(replace(asked, budget=budget_of_rank(asked.budget, step.layout, asked.link)), source)
+    if isinstance(step, Source):
+        source = step
+    else:
+        blocks = asked.blocks if asked.may_checkpoint else ()
+        source = deep_source(step, asked.budget, blocks, asked.pins, asked.link)
+    return plan_of_source(replace(asked, budget=budget_of_rank(asked.budget, source.layout, asked.link)), source)
+
+
+def import_planning() -> None:
+    """Import what plans need, in a process that is copied for each: modules that a copy imports end with it."""
+    from vram_guard.plan import _few_blocks, _of_source  # noqa: F401
+    from vram_guard.simulate.tracing import run  # noqa: F401
+
+
+def deep_source(
+    step: TrainingStep,
+    budget: Budget,
+    blocks: Iterable[str] | None,
+    pins: Pins,
+    link: str | Topology | None = None,
+) -> Source:
+    """A TrainingStep as :func:`plan` follows it; a model of many equal blocks by a few of them where that suffices.
+
+    Args:
+        step: as written.
+        budget: whose card traces are made for.
+        blocks: that may be checkpointed, and are watched for what they change; None: repeated modules are found.
+        pins: parts of the plans that are fixed.
+        link: what connects the GPUs of a step that is divided over several; None: what is usual for the card.
+    """
+    from vram_guard.plan._few_blocks import with_few_blocks
+    from vram_guard.plan._purity import watched_modules
+    from vram_guard.plan.layout_facts import links_of
+    from vram_guard.plan.techniques import ASSUMED_COMPUTE_CAPABILITY
+
+    links = links_of(step.layout, budget, link) if step.parallel is not None else None
+    capability = compute_capability(budget) or ASSUMED_COMPUTE_CAPABILITY
+    return with_few_blocks(source_of(step, capability, watched_modules(blocks, pins), links))
 
 
 def _spread_over(over: GpusRequest, step: TrainingStep, asked: PlanRequest) -> Plan:
     """The plan over several GPUs; its model is built once for all layouts."""
-    from vram_guard.plan._of_source import forget_explored, plan_of_source
+    from vram_guard.plan._of_source import plan_of_source
     from vram_guard.plan.layouts import ModelSize
     from vram_guard.plan.over_gpus import SpreadSearch
     from vram_guard.simulate.tracing.run import with_built_model
@@ -178,7 +207,7 @@ def _spread_over(over: GpusRequest, step: TrainingStep, asked: PlanRequest) -> P
         return search.planned(asked.batch_size)
     finally:
         for source in search.sources.values():
-            forget_explored(source)
+            source.forget()
 
 
 def _silent(_line: str) -> None:

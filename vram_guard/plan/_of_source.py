@@ -53,6 +53,14 @@ class _Explored(NamedTuple):
     traces: Traces
     costs: CostModel
     candidates: Candidates
+    followed: Traces | None
+    """Of the whole job, where it is followed afterwards."""
+
+    def forget(self) -> None:
+        """Let go of its timelines."""
+        self.traces.forget()
+        if self.followed is not None:
+            self.followed.forget()
 
 
 def plan_of_source(asked: PlanRequest, source: Source) -> Plan:
@@ -71,26 +79,17 @@ def plan_of_source(asked: PlanRequest, source: Source) -> Plan:
     follows = source.thorough and _may_compile(source)
     compiler = Compiler(whole.trace, asked.compile_seconds, copies=not source.copies) if follows else None
     try:
-        explored, shardings = _explored(asked, source)
+        explored, shardings = _explored(asked, source, whole)
     except Exception:
         if whole is source:
             raise
         source = whole  # steps that need what is made as the training begins: an iterator of a hook's
-        explored, shardings = _explored(asked, source)
+        explored, shardings = _explored(asked, source, whole)
     try:
         return _plan_of(asked, source, whole, explored, shardings, compiler)
     finally:
         if source.explored is None:
-            explored.traces.forget()
-
-
-def forget_explored(source: Source) -> None:
-    """Let go of all timelines that plans of this source have shared."""
-    for known in (source.explored or {}).values():
-        if isinstance(known, _Explored):
-            known.traces.forget()
-    if source.explored is not None:
-        source.explored.clear()
+            explored.forget()
 
 
 def _plan_of(
@@ -105,7 +104,7 @@ def _plan_of(
 
     def searched(wanted: Request) -> Plan:
         made = search(wanted, explored.traces, explored.costs, asked.progress, explored.candidates)
-        return made if whole is source else _followed_to_its_end(asked, made, wanted, whole, explored.costs)
+        return made if explored.followed is None else _followed_to_its_end(asked, made, wanted, whole, explored)
 
     made = searched(request)
     if compiler is None or all(note.said != EAGER for note in (*made.before.notes, *made.estimate.notes)):
@@ -130,24 +129,22 @@ def _with_job(asked: PlanRequest, source: Source) -> tuple[Source, Source]:
     return first, replace(first, trace=under(asked.cudnn, job), shallow=None, stacks=(), marks=False)
 
 
-def _followed_to_its_end(asked: PlanRequest, made: Plan, request: Request, whole: Source, costs: CostModel) -> Plan:
+def _followed_to_its_end(asked: PlanRequest, made: Plan, request: Request, whole: Source, known: _Explored) -> Plan:
     """The plan with its whole job, whose evaluation may get smaller batches."""
-    followed = Traces(whole, asked.batch_size, asked.progress, asked.budget)
+    assert known.followed is not None
     smaller = smaller_evaluation(whole, request, lambda run: under(asked.cudnn, run))
     why_not = None
     if "evaluation" not in _techniques(asked, whole):
         why_not = asked.refused.get("evaluation") or Message(
             "{name} is not among the techniques that this plan may use", name="'evaluation'"
         )
-    try:
-        return with_whole_job(made, request, followed, costs, smaller, why_not, asked.progress)
-    finally:
-        followed.forget()
+    return with_whole_job(made, request, known.followed, known.costs, smaller, why_not, asked.progress)
 
 
-def _explored(asked: PlanRequest, source: Source) -> tuple[_Explored, tuple[Sharding, ...]]:
+def _explored(asked: PlanRequest, source: Source, whole: Source) -> tuple[_Explored, tuple[Sharding, ...]]:
     """What is known of the source, and the other ways to divide it that may be taken."""
-    earlier = None if source.explored is None else source.explored.get(asked.batch_size)
+    key = asked.batch_size, source is whole
+    earlier = None if source.explored is None else source.explored.get(key)
     known = earlier if isinstance(earlier, _Explored) else None
     traces = known.traces if known else Traces(source, asked.batch_size, asked.progress, asked.budget)
     traces(Option(source.precision, 1))  # errors of the step as written come before all others
@@ -157,9 +154,11 @@ def _explored(asked: PlanRequest, source: Source) -> tuple[_Explored, tuple[Shar
     if known is None:
         undivided = shardings and source.topology is None
         links = links_of(data_parallel(source.ranks), asked.budget, asked.link) if undivided else None
-        known = _Explored(traces, CostModel(source, traces, asked.batch_size, asked.budget.gpu, links), {})
+        costs = CostModel(source, traces, asked.batch_size, asked.budget.gpu, links)
+        followed = None if whole is source else Traces(whole, asked.batch_size, asked.progress, asked.budget)
+        known = _Explored(traces, costs, {}, followed)
         if source.explored is not None:
-            source.explored[asked.batch_size] = known
+            source.explored[key] = known
     return known, shardings
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vram_guard.plan.layouts import half_of
 from vram_guard.techniques.recipe import AS_WRITTEN, Body, Recipe, Sharding
@@ -42,6 +42,13 @@ class TraceRequest:
     """True: code under ``torch.compile`` is compiled and followed, of a source that ``compiles``."""
 
 
+class Explored(Protocol):
+    """What a plan has found out of a source."""
+
+    def forget(self) -> None:
+        """Let go of its timelines."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A training step that can be followed under the options of a plan.
@@ -70,6 +77,8 @@ class Source:
     """True if there is an optimizer."""
     clips: bool = False
     """True if gradients are clipped."""
+    layout: Parallel | None = None
+    """How several processes share the work; None: there is one."""
     topology: Topology | None = None
     """What connects the GPUs of a step that is spread over several; None: their collectives take no time."""
     most_seconds: float | None = None
@@ -95,8 +104,14 @@ class Source:
     """Other ways to divide the step over its processes, asked once it has been traced as written; None: none."""
     body: Body | None = None
     """The module that may run over slices of its batch; None: none is known."""
-    explored: dict[int, object] | None = None
-    """What plans of it have found out, by batch size, for those that follow; None: each begins anew."""
+    explored: dict[Hashable, Explored] | None = None
+    """What plans of it have found out, for those that follow; None: each begins anew."""
+
+    def forget(self) -> None:
+        """Let go of all timelines that plans of this source have shared."""
+        for known in (self.explored or {}).values():
+            known.forget()
+        (self.explored or {}).clear()
 
     def request(self, precision: str, splits: int, recipe: Recipe, size: int) -> TraceRequest:
         """The request that is traced for an option: two micro-batches stand for any number."""
@@ -154,6 +169,7 @@ def source_of(
         ranks=step.data_parallel_ranks if step.parallel is None else step.parallel.data_ranks,
         trains=step.optimizer is not None,
         clips=step.clip_grad_norm is not None or step.clip_grad_value is not None,
+        layout=step.layout,
         topology=topology,
         marks=True,
         job=step.job,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,10 @@ from vram_guard.guard.refusals import Refusal, before_the_process, beside_layout
 from vram_guard.guard.settling import planned, settled
 from vram_guard.job import Job, JobRun
 from vram_guard.language import _
+from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan import Plan
-from vram_guard.plan.source import Source
+from vram_guard.plan.layout_facts import less_nccl, links_of
+from vram_guard.plan.source import Explored, Source
 from vram_guard.plan.techniques import FORMS, TECHNIQUES, mixed_precision, splits_of
 from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
 from vram_guard.proof.prove import Disproof, Proof
@@ -50,7 +52,8 @@ def decide(first: FirstBatch, settings: LaunchSettings, budget: Budget, title: s
     Raises:
         UnsupportedStepError: the script cannot be followed; the message says where and why.
     """
-    traces = ForkedTraces(first)
+    traces, layout = ForkedTraces(first), data_parallel(first.shape.ranks) if first.shape.ranks > 1 else None
+    budget = less_nccl(budget, layout, links_of(layout, budget))  # its processes have not talked yet
     try:
         return _decided(first, traces, settings, budget, title)
     except VramGuardError:
@@ -112,6 +115,8 @@ class _Script:
     """The module that may run over slices of a batch; None: none is known."""
     random: bool = False
     """True if it draws random numbers."""
+    explored: dict[Hashable, Explored] = field(default_factory=dict)
+    """What its plans have found out, for those that follow."""
 
     def objections(self, plan: Plan) -> Iterable[Refusal | None]:  # noqa: ARG002 - copies that fail say what fails
         return ()
@@ -145,6 +150,7 @@ class _Script:
             compiles=first.compiles,
             copies=True,
             body=self.body,
+            explored=self.explored,
             job=Job(_nothing) if settings.whole_job and first.sample.loader is not None else None,
             whole=lambda _job: self.traces.whole_job,
         )
