@@ -19,9 +19,8 @@ from vram_guard.budget import Budget
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.optimize.batch import choose_batch, chosen_by_measurement, smallest_of_the_fastest
 from vram_guard.optimize.document import ConfigChange, Document
-from vram_guard.optimize.host import usable_cores
 from vram_guard.optimize.names import SETTINGS, find
-from vram_guard.optimize.rules import Advice, Situation
+from vram_guard.optimize.rules import Advice, Situation, usable_cores
 from vram_guard.watch import throughput
 from vram_guard.watch.throughput import MeasuredBatch, measure
 
@@ -65,7 +64,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sr.py").write_text(STEP)
     (tmp_path / "lightweight_config.yaml").write_text(GUIDE)
-    monkeypatch.setattr("vram_guard.optimize.host.usable_cores", lambda: 8)
+    monkeypatch.setattr("vram_guard.optimize.rules.usable_cores", lambda: 8)
     return tmp_path
 
 
@@ -353,7 +352,7 @@ def test_settings_by_the_names_that_people_use(tmp_path, text, settings, wanted)
 
 
 def test_the_written_loader_settings_are_ones_that_torch_takes(folder, monkeypatch):
-    monkeypatch.setattr("vram_guard.optimize.host.usable_cores", lambda: 1)  # torch warns of more than there are
+    monkeypatch.setattr("vram_guard.optimize.rules.usable_cores", lambda: 1)  # torch warns of more than there are
     values = yaml.safe_load(optimized(folder))["train"]
     names = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
     torch.utils.data.DataLoader([1, 2], **{name: values[name] for name in names})

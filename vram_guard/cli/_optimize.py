@@ -48,9 +48,8 @@ def add(commands: Any) -> None:
 def _optimize(options: argparse.Namespace) -> int:
     from vram_guard.files import write_atomically
     from vram_guard.optimize.document import Document
-    from vram_guard.optimize.host import usable_cores
     from vram_guard.optimize.names import SETTINGS, find, holds_arguments
-    from vram_guard.optimize.rules import Advice, Situation
+    from vram_guard.optimize.rules import Advice, Situation, usable_cores
 
     if not options.config:
         raise InvalidInputError(_("name the config to rewrite: CONFIG, or --config FILE"))

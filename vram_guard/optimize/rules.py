@@ -1,9 +1,12 @@
-"""Rules: changes of a config for a GPU and its host, with their reasons (pure functions)."""
+"""Rules: changes of a config for a GPU and its host, with their reasons."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _, marked
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from vram_guard.optimize.batch import BatchChoice
     from vram_guard.optimize.document import Document, Entry
 
+#: A control group's limit, "max 100000" or "200000 100000" (Linux, Documentation/admin-guide/cgroup-v2.rst).
+CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 #: torch.compile's GPU code generator, Triton, needs this compute capability (torch/_inductor/scheduler.py raises
 #: GPUTooOldForTriton below it).
 COMPILED_SINCE = (7, 0)
@@ -199,3 +204,14 @@ def precision_value(entry: Entry, target: str) -> Any:
     if name == "mixed_precision" and str(old).lower() in ("no", "none", "fp32", "32"):
         return {"bf16-mixed": "bf16", "16-mixed": "fp16"}[target]
     return None
+
+
+def usable_cores(limit: Path = CGROUP_LIMIT) -> int:
+    """Processors that this process may run on: its affinity, and within it the limit of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = limit.read_text(encoding="ascii").split()
+        cores = min(cores, max(1, math.floor(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        pass
+    return max(1, cores)
