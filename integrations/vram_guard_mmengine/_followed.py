@@ -58,6 +58,7 @@ class FollowedRunner:
         in_hook: one of them is running.
         begun: the first steps are over.
         after_batch: called when the hooks after a training iteration have run.
+        epoch_ends: called before the hooks after a training epoch run.
     """
 
     def __init__(self, run: LoopRun, runner: Any, checkpoint: Callable[[str, Any], Any] = lambda *_: {}) -> None:
@@ -66,6 +67,7 @@ class FollowedRunner:
         self.hooks = [hook for hook in runner.hooks if _followed(hook)]
         self.in_hook = self.begun = False
         self.after_batch: Callable[[], None] = _nothing
+        self.epoch_ends: Callable[[], None] = _nothing
         self._failed: set[tuple[int, str]] = set()
         _silence_mmengine(checkpoint)
         runner.model = run.model
@@ -85,6 +87,8 @@ class FollowedRunner:
         """MMEngine's ``Runner.call_hook``, where a hook that cannot be followed does not stop the others."""
         if name in _AT_THE_END:
             return
+        if name == "after_train_epoch":
+            self.epoch_ends()
         outer, self.in_hook = self.in_hook, True
         with self.run.phase("hooks") if self.begun and name in OF_EPOCHS else contextlib.nullcontext():
             self._call(name, arguments)

@@ -25,11 +25,10 @@ from vram_guard.watch.batches import MicroBatches
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._evaluation import EvaluationLoop
 from vram_guard_mmengine._followed import FollowedRunner
-from vram_guard_mmengine._later import FollowedIterations, OverError
+from vram_guard_mmengine._later import OverError, RunnerSteps
 from vram_guard_mmengine._loss import HostBatch
 from vram_guard_mmengine._optim import OptimFacts, wrapper_of_trace
 from vram_guard_mmengine._split_step import SplitTrainStep
-from vram_guard_mmengine._step_switches import StepSwitches
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
 
@@ -109,11 +108,10 @@ class _Training:
     def __init__(self, followed: FollowedRunner, job: RunnerJob) -> None:
         self._followed, self._job = followed, job
         self._run, self._runner = followed.run, followed.runner
-        self._validated = False
+        self._saved = self._validated = False
+        step = self._step()  # before the loop is built, which may keep the model's
         self._loop = self._built_loop()
-        self._steps = FollowedIterations(
-            followed, StepSwitches(followed.run, self._runner, job.sample), job.batches, self._step(), self._save
-        )
+        self._steps = RunnerSteps(followed, job.sample, job.batches, step, self._first_ends)
         self._follow_loops()
 
     def run(self) -> None:
@@ -129,11 +127,14 @@ class _Training:
         with run.phase("setup"):
             if flexible:
                 followed.call("before_run")
+        if self._loop._iter >= self._loop._max_iters > 0:
+            raise UnsupportedStepError(_("the training that is resumed is over: none of its steps is left"))
         # A loop that asks for batches by ``next`` has no other word for their end.
         with run.loop(micro_batches=True), contextlib.suppress(OverError, StopIteration):
             self._loop.run()
         if not self._steps.first_over:
             raise UnsupportedStepError(_("the training ends before its first steps do"))
+        self._first_ends()
         if runner._val_loop is not None and not self._validated:  # a loop of the user's, after its last epoch
             runner._val_loop.run()
 
@@ -160,10 +161,9 @@ class _Training:
         return iterated
 
     def _follow_loops(self) -> None:
-        loop, model = self._loop, self._runner.model
+        loop = self._loop
         if self._job.batches is None:
             loop.dataloader_iterator = self._steps.deliver()
-        model.__class__ = self._led
         kind = type(loop)
         # Hooks may stop the training by what is not known before it: it is followed to its end.
         stops = property(lambda _loop: self._steps.over, lambda _loop, _value: None)
@@ -185,7 +185,11 @@ class _Training:
                 return
             self._validated = True
             with self._followed.phase("validation"):
-                validates()
+                try:
+                    validates()
+                except Exception:
+                    self._followed.call("after_val_epoch", metrics=None)  # averages have been exchanged before it
+                    raise
             self._steps.elsewhere()
 
         validation.run = validate
@@ -197,14 +201,14 @@ class _Training:
         kind = type(model)
         # In a class of its own, so that hooks which copy the model (averages) copy no more than that.
         steps = {"train_step": lambda _model, data, optim_wrapper: self._steps.train_step(data, optim_wrapper)}
-        self._led = type(kind.__name__, (kind,), steps)
+        led = model.__class__ = type(kind.__name__, (kind,), steps)
 
         def step(data: Any, optim_wrapper: Any) -> Any:
             model.__class__ = kind
             try:
                 return run.loss(HostBatch(data, optim_wrapper), autocast=False)  # its wrapper enters the region
             finally:
-                model.__class__ = self._led
+                model.__class__ = led
 
         if run.loaded_samples == run.batch_size:
             return step
@@ -212,9 +216,16 @@ class _Training:
         splitter = splitter_of(self._job.sample.make, run.loaded_samples, run.batch_size)
         return SplitTrainStep(step, MicroBatches(splitter))
 
-    def _save(self) -> None:
-        if not self._job.saves:
+    def _first_ends(self) -> None:
+        """The first epoch is over, or the first steps where epochs do not count: a checkpoint is saved."""
+        if self._saved or not self._steps.first_over:
             return
+        self._saved = True
+        if self._job.saves:
+            self._save()
+        self._steps.elsewhere()
+
+    def _save(self) -> None:
         with self._followed.phase("saving"):
             for hook in self._runner.hooks:
                 if isinstance(hook, CheckpointHook) and (hook.interval > 0 or hook.save_last or hook.save_best):

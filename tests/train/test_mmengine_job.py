@@ -259,6 +259,18 @@ class Scoring(cases.SmallClassifier):
         return super().forward(inputs, data_samples, mode)
 
 
+@HOOKS.register_module(force=True)
+class Exchanged(Hook):
+    """Validates with other weights in place of the model's, as averages are."""
+
+    def before_val_epoch(self, runner: Any) -> None:
+        self.own = runner.model.layers
+        runner.model.layers = torch.nn.Sequential()
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        runner.model.layers = self.own
+
+
 @MODELS.register_module(force=True)
 class Unpredictable(cases.SmallClassifier):
     def forward(self, inputs: torch.Tensor, data_samples: list[Any], mode: str = "tensor") -> Any:
@@ -316,6 +328,13 @@ def test_a_validation_that_fails_is_left_out_and_said(plain: Look, look: Callabl
     unreadable = look(val_dataloader__dataset={"type": "Missing", "_delete_": True})
     assert unreadable.said("validation is not included", "Missing")
     assert "validation" not in [phase.name for phase in unreadable.phases]
+
+
+def test_what_a_hook_has_exchanged_for_a_validation_that_fails_is_put_back(look: Callable[..., Look]) -> None:
+    found = look({"type": "Exchanged"}, model={**MODEL, "type": "Unpredictable"})
+    trained = [phase.peak_allocated for phase in found.phases if phase.name == "training"]
+    assert trained == [found.peak] * 2
+    assert not found.said("the step differs")
 
 
 # --- by itself ----------------------------------------------------------------------------------------------------
@@ -396,6 +415,8 @@ def test_resuming_holds_the_checkpoint_beside_the_model(
     assert found.peak == pytest.approx(plain.peak, abs=512 * len(tensors))  # counters are on the GPU, too
     gone = look(load_from=path + ".gone", resume=True)
     assert gone.said("resuming is not included", ".gone")
+    with pytest.raises(UnsupportedStepError, match="is over"):
+        look(load_from=path, resume=True, train_cfg__max_epochs=1)
 
 
 # --- later steps --------------------------------------------------------------------------------------------------
@@ -547,6 +568,48 @@ def test_a_loop_of_the_users_that_leaves_its_epochs_early(look: Callable[..., Lo
     assert [phase.name for phase in found.phases][:2] == ["setup", "training"]
     assert found.peak == plain.peak
     assert "validation" in [phase.name for phase in found.phases]
+
+
+def test_a_loop_that_leaves_its_epochs_early_saves_too(look: Callable[..., Look], plain: Look) -> None:
+    found = look(train_cfg={"type": "OneByOne", "max_epochs": 6, "_delete_": True})
+    names = [phase.name for phase in found.phases]
+    assert names == ["setup", "training", "saving", "training", "validation"]
+    assert found.phase("saving").peak_allocated == plain.phase("saving").peak_allocated
+
+
+@LOOPS.register_module(force=True)
+class Keeps(EpochBasedTrainLoop):
+    """Keeps ``train_step`` since before the training."""
+
+    def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(runner, *args, **kwargs)
+        self.step = runner.model.train_step
+
+    def run_iter(self, idx: int, data_batch: Any) -> None:
+        where = {"batch_idx": idx, "data_batch": data_batch}
+        self.runner.call_hook("before_train_iter", **where)
+        outputs = self.step(data_batch, optim_wrapper=self.runner.optim_wrapper)
+        self.runner.call_hook("after_train_iter", **where, outputs=outputs)
+        self._iter += 1
+
+
+def test_a_loop_that_has_asked_for_train_step_before(look: Callable[..., Look], plain: Look) -> None:
+    found = look(train_cfg={"type": "Keeps", "max_epochs": 6, "_delete_": True})
+    assert [phase[:4] for phase in found.phases] == [phase[:4] for phase in plain.phases]
+
+
+@OPTIM_WRAPPERS.register_module(force=True)
+class Rarely(OptimWrapper):
+    """Counts its batches by itself."""
+
+    def should_update(self) -> bool:
+        return bool(self._inner_count % 6 == 0)
+
+
+def test_a_wrapper_that_counts_its_batches_itself_is_refused_by_name(build: Callable[..., Any]) -> None:
+    runner = build(optim_wrapper__type="Rarely")
+    with pytest.raises(UnsupportedStepError, match="should_update of Rarely"):
+        run_in_fork(lambda _progress: Look(runner))
 
 
 @LOOPS.register_module(force=True)
