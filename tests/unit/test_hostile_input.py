@@ -198,7 +198,7 @@ NAMED = {
     "plan ok.yaml --gpu 4090 --gpus 8 --node-gpus 0": "--node-gpus must be between 1",
     "plan ok.yaml --gpu 4090 --gpus 8 --layouts fsdp": "layouts: unknown 'fsdp'",
     "plan ok.yaml --gpu 4090 --link nvlink": "it needs --gpus",
-    "compare --gpu 4090": "name configs",
+    "compare --gpu 4090": "nothing to compare",
     "compare ok.yaml --gpu 4090 --set batch_size": "NAME=VALUE",
     "compare ok.yaml --gpu 4090 --set batch_size=many": "whole number",
     "compare ok.yaml --gpu 4090 --set batch_size=[1": "not a valid value",

@@ -72,7 +72,7 @@ def _compare(options: argparse.Namespace) -> int:
     from vram_guard.plan.techniques import DEFAULT_ALLOW
 
     if not options.configs and not options.set:
-        raise InvalidInputError(_("name configs to compare, or give --step with --set batch_size=4"))
+        raise InvalidInputError(_("there is nothing to compare: give at least one"))
     budget = asked_budget(options)
     allow = DEFAULT_ALLOW if options.allow is None else listed(options.allow)
     configurations = tuple(_configurations(options))

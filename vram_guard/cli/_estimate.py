@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
             "Underscores in options are understood too (--hidden_dim)."
         ),
     )
-    add_config(parser, _("training config in YAML: the numbers are read from it"))
+    add_config(parser)
     add_options(parser.add_argument_group(_("the calculator")), "batch", *NETWORK)
     folder = parser.add_argument_group(_("a model folder"))
     add_options(folder, *FOLDER)

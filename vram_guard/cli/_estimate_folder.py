@@ -30,7 +30,7 @@ def estimate_folder(options: argparse.Namespace) -> int:
     tuning = tuning_of_folder(folder, options)
     budget = _budget(options)
     if not options.json:
-        print_now([LINE, _("🧮 GPU memory of a training"), LINE, *folder_lines(folder, tuning)])
+        print_now([LINE, _("🧮 GPU memory calculator"), LINE, *folder_lines(folder, tuning)])
     symbolic = _symbolic(tuning, budget, options.cudnn, recommend=options.recommend)
     fits = None if budget is None else symbolic.fits
     if options.json:

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
             "shown."
         ),
     )
-    add_config(parser, _("the training config, YAML"))
+    add_config(parser)
     add_options(parser, *DEVICE, "model", "lr-rule", "json")
     parser.add_argument("--output", metavar="FILE", help=_("where to write it (FILE_gpu_optimized.yaml)"))
     parser.add_argument("--dry-run", action="store_true", help=_("show what would change; write nothing"))

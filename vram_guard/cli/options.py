@@ -45,7 +45,7 @@ _OPTIONS: Final[dict[str, _Option]] = {
     "budget": _Option("AMOUNT", marked('memory that PyTorch may reserve, such as "24GiB"')),
     "bytes-per-element": _Option("N", marked("4 in float32, 2 in half precision")),
     "checkpointing": _Option("", marked("the model's own gradient checkpointing is on (transformers, diffusers)")),
-    "config": _Option("FILE", marked("training config in YAML: the numbers are read from it")),
+    "config": _Option("FILE", marked("the training config, YAML")),
     "cudnn": _Option("FILE", marked("libcudnn.so.9 to ask for workspaces; ask: the installed one; off: none")),
     "device": _Option("N", marked("CUDA device of this machine whose free memory counts (0, cuda:1)")),
     "dtype": _Option(
@@ -130,9 +130,16 @@ def add_options(parser: Any, *names: str, **settings: Any) -> None:
         parser.add_argument(*flags, **{"help": _(option.help), **kind, **settings})
 
 
-def add_config(parser: Any, help: str) -> None:  # noqa: A002 - argparse's word
-    """Add a config that is named either way: ``CONFIG`` or ``--config FILE``."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", default=argparse.SUPPRESS, help=help)
+def add_config(parser: Any, said: str = "") -> None:
+    """Add a config that is named either way: ``CONFIG`` or ``--config FILE``.
+
+    Args:
+        parser: of a command.
+        said: the help of ``CONFIG``; "": that of ``--config``.
+    """
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", default=argparse.SUPPRESS, help=said or _(_OPTIONS["config"].help)
+    )
     add_options(parser, "config")
 
 
