@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
-from vram_guard.cli.options import DEVICE, add_options, asked_budget, counted, listed
+from vram_guard.cli.options import DEVICE, add_options, asked_budget, listed, whole_number
 from vram_guard.cli.parsing import Parser
 from vram_guard.cli.printing import print_comparison
 from vram_guard.closed_form.from_config import precision_word
@@ -63,7 +63,7 @@ def _compare(options: argparse.Namespace) -> int:
     found = compare(
         _config(options),
         asked_budget(options),
-        counted("batch_size", options.batch_size),
+        [whole_number("batch_size", one) for one in listed(options.batch_size)],
         precisions,
         allow=listed(options.allow),
         lr_rule=options.lr_rule,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vram_guard.cli.options import whole_number
 from vram_guard.errors import InvalidInputError
 from vram_guard.language import _
 
@@ -84,22 +85,6 @@ def unknown_model(name: str, *, suggest: bool = True) -> str:
     if not absent:
         return said
     return _("{said}. Not installed here, so their model names are unknown: {libraries}", said=said, libraries=absent)
-
-
-def whole_number(name: str, text: str) -> int:
-    """A whole number from an option.
-
-    Raises:
-        InvalidInputError: it is none, or below 1.
-    """
-    option = "--" + name.replace("_", "-")
-    if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 30):
-        raise InvalidInputError(
-            _("{option} must be a whole number of at least 1, not {text}", option=option, text=repr(text)[:40])
-        )
-    from vram_guard.step import checked_count
-
-    return checked_count(option, int(text))
 
 
 def number(name: str, text: str) -> float:

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.budget import GPU
-from vram_guard.cli._arguments import whole_number
 from vram_guard.cli._configuration import is_traced, said
 from vram_guard.cli._described import Described
 from vram_guard.cli.exits import EXIT_DONE
-from vram_guard.cli.options import NETWORK, add_options
+from vram_guard.cli.options import NETWORK, add_options, whole_number
 from vram_guard.cli.printing import print_columns, print_json, progress_shown, say, tell
 from vram_guard.cli.ways import CARDS, RULE, check_read, of_model
 from vram_guard.errors import InvalidInputError

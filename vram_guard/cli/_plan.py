@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.cli._arguments import whole_number
 from vram_guard.cli._configuration import check_said_once, described, parsed, said
 from vram_guard.cli.exits import EXIT_DOES_NOT_FIT, EXIT_DONE
 from vram_guard.cli.options import (
@@ -18,6 +17,7 @@ from vram_guard.cli.options import (
     add_options,
     asked_budget,
     listed,
+    whole_number,
 )
 from vram_guard.cli.printing import print_json, progress_shown, say
 from vram_guard.cli.ways import check_needed

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from vram_guard.budget import Budget
+from vram_guard.errors import InvalidInputError
 from vram_guard.language import _, marked
 
 
@@ -16,15 +17,20 @@ def listed(words: str | Iterable[str] | None) -> list[str]:
     return [name.strip() for word in given for name in word.split(",") if name.strip()]
 
 
-def counted(name: str, words: Iterable[str] | None) -> list[int]:
-    """The whole numbers of an option of several.
+def whole_number(name: str, text: str) -> int:
+    """A whole number from an option.
 
     Raises:
-        InvalidInputError: one is none, or below 1.
+        InvalidInputError: it is none, or below 1.
     """
-    from vram_guard.cli._arguments import whole_number
+    option = "--" + name.replace("_", "-")
+    if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 30):
+        raise InvalidInputError(
+            _("{option} must be a whole number of at least 1, not {text}", option=option, text=repr(text)[:40])
+        )
+    from vram_guard.step import checked_count
 
-    return [whole_number(name, one.strip()) for word in words or () for one in word.split(",")]
+    return checked_count(option, int(text))
 
 
 class _Option(NamedTuple):
