@@ -25,7 +25,7 @@ from vram_guard.watch.batches import MicroBatches
 from vram_guard_lightning import _layouts, _namespaces
 from vram_guard_lightning._closure import replace_closures
 from vram_guard_lightning._followed import FollowedTrainer
-from vram_guard_lightning._later import Epochs, TrainerSteps
+from vram_guard_lightning._later import TrainerSteps
 from vram_guard_lightning._trainer_proxy import TrainerView
 from vram_guard_lightning._validation import EvaluationBatches, read_validation
 
@@ -78,13 +78,10 @@ def job_of(
         notes.append(_("validation is not included in the prediction: {error}", error=why))
     if validation is not None:
         notes += validation.notes
-    epochs = Epochs(
-        total=_epochs(trainer, batches),
-        steps=1 if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches),
-        sample=sample,
-    )
-    play = _TrainingJob(trainer, module, validation, epochs, heard, _layouts.data_ranks(trainer))
-    return Job(play, steps=_steps(trainer, epochs), ends_process=True), notes
+    epochs = _epochs(trainer, batches)
+    steps = 1 if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
+    play = _TrainingJob(trainer, module, validation, sample, epochs, steps, heard, _layouts.data_ranks(trainer))
+    return Job(play, steps=_steps(trainer, epochs, steps), ends_process=True), notes
 
 
 def _epochs(trainer: Trainer, batches: float) -> float:
@@ -95,13 +92,13 @@ def _epochs(trainer: Trainer, batches: float) -> float:
     return min(most, math.ceil(trainer.max_steps * trainer.accumulate_grad_batches / batches))
 
 
-def _steps(trainer: Trainer, epochs: Epochs) -> int | None:
+def _steps(trainer: Trainer, epochs: float, of_epoch: int) -> int | None:
     """Optimizer steps of the training; None where nobody knows, or something may end it before."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
     ends = any(_namespaces.is_a(one, f"callbacks.{name}") for one in callbacks for name in ("EarlyStopping", "Timer"))
     most = math.inf if trainer.max_steps == -1 else trainer.max_steps
-    steps = min(most, epochs.total * epochs.steps)
-    return None if ends or math.isinf(steps) or math.isinf(epochs.total) else int(steps)
+    steps = min(most, epochs * of_epoch)
+    return None if ends or math.isinf(steps) or math.isinf(epochs) else int(steps)
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,9 @@ class _TrainingJob:
     trainer: Trainer
     module: LightningModule
     validation: EvaluationBatches | None
-    epochs: Epochs
+    sample: Sample
+    epochs: float
+    steps: int
     heard: Heard
     data_ranks: int
     most: int | None = None
@@ -134,7 +133,7 @@ class _TrainingJob:
         cut = run.loaded_samples > run.batch_size
         trainer.accumulate_grad_batches = 1 if cut else min(run.accumulate, 2)
         if cut:
-            splitter = splitter_of(self.epochs.sample.make, run.loaded_samples, run.batch_size)
+            splitter = splitter_of(self.sample.make, run.loaded_samples, run.batch_size)
             replace_closures(trainer, MicroBatches(splitter, "mean"))
         _Fit(followed, self).run()
 
@@ -164,7 +163,7 @@ class _Fit:
         with run.phase("setup"):
             followed.call("on_fit_start")
         self._resume()
-        self._steps = TrainerSteps(followed, self._job.epochs)
+        self._steps = TrainerSteps(followed, self._job.epochs, self._job.steps, self._job.sample)
         seen = TrainerView(trainer)
         vars(seen)["_asked"] = self._steps.asked
         followed.show_as(seen)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.guard.followed_steps import Course, FollowedSteps, StepPlace
+from vram_guard.guard.followed_steps import FollowedSteps, StepPlace
 from vram_guard.guard.step_state import LoaderBatches, state_of
 from vram_guard.language import _
 from vram_guard_lightning._followed import modules_in
@@ -21,53 +20,33 @@ if TYPE_CHECKING:
 _HOOKS = ("on_train_epoch_end", "on_train_epoch_start")
 
 
-@dataclass(frozen=True)
-class Epochs:
-    """The epochs of a training, as they are known before it begins.
-
-    Attributes:
-        total: how many there are; infinite where nothing says.
-        steps: optimizer steps of each, as ``trainer.global_step`` counts them.
-        sample: of the first one's loader.
-    """
-
-    total: float
-    steps: int
-    sample: Sample
-
-
 class TrainerSteps(FollowedSteps):
     """The steps of one trace.
 
     Args:
         followed: the Trainer, with states of a checkpoint where it resumes from one.
-        epochs: of the training.
+        epochs: of the training; infinite where nothing says.
+        steps: optimizer steps of each, as ``trainer.global_step`` counts them.
+        sample: of the first one's loader.
 
     Attributes:
         batches: of the train loader.
     """
 
-    def __init__(self, followed: FollowedTrainer, epochs: Epochs) -> None:
-        self._followed, self._epochs = followed, epochs
+    names = ("current_epoch", "global_step")
+    same_loss = ("callbacks",)
+
+    def __init__(self, followed: FollowedTrainer, epochs: float, steps: int, sample: Sample) -> None:
+        self._followed = followed
         self._trainer: Any = followed.trainer
         fit = self._trainer.fit_loop
         self.batches = LoaderBatches(
             followed.run,
-            epochs.sample,
+            sample,
             lambda: [] if fit._combined_loader is None else loaders_in(fit._combined_loader),
             lambda: read(fit._combined_loader),
         )
-        names = ("current_epoch", "global_step")
-        course = Course(
-            epochs.total,
-            epochs.steps,
-            names,
-            self._in_words,
-            self._state_now,
-            self._hooks_run,
-            same_loss=("callbacks",),
-        )
-        super().__init__(followed.run, course)
+        super().__init__(followed.run, epochs, steps)
 
     def epoch_begins(self) -> Iterator[str]:
         """The label of each step of this epoch that is followed, asked for when the one before it is over."""
@@ -81,7 +60,7 @@ class TrainerSteps(FollowedSteps):
         """All that is followed of the epoch's steps is over; counters go to its end."""
         epoch: int = self._trainer.current_epoch
         self.next_epoch(epoch)
-        self._count_steps((epoch + 1) * self._epochs.steps)
+        self._count_steps((epoch + 1) * self._steps)
 
     def _count_steps(self, step: int) -> None:
         """As many optimizer steps have been taken."""
@@ -91,11 +70,13 @@ class TrainerSteps(FollowedSteps):
         else:
             loop.manual_optimization.optim_step_progress.total.completed = step
 
-    def _in_words(self, place: StepPlace) -> str:
-        begins = place.step == place.epoch * self._epochs.steps
+    def in_words(self, place: StepPlace) -> str:
+        """As phases are labelled by it."""
+        begins = place.step == place.epoch * self._steps
         return _("epoch {epoch}", epoch=place.epoch) if begins else _("global_step {step}", step=place.step)
 
-    def _state_now(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Of the module, and what callbacks keep on the GPU."""
         module, trainer = self._followed.module, self._trainer
         copies = [
             one
@@ -105,5 +86,6 @@ class TrainerSteps(FollowedSteps):
         on_gpu = sum(one.nbytes for one in copies if one.is_cuda)
         return {**state_of(module, trainer.optimizers, self.batches), "callbacks": on_gpu}
 
-    def _hooks_run(self) -> bool:
+    def hooks_run(self) -> bool:
+        """Of callbacks and the module; or loaders are made anew."""
         return bool(self._trainer.reload_dataloaders_every_n_epochs) or any(map(self._followed.has, _HOOKS))

@@ -13,7 +13,7 @@ import torch
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.guard.followed_steps import Course, FollowedSteps, StepPlace
+from vram_guard.guard.followed_steps import FollowedSteps, StepPlace
 from vram_guard.guard.step_state import LoaderBatches, state_of
 from vram_guard.guard.unfollowed import forget_frames, in_a_line
 from vram_guard.language import Message, _
@@ -47,6 +47,9 @@ class RunnerSteps(FollowedSteps):
         first_ends: called when the first epoch's steps are over; the first steps, where epochs do not count.
     """
 
+    names = ("epoch", "iter")
+    same_loss = ("accumulative_counts",)
+
     def __init__(
         self,
         followed: FollowedRunner,
@@ -56,7 +59,7 @@ class RunnerSteps(FollowedSteps):
         first_ends: Callable[[], None],
     ) -> None:
         self._followed, self._runner, self._loop = followed, followed.runner, followed.runner._train_loop
-        self._of_epoch, self._step, self._first_ends = batches, step, first_ends
+        self._step, self._first_ends = step, first_ends
         self._attributes = ModelAttributes(self._runner.model)
         self._batches = LoaderBatches(followed.run, sample, lambda: [self._loop.dataloader], self._read)
         self._state: _State = "over"
@@ -65,25 +68,20 @@ class RunnerSteps(FollowedSteps):
         """Places in a row at which no step has ended."""
         self._outputs: list[str] = []
         """Names of what a training step returns."""
-        users = [hook for hook in followed.hooks if is_users(hook)]
-        course = Course(
+        self._users = [hook for hook in followed.hooks if is_users(hook)]
+        super().__init__(
+            followed.run,
             1 if batches is None else self._loop._max_epochs,
             self._loop._max_iters if batches is None else batches,
-            ("epoch", "iter"),
-            self._in_words,
-            self._state_now,
-            lambda: bool(overriding(users, OF_EPOCHS)),
             by_epoch=batches is not None,
-            same_loss=("accumulative_counts",),
-            numbers=lambda: {number for hook in overriding(users, _OF_ITERATIONS) for number in numbers_of(hook)},
-            named=self._attributes.places,
+            interrupted=True,
         )
-        super().__init__(followed.run, course, interrupted=True)
         followed.after_batch, followed.epoch_ends = self._batch_ends, first_ends
 
     # --- what decides about a step ----------------------------------------------------------------------------
 
-    def _state_now(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Of the model with its attributes, and how many batches a step has."""
         wrapper = self._runner.optim_wrapper
         optimizer = getattr(wrapper, "optimizer", None)
         return {
@@ -95,8 +93,18 @@ class RunnerSteps(FollowedSteps):
     def _read(self) -> Sample:
         return read_loader(self._loop.dataloader, endless=is_endless(self._loop.dataloader))
 
-    def _in_words(self, place: StepPlace) -> str:
-        if self._of_epoch and place.step % self._of_epoch == 0:
+    def hooks_run(self) -> bool:
+        """Of the user's."""
+        return bool(overriding(self._users, OF_EPOCHS))
+
+    def numbers(self) -> set[int]:
+        """Those of hooks of iterations, and attributes of the model: ``initial_epoch = 4``."""
+        of_hooks = (number for hook in overriding(self._users, _OF_ITERATIONS) for number in numbers_of(hook))
+        return {*of_hooks, *self._attributes.places()}
+
+    def in_words(self, place: StepPlace) -> str:
+        """As MMEngine counts for people."""
+        if self._by_epoch and place.step % self._steps == 0:
             return _("epoch {number}", number=place.epoch + 1)
         return _("iteration {number}", number=place.step + 1)
 
@@ -119,20 +127,20 @@ class RunnerSteps(FollowedSteps):
         """
         if self.over:
             raise OverError
-        loop, batches = self._loop, self._of_epoch
-        if batches is None:  # MMEngine passes over the batches of those that a checkpoint has behind it
+        loop = self._loop
+        if not self._by_epoch:  # MMEngine passes over the batches of those that a checkpoint has behind it
             yield from (None for _place in range(loop._iter))
-        epoch = 0 if batches is None else loop._epoch
+        epoch = loop._epoch if self._by_epoch else 0
         for place in self.of_epoch(epoch, loop._iter):
             yield from self._one_step(place.step)
             self._idle = 0 if self._state == "over" or self.later else self._idle + 1
             if self._idle == BATCHES_WITHOUT_A_STEP:
                 raise UnsupportedStepError(self._why_none_ends())
         following = self.next_epoch(epoch)
-        if batches is None:
+        if not self._by_epoch:
             raise OverError
         if following is not None:  # MMEngine counts the epoch when the hooks after this one have run
-            loop._epoch, loop._iter = following - 1, following * batches
+            loop._epoch, loop._iter = following - 1, following * self._steps
 
     def _one_step(self, place: int) -> Iterator[Any]:
         """The batches of an optimizer step: all between the first and the last would be like these."""
@@ -198,7 +206,7 @@ class RunnerSteps(FollowedSteps):
         self._run.note(
             Message(
                 "the step from {place} on cannot be followed ({error}): it is not included in the prediction",
-                place=self._in_words(self._place),
+                place=self.in_words(self._place),
                 error=in_a_line(error),
             )
         )
@@ -216,5 +224,5 @@ class RunnerSteps(FollowedSteps):
             self._state = "over"
             self.step_ends()
             self._followed.begun = self.first_over
-            if self._of_epoch is None and not self.later:
+            if not self._by_epoch and not self.later:
                 self._first_ends()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vram_guard.guard.places import StepDecisions
@@ -33,52 +33,33 @@ class StepPlace(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True)
-class Course:
-    """A training as its loop counts it, and what its adapter tells of it.
-
-    Attributes:
-        epochs: how many there are; infinite where nothing says, and 1 where it is not counted in epochs.
-        steps: of an epoch.
-        names: by which the model asks for the number of the epoch, and of the step.
-        name: a place in words.
-        state: what decides about the memory of a step now, by names.
-        changes: True while hooks run between epochs that may change it.
-        by_epoch: the training is counted in epochs.
-        same_loss: names of the state besides, by which the model computes no other loss.
-        numbers: epochs and steps at which hooks may change it besides, as they count them.
-        named: those at which the model may do otherwise by numbers that it has been given by hooks.
-    """
-
-    epochs: float
-    steps: int
-    names: tuple[str, str]
-    name: Callable[[StepPlace], str]
-    state: Callable[[], dict[str, Any]]
-    changes: Callable[[], bool]
-    by_epoch: bool = True
-    same_loss: tuple[str, ...] = ()
-    numbers: Callable[[], Iterable[int]] = tuple
-    named: Callable[[], Iterable[int]] = tuple
-
-
-class FollowedSteps:
-    """The steps of one trace.
+class FollowedSteps(ABC):
+    """The steps of one trace; an adapter says what its framework's have of their own.
 
     Args:
         run: of the trace.
-        course: of the training.
+        epochs: of the training; infinite where nothing says, and 1 where it is not counted in epochs.
+        steps: of an epoch.
+        by_epoch: the training is counted in epochs.
         interrupted: something else runs between the first steps and the next epoch: a step there meets what that left.
 
     Attributes:
+        names: by which the model asks for the number of the epoch, and of the step.
+        same_loss: names of the state besides those of every framework by which the model computes no other loss.
         asked: what steps have decided by the place in the training.
         label: of the step that comes next; "" where nothing differs.
         why: that one differs, in words.
         over: no later epoch is looked at.
     """
 
-    def __init__(self, run: LoopRun, course: Course, *, interrupted: bool = False) -> None:
-        self._run, self._course, self._interrupted = run, course, interrupted
+    names: tuple[str, str]
+    same_loss: tuple[str, ...] = ()
+
+    def __init__(
+        self, run: LoopRun, epochs: float, steps: int, *, by_epoch: bool = True, interrupted: bool = False
+    ) -> None:
+        self._run, self._epochs, self._steps, self._by_epoch = run, epochs, steps, by_epoch
+        self._interrupted = interrupted
         self.asked = StepDecisions()
         self.label = self.why = ""
         self.over = False
@@ -91,8 +72,9 @@ class FollowedSteps:
         self._seconds = 0.0
         """Of the processor, for the first steps."""
         self._deadline = math.inf
+        self._named: set[int] = set()
         self._near: set[int] = set()
-        """Steps at which hooks may change something, by their numbers."""
+        """Steps that are looked at, wherever hooks run: those that numbers name, and the plain one."""
         self._plain = -1
         """The step that is followed though nothing differs: it meets what has run since the first ones."""
         self._states = StepStates()
@@ -100,6 +82,22 @@ class FollowedSteps:
         """Bytes that were taken when what ran last had ended; before the latest step."""
         self._looked = self._found = self._left_out = 0
         self._again = self._last = self._stopped = False
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What decides about the memory of a step now, by names."""
+
+    @abstractmethod
+    def hooks_run(self) -> bool:
+        """True while hooks run between epochs that may change it."""
+
+    @abstractmethod
+    def in_words(self, place: StepPlace) -> str:
+        """A place, for people."""
+
+    def numbers(self) -> Iterable[int]:
+        """Epochs and steps that hooks and the model name: there they may change the state, or do otherwise."""
+        return ()
 
     @property
     def first_over(self) -> bool:
@@ -168,46 +166,47 @@ class FollowedSteps:
         """Hooks of later places have all of their time before them."""
         self._deadline = time.process_time() + max(self._seconds, LATER_SECONDS)
         self.ended()
+        if self._interrupted and self._begun:
+            first = self._first
+            self._plain = (first.epoch + 1) * self._steps if self._by_epoch else first.step + 2
+            self._near.add(self._plain)
 
     def _first_steps(self, epoch: int, start: int) -> Iterator[StepPlace]:
         began, self._first = time.process_time(), StepPlace(epoch, start)
         while not self.first_over:
             yield StepPlace(epoch, start + self._taken)
-        course, self._begun = self._course, True
+        self._begun = True
         self._seconds = time.process_time() - began
         self.asked.followed(self._numbers(self._first))
-        self._states.look(course.state())
+        self._states.look(self.state())
         self._states.followed(self._run.allocated)
         self._look_on()
-        self._plain = (epoch + 1) * course.steps if course.by_epoch else start + 2
-        for number in course.numbers():
+        self._named = set(self.numbers())
+        for number in self._named:
             self._near |= {number - 1, number, number + 1}
-            self._near |= {one * course.steps for one in (number - 1, number) if course.by_epoch}
+            self._near |= {one * self._steps for one in (number - 1, number) if self._by_epoch}
 
     def _next(self, epoch: int) -> int | None:
-        course = self._course
         if not self._begun:
             found: float = epoch + 1 if self._taken > self._taken_before else math.inf
         elif self._stopped:
             found = math.inf
-        elif course.changes() or self.asked:
+        elif self.hooks_run() or self.asked:
             found = epoch + 1
         else:
-            named = self._near | ({self._plain} if self._interrupted else set())
-            found = min((one // course.steps for one in named if one // course.steps > epoch), default=math.inf)
-        return int(found) if found < course.epochs else None
+            found = min((one // self._steps for one in self._near if one // self._steps > epoch), default=math.inf)
+        return int(found) if found < self._epochs else None
 
     def _places(self, epoch: int) -> list[StepPlace]:
         """Places of an epoch after the first steps."""
-        course = self._course
-        begins, end = epoch * course.steps, (epoch + 1) * course.steps
+        begins, end = epoch * self._steps, (epoch + 1) * self._steps
         begins_at = self._first.step + 1 if epoch == self._first.epoch else begins
-        steps = self._near | ({self._plain} if self._interrupted else set())
-        if course.by_epoch and (course.changes() or self.asked):
+        steps = set(self._near)
+        if self._by_epoch and (self.hooks_run() or self.asked):
             steps |= {begins}
         if self.asked:
-            steps |= set(self.asked.steps(course.names[1], begins_at, end))
-            steps |= {end - 1} if course.epochs == 1 else set()
+            steps |= set(self.asked.steps(self.names[1], begins_at, end))
+            steps |= {end - 1} if self._epochs == 1 else set()
         return [StepPlace(epoch, step) for step in sorted(steps) if begins_at <= step < end]
 
     def _arrive(self, place: StepPlace, *, more: bool) -> None:
@@ -217,7 +216,7 @@ class FollowedSteps:
             self._run.note(
                 Message(
                     "hooks are followed up to {place} only: what they change later is not included in the prediction",
-                    place=self._course.name(place),
+                    place=self.in_words(place),
                 )
             )
         self._place, self._last = place, self._stopped or not more
@@ -231,15 +230,15 @@ class FollowedSteps:
         """True where the step of this place is followed; to be asked when the hooks before it have run."""
         if not self._looked or self._again:
             return True
-        self._states.look(self._course.state())
+        self._states.look(self.state())
         changed = self._states.changed()
         for name, change in _CHANGES.items():
             if name in changed:
                 self._run.changes_later(change)
         self.why = self._difference(changed)
-        self.label = self._course.name(self._place) if self.why else ""
+        self.label = self.in_words(self._place) if self.why else ""
         if not self.why:
-            if not self._interrupted or self._place.step != self._plain:
+            if self._place.step != self._plain:
                 return False
         elif self._found >= LATER_STEPS and not self._last:
             self._left_out += self._states.moved
@@ -247,7 +246,7 @@ class FollowedSteps:
         else:
             self._found += 1
             self.asked.followed(self._numbers(self._place))
-            if self.asked or not changed.keys() <= {*_BESIDES_LOSS, *self._course.same_loss}:
+            if self.asked or not changed.keys() <= {*_BESIDES_LOSS, *self.same_loss}:
                 self._run.changes_later("loss")
         self._before = self._run.allocated
         self._states.followed(self._before)
@@ -267,10 +266,10 @@ class FollowedSteps:
         counts = bool(self._states.counters)  # attributes of the model do: it may name epochs (``initial_epoch = 4``)
         if self._last or not counts:
             return self._last and (counts or self.asked.undecided)
-        return not set(self._place).isdisjoint(self._course.named())
+        return not self._named.isdisjoint(self._place)
 
     def _numbers(self, place: StepPlace) -> dict[str, int]:
-        return dict(zip(self._course.names, place, strict=True))
+        return dict(zip(self.names, place, strict=True))
 
 
 def _in_words(changed: dict[str, tuple[Any, Any]]) -> str:

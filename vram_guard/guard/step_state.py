@@ -88,11 +88,8 @@ class LoaderBatches:
         self._run, self._loaders, self._read = run, loaders, read
         self._first = self._sample = sample
         self._sizes = _shapes(sample)
-        self._kept: list[Any] = []
-        """Loaders, since their identities tell them apart."""
-        self._written: Any = None
-        self._now: Any = None
-        """The parts of the loaders when the training began, and when they were read for the last time."""
+        self._read_of: tuple[list[Any], Any] = [], None
+        """The loaders that the sample is of, and their parts then."""
         self._made: Any = None
         """The latest batch, as long as no step has been given it."""
         self._look()
@@ -118,19 +115,13 @@ class LoaderBatches:
     def _look(self) -> None:
         loaders = self._loaders()
         parts = [(id(one), _parts_of(one)) for one in loaders]
-        if not parts or parts == self._now:
+        before, self._read_of = self._read_of, (loaders or self._read_of[0], parts or self._read_of[1])
+        if not before[0] or self._read_of[1] == before[1]:
             return
-        self._written = self._written or parts
-        self._kept += loaders
-        changed, self._now = self._now is not None, parts
-        if changed:
-            self._read_anew()
-
-    def _read_anew(self) -> None:
         self._made = None
         try:
             with random_state_kept():
-                self._sample = self._first if self._now == self._written else self._read()
+                self._sample = self._read()
                 self._sizes = _shapes(self._sample)
         except Exception as error:  # noqa: BLE001 - the user's own code reads the data
             self._run.note(
@@ -189,13 +180,12 @@ class StepStates:
     def look(self, state: Mapping[str, Any]) -> None:
         """The loop is at a place with this state."""
         before, self._now = self._now, state
-        gone = {}
-        for name, value in state.items():
-            old = before.get(name)
-            if type(value) is int and type(old) is int and value != old:
-                gone[name] = value - old
-                if self._gone.get(name) == value - old:  # the same step forward twice in a row
-                    self.counters.add(name)
+        gone = {
+            name: value - before[name]
+            for name, value in state.items()
+            if type(value) is int and type(before.get(name)) is int and value != before[name]
+        }
+        self.counters |= {name for name, by in gone.items() if self._gone.get(name) == by}  # twice in a row
         self._gone = gone
         self.moved = not self._same(before)
 
