@@ -214,6 +214,13 @@ def test_a_step_that_asks_for_the_epoch_is_followed_where_that_decides(tmp_path:
     assert not peaks(told(tmp_path, Net(), max_epochs=12))
 
 
+def test_steps_that_decide_nothing_new_are_passed_over_on_the_way_to_a_later_one(tmp_path: Any) -> None:
+    module = Widening(lambda net: net.global_step == 20 * 64 + 30)
+    found = told(tmp_path, module, data=loader(64 * SIZE), max_epochs=24)
+    assert peaks(found)["training", "global_step 1310"] > 1.5 * found.plain.peak_allocated
+    assert not [note for note in found.job.notes if "followed up to" in note.message]
+
+
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
     copy = sum(one.nbytes for one in Net().parameters())

@@ -205,7 +205,8 @@ class FollowedSteps(ABC):
         if self._by_epoch and (self.hooks_run() or self.asked):
             steps |= {begins}
         if self.asked:
-            steps |= set(self.asked.steps(self.names[1], begins_at, end))
+            near = self.asked.steps(self.names[1], begins_at, end)
+            steps |= {step for step in near if self.asked.differs(self._numbers(StepPlace(epoch, step)))}
             steps |= {end - 1} if self._epochs == 1 else set()
         return [StepPlace(epoch, step) for step in sorted(steps) if begins_at <= step < end]
 
