@@ -169,7 +169,7 @@ class Bridged(nn.Module):
 
 #: Cases whose bodies do not run in slices -> the words for why. All others do, or are told what they are about.
 WHOLE = {
-    "gradient_penalty|teacher averaged|a checkpointed layer": "no module of it returns a row for each sample",
+    "gradient_penalty|a checkpointed layer": "no module of it returns a row for each sample",
     "spectral norm|moved in place|frozen parameter moved": "it writes to a tensor that it has not made",
     "numpy random|Python random": "it draws from a generator of NumPy or Python",
     "block list of": "changes a list or another container of a module|its forward sets PASSED",

@@ -207,6 +207,25 @@ def test_the_outermost_module_that_returns_rows() -> None:
     assert inner == Body("model", ("0",))
 
 
+class Taught(nn.Module):
+    """A student beside a teacher that is larger, and has no gradients."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.student, self.frozen = Net(), frozen
+        self.teacher = Net(nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 4))).requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.frozen):
+            taught = self.teacher(x)
+        return flooding(self.student(x), y) + flooding(self.student(x), taught)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "without gradients"])
+def test_a_body_is_what_has_gradients(frozen: bool) -> None:
+    assert find_body(step_of(Taught(frozen), lambda net, batch: net(*batch)), ROWS) == Body("student", ("0",))
+
+
 class OfBody(nn.Module):
     """A perceptron with a seam for what a body must not do."""
 

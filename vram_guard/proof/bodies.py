@@ -40,7 +40,7 @@ from vram_guard.tensors import storage_of, tensors_of, without_modes
 if TYPE_CHECKING:
     from vram_guard.step import TrainingStep
 
-#: The share of what the modules compute that a body computes at least: less would save little.
+#: The share of what the modules compute with gradients that a body computes at least: less would save little.
 LEAST_SHARE = 0.5
 
 #: Modules with hooks that hand on what they see as results alone (``output_hidden_states``).
@@ -141,7 +141,7 @@ class _ModuleCall:
         self.name = name
         self.returns_rows = False
         self.computed = 0
-        """Bytes of all results inside it."""
+        """Bytes of all results inside it that have gradients."""
         self.inner: list[_ModuleCall] = []
 
 
@@ -207,7 +207,7 @@ class _CountedForward(PatchedForward):
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the bytes of results of the modules that are being called."""
+    """Counts the bytes of results of the modules that are being called, where they have gradients."""
 
     def __init__(self, calls: list[_ModuleCall]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -215,6 +215,8 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not (torch.is_grad_enabled() and any(one.requires_grad for one in _tensors((args, kwargs)))):
+            return out  # a teacher's forward, or frozen layers: nothing of it is kept for a backward pass
         size = sum(one.numel() * one.element_size() for one in _tensors(out))
         for call in self._calls:
             call.computed += size
