@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
 import torch
 from torch import nn
 
@@ -101,3 +105,116 @@ def test_what_a_running_function_has_set_stays_where_it_is_called_once() -> None
 def test_a_loop_calls_a_running_function_again() -> None:
     for _epoch in range(2):
         assert sets_before_its_loop(Net(), later=False) == [{"set_once", "by_setter"}] * 2
+
+
+def sets_up(net: Net) -> None:
+    net.by_setter = 2.0
+    sets_up_more(net)
+
+
+def sets_up_more(net: Net) -> None:
+    net.by_call = 2.0
+
+
+def sets_in_a_closure(net: Net) -> Callable[[], None]:
+    net.by_setter = 2.0
+
+    def later() -> None:
+        net.set_once = 2.0
+
+    return later
+
+
+def sets_in_turns(net: Net) -> Iterator[None]:
+    yield
+    net.by_call = 2.0
+
+
+def sets_by_name(net: Net) -> Callable[[Net], None]:
+    return sets_up_more
+
+
+def what_changes(net: Net) -> set[str]:
+    with CodeRun() as ran:
+        net(torch.ones(2))
+    return {
+        why.rsplit("which ", 1)[1].split()[0] for why in ran.changed_later(net, functions_around()) if "sets_" in why
+    }
+
+
+ONCE_CALLED = sys.version_info >= (3, 11)  # earlier bytecode does not tell a call from another use of a name
+
+
+def before_the_loop(net: Net) -> set[str]:
+    sets_up(net)
+    return set().union(*(what_changes(net) for _step in range(2)))
+
+
+def in_the_loop(net: Net) -> set[str]:
+    found = set[str]()
+    sets_up(net)
+    for _step in range(2):
+        found |= what_changes(net)
+        sets_up(net)
+    return found
+
+
+def by_another_name(net: Net) -> set[str]:
+    sets_up(net)
+    hook = sets_up
+    found = what_changes(net)
+    hook(net)
+    return found
+
+
+def by_a_closure(net: Net) -> set[str]:
+    later = sets_in_a_closure(net)
+    found = what_changes(net)
+    later()
+    return found
+
+
+def in_turns(net: Net) -> set[str]:
+    turns = sets_in_turns(net)
+    found = what_changes(net)
+    next(turns, None)
+    return found
+
+
+def by_name(net: Net) -> set[str]:
+    later = sets_by_name(net)
+    found = what_changes(net)
+    later(net)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "changing"),
+    [
+        (before_the_loop, set() if ONCE_CALLED else {"sets_up", "sets_up_more"}),
+        (in_the_loop, {"sets_up", "sets_up_more"}),
+        (by_another_name, {"sets_up", "sets_up_more"}),
+        (by_a_closure, {"sets_in_a_closure"}),
+        (in_turns, {"sets_in_turns"}),
+        (by_name, {"sets_up_more"}),
+    ],
+)
+def test_what_a_function_has_set_before_the_loop_stays_unless_it_may_run_again(
+    script: Callable[[Net], set[str]], changing: set[str]
+) -> None:
+    assert script(Net()) == changing
+
+
+@pytest.mark.parametrize(
+    ("line", "changing"),
+    [
+        ("sets_up(net)", set() if ONCE_CALLED else {"sets_up", "sets_up_more"}),
+        ("kept = id(sets_up)", {"sets_up", "sets_up_more"}),
+        ("kept = sets_up, id(net)", {"sets_up", "sets_up_more"}),
+        ("kept = id(net), sets_up", {"sets_up", "sets_up_more"}),
+    ],
+)
+def test_a_script_that_calls_at_its_top(line: str, changing: set[str]) -> None:
+    names = {**globals(), "net": Net()}
+    exec(compile(f"{line}\nfound = what_changes(net)", __file__, "exec"), names)
+    assert names["found"] == changing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
 import sys
 from collections.abc import Container, Hashable, Iterable, Iterator
 from types import CellType, CodeType, FrameType, FunctionType
@@ -103,6 +104,29 @@ def functions_of(objects: Iterable[object]) -> list[FunctionType]:
 
 def functions_around() -> list[FunctionType]:
     """Functions of the user's that are running, and those of the imported modules that they may call."""
+    known, found, over = _imported_functions(), list[FunctionType](), dict[str, None]()
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - what calls is what runs between steps
+    while frame is not None and (caller := frame.f_back) is not None:
+        if is_users_file(caller.f_code.co_filename):
+            rest, called = _still_to_run(caller, frame.f_code)
+            found.append(rest)
+            over.update(dict.fromkeys(called))
+        frame = caller
+    looked = list(over)
+    for name in looked:  # those that are added in the loop too
+        for function in known.get(name, ()):
+            rest, called = _once_called(function)
+            found.append(rest)
+            looked += [one for one in called if one not in over]
+            over.update(dict.fromkeys(called))
+    for function in found:  # as above; what is named once more runs once more
+        for name in _attributes(function.__code__, "NAME"):
+            found += known.pop(name, [])
+    return found
+
+
+def _imported_functions() -> dict[str, list[FunctionType]]:
+    """Those of the user's modules, and of their classes, by the name that they are called by."""
     known: dict[str, list[FunctionType]] = {}
     modules = {name: module for name, module in list(sys.modules.items()) if _is_users(module)}
     for module in modules.values():
@@ -114,24 +138,18 @@ def functions_around() -> list[FunctionType]:
                 # What is called by no name of its own (``__call__``) belongs to who names the class, or an object.
                 called = name if function.__name__.startswith("__") else function.__name__
                 known.setdefault(called, []).append(function)
-    found = list[FunctionType]()
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - what calls is what runs between steps
-    while frame is not None and (caller := frame.f_back) is not None:
-        if is_users_file(caller.f_code.co_filename):
-            found.append(_still_to_run(caller, frame.f_code))
-        frame = caller
-    for function in found:  # those that are added in the loop too
-        for name in _attributes(function.__code__, "NAME"):
-            found += known.pop(name, [])
-    return found
+    return known
 
 
-def _still_to_run(frame: FrameType, called: CodeType) -> FunctionType:
-    """A running function without what it has set before all loops that it is in.
+def _still_to_run(frame: FrameType, called: CodeType) -> tuple[FunctionType, list[str]]:
+    """A running function without what it has set before all loops that it is in, and without the calls before them.
 
     Args:
         frame: of the function.
         called: what runs in its call: left out too, as it is looked at by itself, unless a loop calls it again.
+
+    Returns:
+        The function, and the names that it has called before those loops.
     """
     code, first = frame.f_code, frame.f_lasti
     instructions = list(dis.get_instructions(code))
@@ -143,13 +161,45 @@ def _still_to_run(frame: FrameType, called: CodeType) -> FunctionType:
     if is_once:
         loads = (one.offset for one in instructions if one.opname in named and one.argval == called.co_name)
         done += [at for at in loads if at < first][-1:]
-    still = bytearray(code.co_code)
-    for at in done:
-        still[at : at + 2] = dis.opmap["NOP"], 0
+    calls = [(at, name) for at, name in _calls(instructions) if at < first and at not in done]
+    done += [at for at, _name in calls]
     # What a script defines by a name is among the functions of its module.
     left_out = {called} if is_once else set[CodeType]()
     if code.co_name == "<module>":
         left_out |= {one for one in _codes_in(code) if not one.co_name.startswith("<")}
+    return _without(code, done, left_out), [name for _at, name in calls]
+
+
+def _once_called(function: FunctionType) -> tuple[FunctionType, list[str]]:
+    """A function that has run, without what it has set and called; what it has defined or named may run later.
+
+    Returns:
+        That, and the names that it has called. A generator, and a method of the same name, stay as they are.
+    """
+    code = function.__code__
+    if code.co_flags & _GOES_ON_LATER or "." in function.__qualname__:
+        return function, []
+    instructions = list(dis.get_instructions(code))
+    calls = list(_calls(instructions))
+    done = [one.offset for one in instructions if one.opname in _OPERATIONS["STORE"]]
+    return _without(code, [*done, *(at for at, _name in calls)], set()), [name for _at, name in calls]
+
+
+def _calls(instructions: list[dis.Instruction]) -> Iterator[tuple[int, str]]:
+    """Where a name is loaded just to be called, as Python says from 3.11 on; for earlier ones no call is known."""
+    empty = {at for at, one in enumerate(instructions) if one.opname == "PUSH_NULL"}
+    beside = -1 if sys.version_info < (3, 13) else 1
+    for at, one in enumerate(instructions):
+        by_name = one.opname == "LOAD_NAME" and at + beside in empty
+        if by_name or (one.opname == "LOAD_GLOBAL" and "NULL" in one.argrepr.split(" + ")):
+            yield one.offset, one.argval
+
+
+def _without(code: CodeType, done: list[int], left_out: set[CodeType]) -> FunctionType:
+    """A function of the code without the instructions at these offsets, and without some that it defines."""
+    still = bytearray(code.co_code)
+    for at in done:
+        still[at : at + 2] = dis.opmap["NOP"], 0
     own = (None if isinstance(one, CodeType) and one in left_out else one for one in code.co_consts)
     cells = tuple(CellType() for _name in code.co_freevars)
     return FunctionType(code.replace(co_consts=tuple(own), co_code=bytes(still)), {}, closure=cells)
@@ -206,6 +256,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
+#: Flags of functions whose call is not over when it returns.
+_GOES_ON_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _OPERATIONS = {
     "LOAD": ("LOAD_ATTR", "LOAD_METHOD"),
