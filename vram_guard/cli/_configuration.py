@@ -78,9 +78,12 @@ def is_traced(request: EstimateRequest, config: Mapping[str, Any], *, quick: boo
     """
     from vram_guard.capture.config_step import is_buildable, other_network
 
+    known = is_buildable(request.model)
+    if quick and known and request.missing():
+        lacking = ", ".join("--" + name.replace("_", "-") for name in request.missing())
+        raise InvalidInputError(_("--quick is the rule of thumb alone, which needs {options}", options=lacking))
     if quick or request.model is None:
         return False, ""
-    known = is_buildable(request.model)
     other = other_network(request, config) if known else None
     if known and other is None:
         return True, ""
