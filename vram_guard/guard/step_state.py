@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -50,25 +51,34 @@ def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     )
 
 
-def simple(value: Any, depth: int = 2) -> Any:
-    """A value as far as it decides about memory: of a factor, whether it is 0."""
+def simple(value: Any, depth: int = 2, *, exact: bool = False) -> Any:
+    """A value as far as it decides about memory: of a factor, whether it is 0.
+
+    Args:
+        value: of an attribute.
+        depth: of what is in it that is looked at.
+        exact: samples are made of it: of a number its value counts, and of functions, arrays and long containers which
+            object it is.
+    """
     if value is None or isinstance(value, (bool, int, str, Enum, torch.dtype, torch.device)):
         return value
-    if isinstance(value, float):
-        return value == 0
+    if isinstance(value, Number):
+        return repr(value) if exact else not value
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)) and len(value) <= LONGEST_SWITCHES and depth:
-        return [simple(one, depth - 1) for one in value]
+        return [simple(one, depth - 1, exact=exact) for one in value]
     if isinstance(value, dict) and len(value) <= LONGEST_SWITCHES and depth:
-        return {str(key): simple(one, depth - 1) for key, one in value.items()}
-    if callable(value) and not isinstance(value, nn.Module):
-        return getattr(value, "__qualname__", type(value).__qualname__)
+        return {str(key): simple(one, depth - 1, exact=exact) for key, one in value.items()}
     own = getattr(value, "__dict__", None)
-    if own is None or isinstance(value, nn.Module) or not depth:
+    if exact and not own:
+        return type(value).__qualname__, id(value)
+    if not exact and callable(value) and not isinstance(value, nn.Module):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    if not own or isinstance(value, nn.Module) or not depth:
         return type(value).__qualname__
     return type(value).__qualname__, {
-        name: simple(one, depth - 1) for name, one in list(own.items())[:LONGEST_SWITCHES]
+        name: simple(one, depth - 1, exact=exact) for name, one in list(own.items())[:LONGEST_SWITCHES]
     }
 
 
@@ -135,22 +145,26 @@ class LoaderBatches:
 def _shapes(sample: Sample) -> Any:
     from vram_guard.simulate.tracing.batches import leaves_of
 
-    return [tuple(leaf.shape) for leaf in leaves_of(sample.make(1)) if hasattr(leaf, "shape")]
+    try:
+        batch = sample.make(1)
+    except Exception:  # noqa: BLE001 - the user's own code, which may make batches of pairs
+        batch = sample.make(sample.batch_size)
+    return [tuple(leaf.shape) for leaf in leaves_of(batch) if hasattr(leaf, "shape")]
 
 
 def _parts_of(part: Any, name: str = "", depth: int = 6) -> Any:
-    """What a hook may have exchanged in a loader: objects by their classes, and their simple attributes."""
+    """What a hook may have exchanged in a loader: objects by their classes, and their attributes."""
     if not depth:
         return None
-    if isinstance(part, (list, tuple)):
+    if isinstance(part, (list, tuple)) and len(part) <= LONGEST_SWITCHES:  # a longer one is the data set itself
         return [_parts_of(one, name, depth - 1) for one in part]
-    if not hasattr(part, "__dict__"):
-        return type(part).__qualname__
+    if not getattr(part, "__dict__", None):
+        return simple(part, 0, exact=True)
     own = dict(vars(part))
     if name == "sampler":
         own.pop("epoch", None)  # by which loops have it draw in another order
     inner = {name: _parts_of(own.pop(name), name, depth - 1) for name in _PARTS if name in own}
-    return type(part).__qualname__, {name: simple(value, 1) for name, value in own.items()}, inner
+    return type(part).__qualname__, {name: simple(value, 1, exact=True) for name, value in own.items()}, inner
 
 
 @dataclass
