@@ -127,11 +127,12 @@ class _Training:
         with run.phase("setup"):
             if flexible:
                 followed.call("before_run")
-        if self._loop._iter >= self._loop._max_iters > 0:
+        loop = self._loop
+        if loop._iter >= loop._max_iters if self._job.batches is None else loop._epoch >= loop._max_epochs:
             raise UnsupportedStepError(_("the training that is resumed is over: none of its steps is left"))
         # A loop that asks for batches by ``next`` has no other word for their end.
         with run.loop(micro_batches=True), contextlib.suppress(OverError, StopIteration):
-            self._loop.run()
+            loop.run()
         if not self._steps.first_over:
             raise UnsupportedStepError(_("the training ends before its first steps do"))
         self._first_ends()
