@@ -194,6 +194,11 @@ def test_a_step_without_a_config(folder, capsys):
 # --- variants ---
 
 
+def test_a_setting_that_gives_no_batch_size_is_told_what_does(folder, capsys):
+    assert cli.main(["compare", "--step", "net:step", "--set", "batchsize=8", "--gpu", "RTX 5090"]) == 2
+    assert "--set batch_size=N" in capsys.readouterr().err
+
+
 def test_variants_by_name(folder, capsys):
     names = ["net.py:steps", "net.py:step", "net.py:broken"]
     assert cli.main(["variants", *names, "--batch-size", "4", "--gpu", "RTX 3060", "--json"]) == 0

@@ -144,7 +144,10 @@ def configuration(one: Described) -> Configuration:
 
 def no_batch(name: str) -> InvalidInputError:
     """The error where nothing says how large the batch of a step is."""
-    return InvalidInputError(_("{name} has no batch size: give --batch N, or batch_size in the config", name=name))
+    said = _(
+        "{name} has no batch size: give --batch N (to compare --set batch_size=N), or batch_size in the config", name=name
+    )
+    return InvalidInputError(said)
 
 
 def _check_used(change: dict[str, Any], config: dict[str, Any], model: str | None) -> None:

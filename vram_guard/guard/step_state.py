@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Number
+from numbers import Complex
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def simple(value: Any, depth: int = 2, *, exact: bool = False) -> Any:
     """
     if value is None or isinstance(value, (bool, int, str, Enum, torch.dtype, torch.device)):
         return value
-    if isinstance(value, Number):
+    if isinstance(value, Complex):
         return repr(value) if exact else not value
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
