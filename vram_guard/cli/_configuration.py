@@ -145,7 +145,8 @@ def configuration(one: Described) -> Configuration:
 def no_batch(name: str) -> InvalidInputError:
     """The error where nothing says how large the batch of a step is."""
     said = _(
-        "{name} has no batch size: give --batch N (to compare --set batch_size=N), or batch_size in the config", name=name
+        "{name} has no batch size: give --batch N (to compare --set batch_size=N), or batch_size in the config",
+        name=name,
     )
     return InvalidInputError(said)
 
