@@ -21,7 +21,7 @@ from vram_guard.capture.hugging_face import step_of
 from vram_guard.capture.lora import AdapterWeights
 from vram_guard.capture.named_optimizer import named_optimizer
 from vram_guard.closed_form.inputs import InputSizes, sizes_read
-from vram_guard.known.architectures import Architecture, Variant, architectures
+from vram_guard.known.architectures import LENGTH_STEP, Architecture, Variant, architectures
 from vram_guard.known.form import packed, unpacked
 from vram_guard.simulate import holds_at, law_of_two
 from vram_guard.simulate.device.capability import Capability
@@ -64,6 +64,10 @@ def lengths_of(one: Architecture) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if "seq_length" not in sizes_read(one.config):
         return (0,), ()
     longest = int(one.config.get("max_position_embeddings", one.config.get("n_positions", 0)))
+    window = int(one.config.get("sliding_window") or longest)
+    if window < min(longest, 2048):  # longer texts have a mask, and another law
+        lengths = [window * part // 4 // LENGTH_STEP * LENGTH_STEP for part in (1, 2, 3)]
+        return tuple(lengths), (128, window // LENGTH_STEP * LENGTH_STEP)
     if longest >= 4096:
         return (512, 1024, 2048), (128, min(longest, 8192))
     return (longest // 4, longest // 2, longest), (128, longest - 128)
