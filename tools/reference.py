@@ -172,7 +172,7 @@ def known() -> str:
     rows = [
         f"| `{one.name}` | {', '.join(f'`{name}`' for name in one.aliases)} | "
         f"{'' if one.parameters is None else f'{one.parameters:,}'} | "
-        f"{'<br>'.join(f'`{training}`' for training in variants_of(one.name)) or 'none yet'} |"
+        f"{'<br>'.join(f'`{training}`' for training in variants_of(one.name))} |"
         for one in architectures()
     ]
     return "\n".join([ARCHITECTURES, *head, *rows, ""])

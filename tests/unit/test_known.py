@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vram_guard import Budget, TrainingStep, plan, trace
-from vram_guard.known.architectures import LENGTH_STEP, Variant, architecture, architectures, timelines_of
+from vram_guard.known.architectures import LENGTH_STEP, Variant, architecture, architectures, timelines_of, variants_of
 from vram_guard.known.form import packed, unpacked
 from vram_guard.plan.as_written import plan_as_written
 from vram_guard.simulate import trace_at
@@ -119,6 +119,10 @@ def test_names_are_unique_and_lead_to_their_architecture():
     assert len(names) == len(set(names))
     assert all(architecture(name.upper()) is not None for name in names)
     assert architecture("llama-9-8b") is None
+
+
+def test_every_architecture_has_timelines():
+    assert not [one.name for one in architectures() if not variants_of(one.name)]
 
 
 def test_timelines_have_as_many_parameters_as_were_published():
