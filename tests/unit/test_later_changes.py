@@ -134,6 +134,19 @@ def sets_by_name(net: Net) -> Callable[[Net], None]:
     return sets_up_more
 
 
+KEPT = list[Callable[[Net], None]]()
+
+
+def keeps(function: Callable[[Net], None]) -> Callable[[Net], None]:
+    KEPT.append(function)
+    return function
+
+
+@keeps
+def sets_where_it_is_kept(net: Net) -> None:
+    net.by_call = 2.0
+
+
 def what_changes(net: Net) -> set[str]:
     with CodeRun() as ran:
         net(torch.ones(2))
@@ -188,6 +201,13 @@ def by_name(net: Net) -> set[str]:
     return found
 
 
+def by_a_decorator(net: Net) -> set[str]:
+    sets_where_it_is_kept(net)
+    found = what_changes(net)
+    KEPT[0](net)
+    return found
+
+
 @pytest.mark.parametrize(
     ("script", "changing"),
     [
@@ -197,6 +217,7 @@ def by_name(net: Net) -> set[str]:
         (by_a_closure, {"sets_in_a_closure"}),
         (in_turns, {"sets_in_turns"}),
         (by_name, {"sets_up_more"}),
+        (by_a_decorator, {"sets_where_it_is_kept"}),
     ],
 )
 def test_what_a_function_has_set_before_the_loop_stays_unless_it_may_run_again(

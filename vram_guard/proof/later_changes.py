@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import linecache
 import sys
 from collections.abc import Container, Hashable, Iterable, Iterator
 from types import CellType, CodeType, FrameType, FunctionType
@@ -174,10 +175,12 @@ def _once_called(function: FunctionType) -> tuple[FunctionType, list[str]]:
     """A function that has run, without what it has set and called; what it has defined or named may run later.
 
     Returns:
-        That, and the names that it has called. A generator, and a method of the same name, stay as they are.
+        That, and the names that it has called. A generator, a method of the same name, and what has a decorator, which
+        may have kept it, stay as they are.
     """
     code = function.__code__
-    if code.co_flags & _GOES_ON_LATER or "." in function.__qualname__:
+    is_decorated = linecache.getline(code.co_filename, code.co_firstlineno).lstrip().startswith("@")
+    if code.co_flags & _GOES_ON_LATER or "." in function.__qualname__ or is_decorated:
         return function, []
     instructions = list(dis.get_instructions(code))
     calls = list(_calls(instructions))
