@@ -110,6 +110,27 @@ def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_com
     assert found == expected, why
 
 
+@each(
+    "loss",
+    [
+        lambda x: (x.mean(-1) * torch.ones(len(x)).cumsum(0)).mean(),
+        lambda x: (x.mean(-1) * torch.zeros(len(x)).scatter(0, torch.arange(1), 1.0)).mean(),
+        lambda x: x.renorm(2, 1, 1.0).mean(),
+        lambda x: x[:, : len(x)].diagonal().mean(),
+    ],
+)
+def test_what_depends_on_a_place_in_the_batch_or_on_other_samples_is_no_mean(loss: Any) -> None:
+    """Ones that are counted up are others at each place, and so is a row that a value is put into."""
+    forms = []
+    for samples in (8, 4):
+        batch = torch.rand(samples, 8)
+        apart = SamplesApart(batch, samples, split(batch, samples, 1))
+        with apart:
+            found = loss(batch)
+        forms.append(apart.form(found))
+    assert form_over_samples(*forms)[0] is None
+
+
 def test_a_step_that_decides_by_its_loss_is_named_by_its_line() -> None:
     def loss(model: Any, batch: Any) -> Any:
         found = model(batch["x"]).square().mean()

@@ -88,14 +88,14 @@ def batch_size(batch: Any) -> int:
     Raises:
         CannotSplitError: when no single size explains the batch; the message names the sizes found.
     """
-    rows = dict(_leading_sizes(batch, "batch"))
+    rows = _leading_sizes(batch)
     sizes = set(rows.values()) - {1} or set(rows.values())
     if not sizes:
-        sizes = {len(items) for _path, items in _lists(batch, "batch")}
+        sizes = {len(items) for items in _lists(batch).values()}
     if len(sizes) == 1 and _can_read(batch, *sizes):
         return sizes.pop()
     # Lists of samples: the tensors' common leading size is that of their channels.
-    readable = [size for size in {len(items) for _path, items in _lists(batch, "batch")} if _can_read(batch, size)]
+    readable = [size for size in {len(items) for items in _lists(batch).values()} if _can_read(batch, size)]
     if len(readable) == 1:
         return readable[0]
     if len(sizes) == 1:
@@ -247,7 +247,7 @@ def _cut(layout: Layout, batch: Any, sizes: list[int]) -> list[MicroBatch]:
 def _unambiguous(batch: Any, size: int) -> Layout:
     """The layout, where no other batch determines it: a list that reads in two ways is refused."""
     layout = read_layout(batch, size)
-    for path, part in _lists(batch, "batch"):
+    for path, part in _lists(batch).items():
         alike = {(leaf.dtype, leaf.ndim) if _is_tensor(leaf) and leaf.ndim > 1 else None for leaf in part}
         if len(part) == size > 1 and len(alike) == 1 and None not in alike and {len(leaf) for leaf in part} == {size}:
             raise CannotSplitError(
@@ -352,20 +352,21 @@ def _take(layout: Layout, part: Any, start: int, length: int) -> Any:
     return rebuilt(part, {key: _take(layout.parts[key], child, start, length) for key, child in parts.items()})
 
 
-def _leading_sizes(part: Any, path: str) -> Iterator[tuple[str, int]]:
-    if _is_tensor(part) or is_array(part):
-        if part.ndim > 0:
-            yield path, int(part.shape[0])
-    elif not _is_plain(part):
-        for key, child in (children(part) or {}).items():
-            yield from _leading_sizes(child, f"{path}[{key!r}]")
+def _leading_sizes(batch: Any) -> dict[str, int]:
+    arrays = ((path, part) for path, part in _parts(batch, "batch") if _is_tensor(part) or is_array(part))
+    return {path: int(part.shape[0]) for path, part in arrays if part.ndim > 0}
 
 
-def _lists(part: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(part, (list, tuple)) and part and not hasattr(part, "_fields"):
-        yield path, part
+def _lists(batch: Any) -> dict[str, Any]:
+    sequences = ((path, part) for path, part in _parts(batch, "batch") if isinstance(part, (list, tuple)) and part)
+    return {path: part for path, part in sequences if not hasattr(part, "_fields")}
+
+
+def _parts(part: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """A part and all parts of it, containers too."""
+    yield path, part
     for key, child in ({} if _is_plain(part) else children(part) or {}).items():
-        yield from _lists(child, f"{path}[{key!r}]")
+        yield from _parts(child, f"{path}[{key!r}]")
 
 
 def _is_plain(part: Any) -> bool:

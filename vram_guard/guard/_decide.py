@@ -22,7 +22,8 @@ from vram_guard.longest.choice import choose, peak_of
 from vram_guard.plan import Pins, deep_source, import_planning
 from vram_guard.proof.bodies import find_body
 from vram_guard.proof.loss_graph import LossGraph
-from vram_guard.proof.prove import Disproof, Proof, prove, prove_cut
+from vram_guard.proof.prove import Disproof, Proof, prove
+from vram_guard.proof.reduction import reduction
 from vram_guard.simulate import DEFAULT_CAPABILITY
 from vram_guard.watch.corrections import Corrections, subject
 
@@ -178,7 +179,7 @@ def decide_alone(
         notes += splitting_notes(captured.model, settings.said_loss_weight or "sum", make, size)
     weight, unproven = proof.loss_weight, ""
     if splitter is None and spare is not None and settings.may_recover and settings.said_loss_weight is None:
-        weight, unproven = prove_cut(captured, plan, graph)
+        weight, unproven = reduction(captured, plan, graph)
     return Decision(
         plan,
         tuple(dict.fromkeys(notes)),

@@ -68,21 +68,16 @@ RESHAPES = names(
     "view _unsafe_view reshape _reshape_alias flatten unflatten squeeze squeeze_ unsqueeze unsqueeze_ view_copy "
     "reshape_copy ravel"
 )
-#: The same elements in other places along dimensions that move as a whole.
-MOVES = names("permute transpose transpose_ t t_ movedim swapaxes swapdims adjoint mT numpy_T")
-#: Operators along dimensions, which give every element a value of its whole line: argument that holds them.
-ALONG = {
-    **dict.fromkeys(
-        names(
-            "_softmax _log_softmax softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort topk "
-            "kthvalue glu _softmax_backward_data _log_softmax_backward_data glu_backward _safe_softmax"
-        ),
-        "dim",
-    ),
-    **dict.fromkeys(names("flip roll _fft_r2c _fft_c2r _fft_c2c fft_rfft fft_irfft"), "dims"),
-    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), "dim"),
-    "renorm": "dim",
-}
+#: Views of the same elements along dimensions that move as a whole.
+MOVES = names("permute transpose t swapaxes swapdims expand")
+#: Parts of a tensor along one dimension.
+PARTS = names("select slice split split_with_sizes chunk unbind unsafe_split unsafe_chunk unsafe_split_with_sizes")
+VIEWS = MOVES | PARTS | {"diagonal"}
+#: Operators along a dimension, which give every element a value of its whole line.
+ALONG = names(
+    "_softmax _log_softmax softmax log_softmax cumsum cumprod cummax cummin logcumsumexp sort argsort topk kthvalue "
+    "glu _softmax_backward_data _log_softmax_backward_data glu_backward _safe_softmax _fft_r2c _fft_c2r _fft_c2c"
+)
 #: Reductions that torch marks as such, and others; their argument "dim", all dimensions without it.
 REDUCTIONS = names(
     "sum mean nansum nanmean amax amin max min prod any all var std var_mean std_mean logsumexp norm "
@@ -92,10 +87,8 @@ REDUCTIONS = names(
 #: Losses with a reduction of their own, over what is computed of each element.
 LOSSES = names(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
-    "soft_margin_loss kl_div"
+    "soft_margin_loss kl_div multi_margin_loss"
 )
-#: Losses with a reduction of their own over rows, whose classes are the second dimension.
-ROW_LOSSES = names("multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward")
 #: Operators in which each entry of the first dimension goes its own way, and nothing else does.
 FIRST = names(
     "convolution _convolution cudnn_convolution cudnn_convolution_transpose mkldnn_convolution conv_transpose2d "
@@ -133,11 +126,11 @@ DRAWS = names(
 #: Answers that are shapes, types and devices.
 FACTS = names("sym_size sym_stride sym_numel sym_storage_offset is_same_size size stride dim numel")
 #: Operators whose numbers are sizes of what they make.
-_SIZES = RESHAPES | UNIFORM | DRAWS | names("expand expand_copy repeat")
+SIZES = RESHAPES | UNIFORM | DRAWS | names("expand repeat")
 #: Functions of which the results are not below zero.
 _NATURAL = names(
     "eq ne lt le gt ge isnan isinf isfinite logical_not logical_and logical_or logical_xor bitwise_not argmax argmin "
-    "argsort signbit zeros zeros_like new_zeros ones ones_like new_ones"
+    "signbit zeros zeros_like new_zeros ones ones_like new_ones"
 )
 
 
@@ -158,6 +151,11 @@ class Call(NamedTuple):
     names_of: Callable[[int], list[str] | None]
     """The names of the model's buffers and parameters that tensors of this key hold the values of."""
 
+    @property
+    def plain(self) -> str:
+        """The name without what says that it writes in place."""
+        return self.name if self.name.endswith("__") else self.name.rstrip("_")
+
     def of(self, name: str) -> Label:
         """The label of an argument."""
         return self.label(self.args[name])
@@ -167,16 +165,19 @@ class Call(NamedTuple):
         """The first tensor of its arguments."""
         return next(one for one in self.args.values() if isinstance(one, torch.Tensor))
 
+    def refused(self, why: str) -> Label:
+        """The label of what is not followed, for this reason."""
+        return joined(why, self.outs[0].dim() if self.outs else 0)
+
     def joins(self) -> Label:
         """The label of what it has joined."""
-        dims = self.outs[0].dim() if self.outs else 0
-        return joined(_("{operator} joins samples of the batch", operator=f"aten.{self.name}"), dims)
+        return self.refused(_("{operator} joins samples of the batch", operator=f"aten.{self.name}"))
 
     def unknown(self) -> Label:
         """The label of what nothing is known of."""
-        dims = self.outs[0].dim() if self.outs else 0
-        why = _("nothing is known of {operator}, whether it leaves samples apart", operator=f"aten.{self.name}")
-        return joined(why, dims)
+        return self.refused(
+            _("nothing is known of {operator}, whether it leaves samples apart", operator=f"aten.{self.name}")
+        )
 
 
 def label_of(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Label]:
@@ -191,7 +192,7 @@ def label_of(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Labe
         return _made_of_sizes(call)
     wrong = next((label for label in call.labels if label.why), None)
     if wrong is not None:
-        return joined(wrong.why, call.outs[0].dim() if call.outs else 0)
+        return call.refused(wrong.why)
     found: Label | list[Label]
     try:
         if any(label.terms is not None for label in call.labels):
@@ -208,14 +209,13 @@ def label_of(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Labe
 
 def _mismatch(call: Call, how: str) -> Label:
     operator = f"aten.{call.name}"
-    dims = call.outs[0].dim() if call.outs else 0
     if how == "drawn":
-        return joined(_("{operator} gives all samples of the batch the same random number", operator=operator), dims)
+        return call.refused(_("{operator} gives all samples of the batch the same random number", operator=operator))
     if how == "place":
-        return joined(
-            _("{operator} combines each sample with a value by its place in the batch", operator=operator), dims
+        return call.refused(
+            _("{operator} combines each sample with a value by its place in the batch", operator=operator)
         )
-    if not dims and {label.key for label in call.labels} and call.name in ("add", "sub", "add_", "sub_"):
+    if not call.outs[0].dim() and call.plain in ("add", "sub"):
         return _of_sums(call)
     return call.joins()
 
@@ -231,32 +231,24 @@ def _made_of_sizes(call: Call) -> Label:
 
 
 def _rule(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Label]:
-    name = call.name.rstrip("_") if not call.name.endswith("__") else call.name
-    if name in IDENTITY:
-        source = call.label(call.first)
-        return source.with_(part=_cast(source.part, call), key=call.key if _rounds(call) else source.key)
-    if name in RESHAPES:
-        source = call.label(call.first)
-        return source.with_(ids=reshaped(source, call.first.shape, call.outs[0].shape), key=source.key)
-    if name in _OTHERS:
-        return _OTHERS[name](call)
-    if name in MOVES:
-        return _moved(call)
-    if name in ALONG:
-        return _along(call, _dims(call, ALONG[name]))
-    if name in LOSSES or name in ROW_LOSSES:
-        return _loss(call, rows=name in ROW_LOSSES)
-    if name in FIRST:
-        return _first(call)
-    if name in BATCH_NORMS:
-        return _batch_norm(call)
-    if name in ATTENTION:
-        return _attention(call)
-    if pointwise or name in POINTWISE:
+    rule = _RULES.get(call.plain)
+    if rule is not None:
+        return rule(call)
+    if pointwise or call.plain in POINTWISE:
         return _pointwise(call)
-    if reduces or name in REDUCTIONS:
+    if reduces or call.plain in REDUCTIONS:
         return _reduced(call)
     return call.unknown()
+
+
+def _same(call: Call) -> Label:
+    source = call.label(call.first)
+    return source.with_(part=_cast(source.part, call), key=call.key if _rounds(call) else source.key)
+
+
+def _reshaped(call: Call) -> Label:
+    source = call.label(call.first)
+    return source.with_(ids=reshaped(source, call.first.shape, call.outs[0].shape))
 
 
 def _made(call: Call, ids: torch.Tensor, **more: Any) -> Label:
@@ -269,7 +261,7 @@ def _made(call: Call, ids: torch.Tensor, **more: Any) -> Label:
 
 def _pointwise(call: Call) -> Label:
     one = [label for label in call.labels if not label.const]
-    if call.name in ("add", "add_", "sub", "sub_") and not call.outs[0].dim() and len(one) == 1 and one[0].apart:
+    if call.plain in ("add", "sub") and not call.outs[0].dim() and len(one) == 1 and one[0].apart:
         return _of_sums(call)  # a sum of samples one by one begins
     ids = met(call.labels)
     ids = ids.view((1,) * (call.outs[0].dim() - ids.dim()) + tuple(ids.shape)) if call.outs else ids
@@ -327,172 +319,128 @@ def _dims(call: Call, name: str) -> tuple[int, ...]:
     return tuple(int(dim) % max(1, rank) for dim in found)
 
 
-def _moved(call: Call) -> Label:
+def _alone(label: Label, dims: Iterable[int], *, keep: bool = True) -> Label:
+    """The label of one element of many along dimensions, of which all are of the same sample.
+
+    Raises:
+        MismatchError: they are not.
+    """
+    if along(label, tuple(dims)):
+        raise MismatchError("")
+    return label.with_(ids=without(label.ids, tuple(dims), keep=keep))
+
+
+def _mixed(call: Call, dims: Iterable[int]) -> list[Label]:
+    """Results of which each element is computed of all elements along some dimensions, and of no others."""
+    dims = tuple(dims)
+    made = _made(call, met([_alone(label, dims) for label in call.labels]))
+    if not made.const:
+        return [made for _out in call.outs]
+    found = []
+    for out in call.outs:  # what depends on no sample may be another at each place along them
+        sizes = list(made.ids.shape)
+        for dim in dims:
+            sizes[dim] = out.shape[dim]
+        found.append(made.with_(ids=nothing(sizes)))
+    return found
+
+
+def _viewed(call: Call) -> list[Label]:
+    """Views: the operator itself places the samples."""
     label, first = call.label(call.first), call.first
-    ids, name = label.ids, call.name.rstrip("_")
-    if name == "permute":
-        ids = ids.permute(call.args["dims"])
-    elif name == "t":
-        ids = ids.t()
-    elif name in ("transpose", "swapaxes", "swapdims"):
-        ids = ids.transpose(call.args["dim0"], call.args["dim1"])
-    elif first.dim() == 2:
-        ids = ids.t()
-    else:
-        return call.unknown()
-    return label.with_(ids=ids, key=call.key)
+    if not first.numel():
+        return [label.with_(ids=nothing(one.shape), key=call.key, const=True, part=None) for one in call.outs]
+    if call.plain == "diagonal":
+        _alone(label, (call.args["dim1"], call.args["dim2"]))
+    ids = torch.empty(label.ids.shape, device="meta") if label.const else label.ids
+    whole = next(key for key, one in call.args.items() if one is first)
+    seen = getattr(torch.ops.aten, call.plain)(**{**call.args, whole: ids.expand(first.shape)})
+    if call.plain in PARTS:
+        return _pieces(call, label, seen if isinstance(seen, (list, tuple)) else [seen])
+    part = label.part if seen.numel() == first.numel() else None
+    return [label.with_(ids=_varying(label, seen), key=call.key, part=part)]
 
 
-def _along(call: Call, dims: tuple[int, ...]) -> Label:
-    ids = met(call.labels)
-    label = _made(call, ids)
-    if along(label, dims):
-        return call.joins()
-    if label.const and not label.drawn:
-        return label.with_(natural=call.name == "argsort")
-    if label.drawn and any(ids.shape[dim] > 1 for dim in dims):
-        return call.joins() if len(call.outs[0].shape) else label
-    return label
+def _varying(label: Label, seen: torch.Tensor) -> torch.Tensor:
+    """The array of a view: strides are zero where all elements are alike, and stay so."""
+    sizes = zip(seen.shape, seen.stride(), strict=True)
+    ids = seen[tuple(slice(None) if stride or size == 1 else slice(1) for size, stride in sizes)]
+    return nothing(ids.shape) if label.const else compressed(ids)
 
 
-def _expanded(call: Call) -> Label:
-    label, out = call.label(call.first), call.outs[0]
-    ids = label.ids.reshape((1,) * (out.dim() - label.ids.dim()) + tuple(label.ids.shape))
-    same = out.numel() == call.first.numel()
-    return label.with_(ids=ids, key=call.key, part=label.part if same else None)
-
-
-def _selected(call: Call) -> Label:
-    label, dim = call.label(call.first), call.args["dim"] % call.first.dim()
-    varies = label.ids.shape[dim] > 1
-    ids = label.ids.select(dim, call.args["index"] if varies else 0)
-    key = key_of("one of", label.key) if varies and not label.const else call.key
-    return label.with_(ids=compressed(ids) if not label.const else ids, key=key, part=None)
-
-
-def _sliced(call: Call) -> Label:
-    label, dim = call.label(call.first), call.args["dim"] % call.first.dim()
-    size, made = call.first.shape[dim], call.outs[0].shape[dim]
-    if size == made:
-        return label
-    start, end, step = call.args.get("start") or 0, call.args.get("end"), call.args.get("step", 1)
-    start = start + size if start < 0 else start
-    part = label.part
-    if part is not None:
-        last = dim == call.first.dim() - 1 and call.first.dim() > 1 and not part.test and not part.shifted
-        part = part._replace(shifted=True) if last and start == 1 and made == size - 1 and step == 1 else None
-    if label.ids.shape[dim] == 1:
-        return label.with_(key=call.key, part=part)
-    ids = label.ids.narrow(dim, 0, label.ids.shape[dim])[tuple([slice(None)] * dim + [slice(start, end, step)])]
-    if label.const:
-        return label.with_(ids=nothing(ids.shape), key=call.key)
-    key = key_of("slice", label.key, dim, start / size, made / size, step)
-    return label.with_(ids=compressed(ids), key=key, part=None)
-
-
-def _pieces(call: Call) -> list[Label]:
-    """Of split, chunk and unbind."""
-    label, dim = call.label(call.first), call.args.get("dim", 0) % call.first.dim()
-    found, at, size = [], 0, call.first.shape[dim]
-    unbind = call.name == "unbind"
-    for number, out in enumerate(call.outs):
-        made = 1 if unbind else out.shape[dim]
-        varies = label.ids.shape[dim] > 1
-        ids = label.ids.narrow(dim, at, made) if varies else label.ids
-        ids = ids.select(dim, 0) if unbind else ids
-        key = key_of("piece", label.key, dim, number)
-        if varies and not label.const:
-            key = key_of("one of", label.key) if unbind else key_of("slice", label.key, dim, at / size, made / size, 1)
-        found.append(label.with_(ids=ids if label.const else compressed(ids), key=key, part=None))
+def _pieces(call: Call, label: Label, seen: Sequence[torch.Tensor]) -> list[Label]:
+    """Of parts along one dimension, which may be parts of the samples."""
+    dim, at = call.args.get("dim", 0) % call.first.dim(), call.args.get("start") or 0
+    size, step = call.first.shape[dim], call.args.get("step", 1)
+    at = at + size if at < 0 else at
+    found = []
+    for number, one in enumerate(seen):
+        single = one.dim() < call.first.dim()
+        made = 1 if single else one.shape[dim]
+        key = key_of(call.key, number) if number else call.key
+        if along(label, (dim,)):
+            key = (
+                key_of("one of", label.key) if single else key_of("slice", label.key, dim, at / size, made / size, step)
+            )
+        part = _shifted(call, label.part, dim, made)
+        whole = made == size and not single
+        found.append(label if whole else label.with_(ids=_varying(label, one), key=key, part=part))
         at += made
     return found
 
 
+def _shifted(call: Call, part: Part | None, dim: int, made: int) -> Part | None:
+    """The part of the batch that a slice without the first value along the last dimension is of."""
+    last = dim == call.first.dim() - 1 and call.first.dim() > 1 and made == call.first.shape[dim] - 1
+    if part is None or part.test or part.shifted or not last or call.args.get("start") != 1:
+        return None
+    return part._replace(shifted=True)
+
+
 def _concatenated(call: Call) -> Label:
     given = [one for one in call.args["tensors"] if one.numel() or one.dim() > 1]
-    labels, out = [call.label(one) for one in given], call.outs[0]
-    stacks = call.name == "stack"
+    labels, out, stacks = [call.label(one) for one in given], call.outs[0], call.name == "stack"
     dim = call.args.get("dim", 0) % out.dim()
+    ids = [label.ids.unsqueeze(dim) if stacks else label.ids for label in labels]
+    sizes = [max(of.shape[at] for of in ids) for at in range(out.dim())]
     if all(label.const for label in labels):
-        shape = [size if at == dim or any(not stacks and label.ids.shape[at] > 1 for label in labels) else 1
-                 for at, size in enumerate(out.shape)]  # fmt: skip
-        if stacks:
-            shape = list(out.shape)
+        shape = [out.shape[at] if at == dim else size for at, size in enumerate(sizes)]
         return constant(call.key, shape, uniform=False, drawn=any(label.drawn for label in labels))
     if any(label.drawn for label in labels):
         return call.unknown()
-    ids = [label.ids.unsqueeze(dim) if stacks else label.ids for label in labels]
-    shapes = [tuple(one.unsqueeze(dim).shape if stacks else one.shape) for one in given]
-    others = [max(of.shape[at] for of in ids) for at in range(out.dim())]
     rows = [of for label, of in zip(labels, ids, strict=True) if not label.const]
     varies = [at for at in range(out.dim()) if at != dim and any(of.shape[at] > 1 for of in rows)]
     if any(label.const and of.shape[at] > 1 for label, of in zip(labels, ids, strict=True) for at in varies):
         raise MismatchError("place")
-    full = torch.cat(
-        [
-            of.expand([shape[at] if at == dim else others[at] for at in range(out.dim())])
-            for of, shape in zip(ids, shapes, strict=True)
-        ],
-        dim,
-    )
-    single = {sample for label in labels for sample in label.samples}
+    lengths = [1 if stacks else one.shape[dim] for one in given]
+    pieces = [of.expand([*sizes[:dim], own, *sizes[dim + 1 :]]) for of, own in zip(ids, lengths, strict=True)]
     key, part = call.key, None
-    if all(len(label.samples) == 1 for label in labels) and len(single) == len(labels):
+    if all(len(label.samples) == 1 for label in labels) and len({one for of in labels for one in of.samples}) == len(
+        labels
+    ):
         # One tensor for each sample: they are alike only if all were computed in the same way.
         if len({label.key for label in labels}) > 1:
-            return joined(_("the step treats samples of the batch in different ways"), out.dim())
+            return call.refused(_("the step treats samples of the batch in different ways"))
         key = key_of("of each", call.name, dim, labels[0].key)
         if dim == 0 and len(labels) == call.samples and {label.part for label in labels} == {labels[0].part}:
             part = labels[0].part
-    return Label(compressed(full), key, part=part)
+    return Label(compressed(torch.cat(pieces, dim)), key, part=part)
 
 
 def _repeated(call: Call) -> Label:
     label, out = call.label(call.first), call.outs[0]
     ids = label.ids.reshape((1,) * (out.dim() - label.ids.dim()) + tuple(label.ids.shape))
-    shape = (1,) * (out.dim() - call.first.dim()) + tuple(call.first.shape)
-    times = [1 if ids.shape[dim] == 1 else out.shape[dim] // shape[dim] for dim in range(out.dim())]
+    times = [1 if size == 1 else time for size, time in zip(ids.shape, call.args["repeats"], strict=True)]
     sizes = [size * time for size, time in zip(ids.shape, times, strict=True)]
     return label.with_(ids=nothing(sizes) if label.const else ids.repeat(times), key=call.key, part=None)
 
 
-def _padded(call: Call) -> Label:
-    label, pad = call.label(call.first), list(call.args["pad"])
-    dims = [call.first.dim() - 1 - at // 2 for at, size in enumerate(pad) if size]
-    if along(label, dims):
-        return call.joins()
-    part = label.part
-    value = call.args.get("value") or 0
-    kept = part is not None and not part.test and not part.shifted and pad[:2] == [0, 1] and len(pad) == 2
-    ids = label.ids
-    if label.const:
-        ids = nothing(
-            [size if label.ids.shape[at] > 1 or at in dims else 1 for at, size in enumerate(call.outs[0].shape)]
-        )
-    return label.with_(ids=ids, key=call.key, part=part._replace(filled=float(value)) if kept and part else None)
-
-
-def _diagonal(call: Call) -> Label:
-    label = call.label(call.first)
-    dims = [call.args[name] % call.first.dim() for name in ("dim1", "dim2")]
-    ids = label.ids
-    if along(label, dims):
-        return call.joins()
-    kept = [dim for dim in range(ids.dim()) if dim not in dims]
-    varies = any(ids.shape[dim] > 1 for dim in dims)
-    new = ids.permute([*kept, *dims]).reshape([ids.shape[dim] for dim in kept] + [-1])[..., :1]
-    if label.const:
-        new = nothing([*(ids.shape[dim] for dim in kept), call.outs[0].shape[-1] if varies else 1])
-    return label.with_(ids=new, key=call.key, part=None)
-
-
-def _triangle(call: Call) -> Label:
-    label = call.label(call.first)
-    if along(label, (call.first.dim() - 2, call.first.dim() - 1)):
-        return call.joins()
-    if label.const:
-        return constant(call.key, call.first.shape, uniform=False, drawn=label.drawn)
-    return label.with_(key=call.key, part=None)
+def _padded(call: Call) -> list[Label]:
+    pad, part = list(call.args["pad"]), call.label(call.first).part
+    found = _mixed(call, [call.first.dim() - 1 - at // 2 for at, size in enumerate(pad) if size])
+    if part is None or part.test or part.shifted or pad != [0, 1]:
+        return found
+    return [label.with_(part=part._replace(filled=float(call.args.get("value") or 0))) for label in found]
 
 
 # --- reductions and losses --------------------------------------------------------------------------------------------
@@ -535,34 +483,21 @@ def _sum(call: Call, label: Label, shape: Sequence[int], factor: float, key: int
     )
 
 
-def _loss(call: Call, *, rows: bool) -> Label | list[Label]:
+def _loss(call: Call) -> Label:
     labels = [label for label in call.labels if not label.const or label.ids.numel() > 0]
-    if rows:
-        label = call.of("self")
-        if along(label, (1,)):
-            return call.joins()
-        ids = met([label.with_(ids=label.ids.select(1, 0)), _rows(call.of("target"), 1)])
-        shape = [call.first.shape[0]]
-    else:
-        ids, shape = met(labels), list(call.first.shape)
-    made = Label(
-        ids, key_of(call.name, *(label.key for label in call.labels), call.args.get("beta"), call.args.get("delta"))
-    )
-    reduction = call.args.get("reduction", 1)
+    shape = list(call.first.shape)
+    if call.name == "multi_margin_loss":  # of rows, whose classes are the second dimension
+        weight = [_alone(call.of("weight"), (0,), keep=False)] if call.args.get("weight") is not None else []
+        labels, shape = [_alone(call.of("self"), (1,), keep=False), call.of("target"), *weight], shape[:1]
+    ids = met(labels)
     if not bool((ids != NONE).any()):
         return constant(call.key, call.outs[0].shape, uniform=False, drawn=any(label.drawn for label in labels))
+    keys = [label.key for label in call.labels]
+    made = Label(ids, key_of(call.name, *keys, call.args.get("beta"), call.args.get("delta")))
+    reduction = call.args.get("reduction", 1)
     if reduction == 0:
         return made
     return _sum(call, made, shape, 1 / max(1, math.prod(shape)) if reduction == _MEAN else 1.0, made.key)
-
-
-def _rows(label: Label, dims: int) -> Label:
-    ids = label.ids
-    while ids.dim() > dims:
-        if ids.shape[-1] > 1 and not label.const:
-            raise MismatchError("")
-        ids = ids.select(-1, 0)
-    return label.with_(ids=ids)
 
 
 def _likelihood(call: Call) -> list[Label]:
@@ -571,14 +506,14 @@ def _likelihood(call: Call) -> list[Label]:
     given, weight = call.args.get("weight"), None
     classes = 1 if call.first.dim() > 1 else 0
     weighing = None if given is None else call.label(given)
-    if along(scores, (classes,)) or (weighing is not None and not weighing.const) or (weighing and weighing.drawn):
+    if weighing is not None and (not weighing.const or weighing.drawn):
         return [call.joins(), call.joins()]
-    ids = met([scores.with_(ids=scores.ids.select(classes, 0)), target])
+    ids = met([_alone(scores, (classes,), keep=False), target])
     label = Label(
         ids, key_of("likelihood", scores.key, target.key, call.args["ignore_index"], weighing and weighing.key)
     )
     shape = list(call.args["target"].shape)
-    second = joined(_("{operator} joins samples of the batch", operator=f"aten.{call.name}"), call.outs[1].dim())
+    second = call.joins()
     if reduction == 0:
         return [label, second]
     if not bool((ids != NONE).any()):
@@ -619,7 +554,7 @@ def _likelihood(call: Call) -> list[Label]:
 
 def _of_sums(call: Call) -> Label:
     """The label of what is computed of sums over samples: only what is linear leaves them apart."""
-    name, out = call.name.rstrip("_"), call.outs[0]
+    name, out = call.plain, call.outs[0]
     labels = [_as_sum(label, call) for label in call.labels]
     sums = [label for label in labels if label.terms is not None]
     others = [label for label in labels if label.terms is None]
@@ -638,20 +573,10 @@ def _of_sums(call: Call) -> Label:
         return Label(nothing((1,) * out.dim()), key_of(call.key), terms=terms, beside=beside, counter=counter)
 
     if any(not label.const for label in others):
-        return joined(
-            _("{operator} gives samples a mean or a sum over the batch", operator=f"aten.{call.name}"), out.dim()
-        )
+        return call.refused(_("{operator} gives samples a mean or a sum over the batch", operator=f"aten.{call.name}"))
     if any(label.drawn for label in others):
-        return joined(
-            _("{operator} gives all samples of the batch the same random number", operator=f"aten.{call.name}"),
-            out.dim(),
-        )
-    if (
-        name in IDENTITY
-        or name in RESHAPES
-        or name in MOVES
-        or name in ("expand", "select", "slice", "unbind", "squeeze")
-    ):
+        return _mismatch(call, "drawn")
+    if name in IDENTITY | RESHAPES | MOVES or name in ("select", "slice", "unbind", "sum"):
         return made(terms, counter)
     if name in ("cat", "stack"):
         return made(terms, beside=beside or bool(others))
@@ -659,21 +584,16 @@ def _of_sums(call: Call) -> Label:
         return made(_scaled(terms, -1.0))
     if name in ("add", "sub", "rsub"):
         return _sum_of_two(call, sums, others, made)
-    if name == "sum":
-        return made(terms, counter)
     if name == "mean":
         n = max(1, math.prod(call.first.shape) // max(1, out.numel()))
         return made(_scaled(terms, 1 / n), counter and (counter[0], counter[1] / n, counter[2]))
     if name in ("clamp", "clamp_min", "maximum") and counter is not None:
         least = call.args.get("min", call.args.get("other"))
-        return (
-            made(terms, counter)
-            if _is_no_bound(least, counter) and call.args.get("max") is None
-            else joined(into, out.dim())
-        )
+        if _is_no_bound(least, counter) and call.args.get("max") is None:
+            return made(terms, counter)
     if name in ("mul", "div", "divide", "multiply", "true_divide") and call.args.get("rounding_mode") is None:
         return _scaled_by(call, name, made, into)
-    return joined(into, out.dim())
+    return call.refused(into)
 
 
 def _is_no_bound(least: Any, counter: tuple[Normaliser, float, bool]) -> bool:
@@ -721,12 +641,12 @@ def _scaled_by(call: Call, name: str, made: Callable[..., Label], into: str) -> 
         left, right = call.label(one), call.label(other)
         if left.terms is not None and right.terms is not None:
             if not inverse or right.counter is None or left.beside or any(term.counted for term in left.terms):
-                return joined(into, call.outs[0].dim())
+                return call.refused(into)
             count, scale, _whole = right.counter
             return made(tuple(term._replace(counted=count) for term in _scaled(left.terms, 1 / scale)))
         if left.terms is None:
             if inverse:
-                return joined(into, call.outs[0].dim())
+                return call.refused(into)
             one, other, left, right = other, one, right, left
         assert left.terms is not None
         number = call.value(other) if other.numel() == 1 else None
@@ -738,7 +658,7 @@ def _scaled_by(call: Call, name: str, made: Callable[..., Label], into: str) -> 
     label = call.label(tensor)
     assert label.terms is not None
     if not isinstance(factor, (int, float)) or (inverse and tensor is other):
-        return joined(into, call.outs[0].dim())
+        return call.refused(into)
     scale = 1 / factor if inverse else float(factor)
     counter = label.counter and (label.counter[0], label.counter[1] * scale, label.counter[2])
     return made(_scaled(label.terms, scale), counter)
@@ -752,68 +672,46 @@ _FACTORS = {
     "mm": ("self", "mat2"),
     "bmm": ("self", "mat2"),
     "addmm": ("mat1", "mat2", "self"),
-    "addmm_": ("mat1", "mat2", "self"),
     "baddbmm": ("batch1", "batch2", "self"),
-    "baddbmm_": ("batch1", "batch2", "self"),
     "mv": ("self", "vec"),
     "addmv": ("mat", "vec", "self"),
-    "addmv_": ("mat", "vec", "self"),
     "matmul": ("self", "other"),
 }
 
 
 def _product(call: Call) -> Label:
     """Products of matrices; the last dimension of the first and the last but one of the second are summed over."""
-    given = call.args
-    names_of = _FACTORS[call.name]
-    two = given[names_of[0]], given[names_of[1]]
-    beside = given[names_of[2]] if len(names_of) > 2 else None
-    left, right = (call.label(one) for one in two)
-    lhs, rhs = left.ids, right.ids
-    vector = rhs.dim() == 1
-    rhs = rhs.unsqueeze(-1) if vector else rhs
-    row = lhs.dim() == 1
-    lhs = lhs.unsqueeze(0) if row else lhs
-    if (lhs.shape[-1] > 1 and not left.const) or (rhs.shape[-2] > 1 and not right.const):
-        return call.joins()
-    one = left.with_(ids=lhs.narrow(-1, 0, 1))
-    other = right.with_(ids=rhs.narrow(-2, 0, 1))
-    labels = [one, other]
-    ids = met(labels)
-    if row:
-        ids = ids.select(-2, 0)
-    if vector:
-        ids = ids.select(-1, 0)
-    if beside is not None:
-        ids = met([_made(call, ids), call.label(beside)])
-    return _made(call, compressed(ids) if not all(label.const for label in call.labels) else ids)
+    left, right, *beside = (call.of(name) for name in _FACTORS[call.plain])
+    is_row, is_vector = left.ids.dim() == 1, right.ids.dim() == 1
+    one, other = _alone(left, (-1,)), _alone(right, (-1,) if is_vector else (-2,))
+    one = one.with_(ids=one.ids.unsqueeze(0)) if is_row else one
+    other = other.with_(ids=other.ids.unsqueeze(-1)) if is_vector else other
+    ids = met([one, other])
+    ids = ids.select(-2, 0) if is_row else ids
+    ids = ids.select(-1, 0) if is_vector else ids
+    return _made(call, met([_made(call, ids), *beside]))
 
 
 def _first(call: Call) -> Label:
-    labels = [(one, call.label(one)) for one in _tensors(call.args)]
-    if all(label.const for _one, label in labels):
+    if all(label.const for label in call.labels):
         return call.unknown()
-    out = call.outs[0]
     found = []
-    for one, label in labels:
-        if label.const and not label.drawn and (one.dim() == 0 or label.ids.shape[0] == 1 or one is not call.first):
+    for one in _tensors(call.args):
+        label = call.label(one)
+        if label.const and not label.drawn and (one is not call.first or label.ids.shape[0] == 1):
             continue
-        if any(size > 1 for size in label.ids.shape[1:]) and not label.const:
-            return call.joins()
         if one.dim() == 0 or one.shape[0] != call.first.shape[0]:
             return call.unknown()
-        found.append(label.with_(ids=label.ids.flatten(1)[:, 0] if label.ids.dim() > 1 else label.ids))
-    ids = met(found)
-    return _made(call, ids.view([-1] + [1] * (out.dim() - 1)))
+        found.append(_alone(label, range(1, one.dim()), keep=False))
+    return _made(call, met(found).view([-1] + [1] * (call.outs[0].dim() - 1)))
 
 
 def _batch_norm(call: Call) -> Label:
-    label = call.label(call.first)
-    if any(not call.label(one).const for one in _tensors(call.args) if one is not call.first):
+    label, *others = (call.label(one) for one in _tensors(call.args))
+    if not all(one.const for one in others):
         return call.unknown()
-    trains = call.args.get("training", call.name != "_batch_norm_no_update")
-    if trains and along(label, [dim for dim in range(call.first.dim()) if dim != 1]) and not _in_normalisation():
-        return call.joins()
+    if call.args.get("training", call.name != "_batch_norm_no_update") and not _in_normalisation():
+        _alone(label, [dim for dim in range(call.first.dim()) if dim != 1])
     return label.with_(key=call.key, part=None, natural=False)
 
 
@@ -827,18 +725,6 @@ def _in_normalisation() -> bool:
     return False
 
 
-def _layer_norm(call: Call) -> list[Label]:
-    label = call.label(call.first)
-    dims = range(call.first.dim() - len(call.args["normalized_shape"]), call.first.dim())
-    if any(not call.label(one).const for one in _tensors(call.args) if one is not call.first) or along(label, dims):
-        return [call.joins() for _out in call.outs]
-    made = label.with_(key=call.key, part=None, natural=False)
-    return [
-        made,
-        *(made.with_(ids=without(label.ids, dims, keep=out.dim() == call.first.dim())) for out in call.outs[1:]),
-    ]
-
-
 def _embedding(call: Call) -> Label:
     table, indices = call.of("weight"), call.of("indices")
     if not table.const or (call.args["scale_grad_by_freq"] and not indices.const):  # counted in its backward pass
@@ -849,132 +735,67 @@ def _embedding(call: Call) -> Label:
 
 def _attention(call: Call) -> list[Label]:
     """Of query, key and value: whatever lies before the last two dimensions goes its own way."""
-    found = []
-    for one in _tensors(call.args):
-        label = call.label(one)
-        if along(label, (one.dim() - 2, one.dim() - 1)):
-            return [call.joins() for _out in call.outs]
-        ids = label.ids
-        found.append(label.with_(ids=without(ids, (-1, -2), keep=True)))
-    ids = met(found)
-    made = _made(call, ids)
-    return [
-        made,
-        *(made.with_(ids=ids.select(-1, 0)) if out.dim() == ids.dim() - 1 else call.joins() for out in call.outs[1:]),
-    ]
+    made = _mixed(call, (-2, -1))[0]
+    sums = made.with_(ids=made.ids.select(-1, 0))
+    return [made, *(sums if out.dim() == made.ids.dim() - 1 else call.joins() for out in call.outs[1:])]
 
 
 def _recurrent(call: Call) -> list[Label]:
-    if call.args.get("batch_sizes"):
+    if call.args.get("batch_sizes") or all(label.const for label in call.labels):
         return [call.unknown() for _out in call.outs]
     at = 0 if call.args["batch_first"] else 1
-    label = call.label(call.first)
-    of_states = [call.label(call.args[name]) for name in ("hx", "cx") if call.args.get(name) is not None]
-    if along(label, [dim for dim in range(3) if dim != at]) or any(along(one, (0, 2)) for one in of_states):
-        return [call.joins() for _out in call.outs]
-    rows = met(
-        [
-            label.with_(ids=label.ids.select(2, 0).select(1 - at, 0)),
-            *(one.with_(ids=one.ids.select(2, 0).select(0, 0)) for one in of_states),
-        ]
-    )
+    states = [call.of(name) for name in ("hx", "cx") if call.args.get(name) is not None]
+    given = _alone(call.label(call.first), (1 - at, 2), keep=False)
+    rows = met([given, *(_alone(one, (0, 2), keep=False) for one in states)])
     made = _made(call, rows.view([-1 if dim == at else 1 for dim in range(3)]))
-    states = made.with_(ids=rows.view(1, -1, 1))
-    return [made, states, states, *(call.joins() for _out in call.outs[3:])]
+    left = made.with_(ids=rows.view(1, -1, 1))
+    return [made, left, left, *(call.joins() for _out in call.outs[3:])]
 
 
 # --- indices ----------------------------------------------------------------------------------------------------------
 
 
 def _gathered(call: Call) -> Label:
-    label, index = call.of("self"), call.of("index")
-    dim = call.args["dim"] % max(1, call.first.dim())
-    if along(label, (dim,)):
-        return call.joins()
-    inner = label.with_(ids=without(label.ids, (dim,), keep=True) if label.ids.dim() else label.ids)
-    ids = met([inner, index])
-    return _made(call, ids, natural=label.natural)
+    label = call.of("self")
+    return _made(call, met([_alone(label, (call.args["dim"],)), call.of("index")]), natural=label.natural)
 
 
-def _scattered(call: Call) -> Label:
-    dim = call.args["dim"] % max(1, call.first.dim())
-    labels = [call.label(one) for one in _tensors(call.args)]
-    if any(along(label, (dim,)) for label in labels):
-        return call.joins()
-    for label in labels:  # by its place along that dimension each is another, whatever is put there
-        if label.const and label.drawn:
-            return call.unknown()
-    flat = [label.with_(ids=without(label.ids, (dim,), keep=True)) for label in labels]
-    return _made(call, met(flat))
-
-
-def _picked(call: Call) -> Label:
-    """``index_select``: entries of one dimension."""
-    label, index = call.of("self"), call.of("index")
-    dim = call.args["dim"] % max(1, call.first.dim())
-    return _at_indices(call, label, [None] * dim + [call.args["index"]], [index])
+def _scattered(call: Call) -> Label | list[Label]:
+    return call.unknown() if any(one.drawn for one in call.labels) else _mixed(call, (call.args["dim"],))
 
 
 def _indexed(call: Call) -> Label:
-    indices = [one if isinstance(one, torch.Tensor) else None for one in call.args["indices"]]
-    return _at_indices(call, call.of("self"), indices, [call.label(one) for one in indices if one is not None])
-
-
-def _at_indices(call: Call, label: Label, indices: Sequence[torch.Tensor | None], labels: Sequence[Label]) -> Label:
-    by_mask = any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
-    if by_mask:
+    """Entries by their numbers, along one dimension (``index_select``) or several."""
+    given = call.args.get("indices") or [None] * (call.args["dim"] % max(1, call.first.dim())) + [call.args["index"]]
+    indices = {dim: one for dim, one in enumerate(given) if isinstance(one, torch.Tensor)}
+    if any(one.dtype in (torch.bool, torch.uint8) for one in indices.values()):
         why = _(
             "{operator} picks by a mask, which leaves samples of the batch in different numbers",
             operator=f"aten.{call.name}",
         )
-        return joined(why, call.outs[0].dim())
-    dims = [dim for dim, one in enumerate(indices) if one is not None]
-    carrying = [dim for dim in dims if not label.const and label.ids.shape[dim] > 1]
-    chosen: list[Label] = []
+        return call.refused(why)
+    label, numbers = call.of("self"), {dim: call.label(one) for dim, one in indices.items()}
+    carrying = [dim for dim in indices if along(label, (dim,))]
+    chosen, key = list[Label](), call.key
     if carrying:
-        if len(carrying) > 1 or any(size > 1 for dim, size in enumerate(label.ids.shape) if dim != carrying[0]):
+        dim = carrying[0]
+        place, known = numbers.pop(dim), call.value(indices[dim])
+        if label.ids.numel() != label.ids.shape[dim] or not place.const or place.drawn or known is None:
             return call.joins()
-        index = indices[carrying[0]]
-        assert index is not None
-        place, known = call.label(index), call.value(index)
-        if not place.const or place.drawn or known is None:
-            return call.joins()
-        line = label.ids.flatten()
-        chosen = [Label(compressed(line[known.long()].clone()), 0)]
-        labels = [one for one, dim in zip(labels, dims, strict=True) if dim != carrying[0]]
-    ids = met([*chosen, *labels]) if chosen or labels else nothing(())
-    rest = [dim for dim in range(label.ids.dim()) if dim not in dims]
-    adjacent = dims == list(range(dims[0], dims[-1] + 1))
-    at = len([dim for dim in rest if dim < dims[0]]) if adjacent else 0
-    kept = [label.ids.shape[dim] for dim in rest]
-    source = (
-        label.ids.reshape([*kept[:at], *([1] * ids.dim()), *kept[at:]])
-        if not carrying
-        else nothing((1,) * (len(kept) + ids.dim()))
-    )
-    source = nothing([*kept[:at], *([1] * ids.dim()), *kept[at:]]) if label.const else source
+        chosen = [Label(compressed(label.ids.flatten()[known.long()].clone()), 0)]
+        key = key_of("picked", label.key, *(one.key for one in numbers.values()))
+    ids = met([*chosen, *numbers.values()])
+    first, last = min(indices), max(indices)
+    kept = [size for dim, size in enumerate(label.ids.shape) if dim not in indices]
+    at = first if last - first == len(indices) - 1 else 0
+    shape = [*kept[:at], *([1] * ids.dim()), *kept[at:]]
+    own = label.with_(ids=nothing(shape) if label.const or carrying else label.ids.reshape(shape))
+    own = own.with_(const=label.const or bool(carrying))
+    by_nobody = bool((ids == NONE).all())
+    drawn = by_nobody and any(one.drawn for one in numbers.values())
     shape = [*([1] * at), *ids.shape, *([1] * (len(kept) - at))]
-    nobodys = bool((ids == NONE).all())
-    index_label = Label(
-        nothing(shape) if nobodys else ids.reshape(shape),
-        0,
-        const=nobodys,
-        drawn=nobodys and any(one.drawn for one in labels),
-    )
-    own = label.with_(ids=source, const=label.const or bool(carrying), drawn=label.drawn)
-    key = call.key
-    if carrying:
-        numbers = [call.label(one).key for dim, one in enumerate(indices) if one is not None and dim != carrying[0]]
-        key = key_of("picked", label.key, *numbers)
-    made = met([own, index_label])
-    const = bool((made == NONE).all())
-    return Label(
-        nothing(made.shape) if const else made,
-        key,
-        const=const,
-        drawn=const and (label.drawn or index_label.drawn),
-        natural=label.natural,
-    )
+    made = met([own, Label(ids.reshape(shape), 0, const=by_nobody, drawn=drawn)])
+    return _made(call, made, natural=label.natural).with_(key=key)
 
 
 def _tensors(args: dict[str, Any]) -> Iterable[torch.Tensor]:
@@ -986,20 +807,10 @@ def _tensors(args: dict[str, Any]) -> Iterable[torch.Tensor]:
 
 
 def _ctc(call: Call) -> list[Label]:
-    scores, targets = call.of("log_probs"), call.of("targets")
-    if along(scores, (0, 2)) or along(targets, (1,)) or scores.ids.dim() != 3 or targets.ids.dim() != 2:
-        return [call.joins() for _out in call.outs]
-    lengths = [
-        call.label(call.args[name])
-        for name in ("input_lengths", "target_lengths")
-        if isinstance(call.args[name], torch.Tensor)
-    ]
-    ids = met([scores.with_(ids=scores.ids[0, :, 0]), targets.with_(ids=targets.ids[:, 0]), *lengths])
-    return [Label(ids, call.key), *(call.joins() for _out in call.outs[1:])]
-
-
-def _filled_diagonal(call: Call) -> Label:
-    return call.joins() if not call.label(call.first).const else constant(call.key, call.first.shape, uniform=False)
+    lengths = [call.of(name) for name in ("input_lengths", "target_lengths")
+               if isinstance(call.args[name], torch.Tensor)]  # fmt: skip
+    scores, targets = _alone(call.of("log_probs"), (0, 2), keep=False), _alone(call.of("targets"), (1,), keep=False)
+    return [Label(met([scores, targets, *lengths]), call.key), *(call.joins() for _out in call.outs[1:])]
 
 
 def _copied(call: Call) -> Label:
@@ -1014,36 +825,35 @@ def _cell(call: Call) -> list[Label]:
     return [label for _out in call.outs]
 
 
-def _cosine(call: Call) -> Label:
-    first = met([call.of("x1"), call.of("x2")])
-    dim = call.args["dim"] % first.dim()
-    return _made(call, without(first, (dim,))) if first.shape[dim] == 1 else call.joins()
-
-
-_OTHERS: dict[str, Callable[[Call], Label | list[Label]]] = {
-    "expand": _expanded,
-    "expand_copy": _expanded,
-    "select": _selected,
-    "slice": _sliced,
-    **dict.fromkeys(
-        names("split split_with_sizes chunk unbind unsafe_split unsafe_chunk unsafe_split_with_sizes"), _pieces
+#: Names of operators, and the rule for them.
+_TABLE: tuple[tuple[Iterable[str], Callable[[Call], Label | list[Label]]], ...] = (
+    (IDENTITY, _same),
+    (RESHAPES, _reshaped),
+    (VIEWS, _viewed),
+    (ALONG, lambda call: _mixed(call, _dims(call, "dim"))),
+    (names("flip roll"), lambda call: _mixed(call, _dims(call, "dims"))),
+    (names("tril triu"), lambda call: _mixed(call, (-2, -1))),
+    (
+        names("native_layer_norm _fused_rms_norm"),
+        lambda call: _mixed(call, range(-len(call.args["normalized_shape"]), 0)),
     ),
-    **dict.fromkeys(names("cat stack"), _concatenated),
-    "repeat": _repeated,
-    "constant_pad_nd": _padded,
-    "diagonal": _diagonal,
-    **dict.fromkeys(names("tril triu"), _triangle),
-    **dict.fromkeys(names("nll_loss_forward nll_loss2d_forward"), _likelihood),
-    **dict.fromkeys(names("mm bmm addmm baddbmm mv addmv matmul"), _product),
-    **dict.fromkeys(names("native_layer_norm _fused_rms_norm"), _layer_norm),
-    "embedding": _embedding,
-    **dict.fromkeys(RECURRENT, _recurrent),
-    **dict.fromkeys(names("gather"), _gathered),
-    **dict.fromkeys(names("scatter scatter_add"), _scattered),
-    "index_select": _picked,
-    **dict.fromkeys(names("index _unsafe_index"), _indexed),
-    **dict.fromkeys(names("_ctc_loss _cudnn_ctc_loss"), _ctc),
-    "fill_diagonal": _filled_diagonal,
-    "copy": _copied,
-    **dict.fromkeys(names("_thnn_fused_lstm_cell _thnn_fused_gru_cell"), _cell),
-}
+    (names("scatter scatter_add"), _scattered),
+    (names("constant_pad_nd"), _padded),
+    (names("cat stack"), _concatenated),
+    (names("repeat"), _repeated),
+    (LOSSES, _loss),
+    (names("nll_loss_forward nll_loss2d_forward"), _likelihood),
+    (names("_ctc_loss _cudnn_ctc_loss"), _ctc),
+    (_FACTORS, _product),
+    (FIRST, _first),
+    (BATCH_NORMS, _batch_norm),
+    (ATTENTION, _attention),
+    (RECURRENT, _recurrent),
+    (names("_thnn_fused_lstm_cell _thnn_fused_gru_cell"), _cell),
+    (names("embedding"), _embedding),
+    (names("gather"), _gathered),
+    (names("index_select index _unsafe_index"), _indexed),
+    (names("fill_diagonal"), Call.joins),
+    (names("copy"), _copied),
+)
+_RULES = {name: rule for of, rule in _TABLE for name in of}

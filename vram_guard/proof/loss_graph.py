@@ -98,10 +98,6 @@ class LossGraph:
             return None, unlike or _("it has different parts at different batch sizes")
         return found[0]
 
-    def joined(self, batch_size: int) -> str:
-        """Why samples are joined in the loss, the batch being as long tensors; "" where they are apart."""
-        return self.reduction(batch_size)[1]
-
     def advanced(self, batch_size: int) -> str:
         """Why state that the step advances itself makes micro-batches another training; "" where none is seen.
 

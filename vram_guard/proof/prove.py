@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vram_guard.apply.microbatch import Layout, probe_layout
 from vram_guard.apply.normalisers import EveryLabel, Normaliser
-from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.plan.descriptions import sharding_words
 from vram_guard.plan.techniques import FORMS
-from vram_guard.proof._reduction import reduction
 from vram_guard.proof.effects import compared_while_training, other_draws, other_draws_of_slices, unless_said
+from vram_guard.proof.reduction import reduction
 from vram_guard.proof.small_steps import SmallSteps, small_steps
 from vram_guard.techniques.recipe import AS_WRITTEN, Recipe
 
@@ -77,30 +75,11 @@ def prove(captured: CapturedTraining, plan: Plan, graph: LossGraph, loss_weight:
     if plan.splits > 1 and loss_weight is not None:
         words = _("micro-batches as you said (loss_weight)")
     elif plan.splits > 1:
-        weight, why = reduction(captured, graph, plan, _layout_of(captured))
+        weight, why = reduction(captured, plan, graph)
         if weight is None:
             return Disproof("accumulate", unless_said(why))
         words = _proven(weight)
     return Proof(words, weight, (*notes, *_remarks(captured, plan, graph, counted=weight is not None)))
-
-
-def prove_cut(captured: CapturedTraining, plan: Plan, graph: LossGraph) -> tuple[LossWeight | None, str]:
-    """The weight of the losses of micro-batches that may be needed later; None, and why, where there is none.
-
-    Args:
-        captured: the training, in a copy of its process.
-        plan: that does not cut its batches.
-        graph: of its loss, which alone decides.
-    """
-    return reduction(captured, graph, plan, _layout_of(captured))
-
-
-def _layout_of(captured: CapturedTraining) -> Layout | None:
-    """How batches are cut; None where they cannot be."""
-    try:
-        return probe_layout(captured.sample.make)
-    except UnsupportedStepError:
-        return None
 
 
 def _by_graph(captured: CapturedTraining, plan: Plan, graph: LossGraph) -> Disproof | None:

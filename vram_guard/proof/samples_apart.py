@@ -27,8 +27,8 @@ from vram_guard.apply.normalisers import EveryLabel, Normaliser
 from vram_guard.language import _
 from vram_guard.limits import LARGEST_APART, VALUES_COMPARED
 from vram_guard.patching import replaced
-from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, key_of, nothing
-from vram_guard.proof._rules import _SIZES, FACTS, Call, label_of
+from vram_guard.proof._labels import NONE, Label, Part, Term, constant, joined, key_of, nothing, reshaped
+from vram_guard.proof._rules import FACTS, SIZES, Call, label_of
 from vram_guard.proof.watched import ReadValue
 from vram_guard.state.containers import attributes
 from vram_guard.tensors import inner_tensors, without_modes
@@ -311,8 +311,6 @@ class SamplesApart(TorchDispatchMode):
                 self._labels[at] = joined(why, len(at[2]))
 
     def _seen_as(self, at: tuple[Any, ...], label: Label, own: tuple[Any, ...]) -> Label:
-        from vram_guard.proof._labels import reshaped
-
         if at[3] == own[3]:
             return label
         try:
@@ -423,7 +421,7 @@ def _plain(value: Any, name: str, apart: SamplesApart) -> Any:
     if isinstance(value, (list, tuple)):
         if any(isinstance(one, torch.Tensor) for one in value):
             return [_plain(one, name, apart) for one in value]
-        return None if name in _SIZES else list(value)
+        return None if name in SIZES else list(value)
     of_this_process = (torch.Generator, torch.ScriptObject, torch.UntypedStorage)
     return None if isinstance(value, of_this_process) else value
 

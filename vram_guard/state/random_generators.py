@@ -34,11 +34,6 @@ class RandomState:
         self._generators = tuple(_generators(devices, generators, of_torch=of_torch))
         self._states = self._now()
 
-    @classmethod
-    def with_current_device(cls) -> RandomState:
-        """Also the generator of the CUDA device in use, where there is one."""
-        return cls([torch.device("cuda")] if torch.cuda.is_available() else [])
-
     def is_current(self) -> bool:
         """True if nothing was drawn since."""
         return all(_comparable(a) == _comparable(b) for a, b in zip(self._states, self._now(), strict=True))

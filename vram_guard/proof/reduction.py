@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vram_guard.apply.microbatch import Layout, even_sizes
+from vram_guard.apply.microbatch import even_sizes, probe_layout
+from vram_guard.errors import UnsupportedStepError
 from vram_guard.language import _
 from vram_guard.proof._cut_batches import differ_in_size, of_whole_batch
 
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
 
 
 def reduction(
-    captured: CapturedTraining, graph: LossGraph, plan: Plan, layout: Layout | None
+    captured: CapturedTraining, plan: Plan, graph: LossGraph
 ) -> tuple[Literal["mean", "sum"] | Normaliser | EveryLabel | None, str]:
-    """The weight of micro-batches' losses by symbolic runs.
+    """The weight of the losses of micro-batches, also of a plan that does not cut its batches yet.
 
-    None, and why, where they do not tell, or where something else in the step would be other.
+    None, and why, where symbolic runs do not tell, or where something else in the step would be other.
+
+    Args:
+        captured: the training, in a copy of its process.
+        plan: says how large batches and micro-batches are.
+        graph: of its loss, which alone decides.
     """
     size = plan.batch_size
-    if layout is None:
+    try:
+        layout = probe_layout(captured.sample.make)
+    except UnsupportedStepError:
         return None, _("its batches cannot be cut")
     micro = plan.micro_batch_size if plan.splits > 1 else -(-size // 2)
     try:
