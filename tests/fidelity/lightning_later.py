@@ -8,10 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from .harness import MICRO
-from .lightning import Base, Pairs, Training, case, loader
+from .lightning import Base, BlockNet, Pairs, Training, case, loader
 
 #: What a module of the process holds, and a script's functions read.
 COUNTED: list[int] = []
@@ -73,6 +74,42 @@ class OfList(Later):
 class OfDict(Later):
     def is_late(self) -> bool:
         return "late" in SWITCHES
+
+
+@later("a dict that compiled code reads", after_two(lambda _module: SWITCHES.update(late=True)))
+class OfCompiled(Later):
+    """Autograd does not see what compiled code computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(self.late_or_not, backend="aot_eager")
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.compiled(batch)
+
+    def late_or_not(self, batch: Any) -> torch.Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        return loss.sqrt() if "late" in SWITCHES else loss
+
+
+class Adding(nn.Module):
+    """A layer that adds a mean over the features, or over the samples."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) + x.mean(SWITCHES.get("dim", 1), keepdim=True)
+
+
+@later("a dict that compiled blocks read", after_two(lambda _module: SWITCHES.update(dim=0)))
+class OfCompiledBlocks(Later):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = BlockNet(Adding)
+        for block in self.net.blocks:
+            block.compile(backend="aot_eager")
 
 
 @later("the environment", after_two(lambda _module: os.environ.update(LATER_PHASE="1")))

@@ -15,6 +15,7 @@ import torch
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.private_names import PrivateName, missing_in_words
 from vram_guard.simulate import private_api
+from vram_guard.techniques import compiled_graphs
 from vram_guard.techniques.sharding import SINCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of imports of other libraries
@@ -34,6 +35,7 @@ ALL = (
     *private_api.FLEX_NAMES,
     *private_api.TF32_NAMES,
     *private_api.SAVED_NAMES,
+    *compiled_graphs.PRIVATE_NAMES,
 )
 NEEDED = ALL if tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE else private_api.PRIVATE_NAMES
 #: Attributes with a leading underscore that are Python's own, torch's or ours.

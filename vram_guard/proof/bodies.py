@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +46,9 @@ LEAST_SHARE = 0.5
 
 #: Modules with hooks that hand on what they see as results alone (``output_hidden_states``).
 _HARMLESS_HOOKS = frozenset(("transformers.utils.output_capturing",))
+
+#: Where torch wraps what is to be compiled, and the names of the functions that it puts there.
+_WRAPPERS, _CALLS_COMPILED = "torch._dynamo.eval_frame", ("compile_wrapper", "_fn")
 
 #: Values that are compared by what they are, and may be put together from those of slices.
 _PLAIN = (type(None), bool, int, float, str)
@@ -349,6 +353,7 @@ class _FollowedForward(PatchedForward):
         heard: Listening,
     ) -> None:
         reasons = itertools.chain(
+            _compiled_around(),
             _normalisation(self.module),
             _hooks(self.module),
             state.changed(),
@@ -409,6 +414,16 @@ def _results(out: Any, rows: int, apart: SamplesApart) -> Iterator[int]:
         if label.const or not in_order:
             raise UnsupportedTechniqueError(_("its results do not have a row for each row of its arguments"))
         yield label.key
+
+
+def _compiled_around() -> Iterator[str]:
+    """A reason where a function that ``torch.compile`` has wrapped calls what is being looked at."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the stack is what is asked for
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _WRAPPERS and frame.f_code.co_name in _CALLS_COMPILED:
+            yield _("torch.compile compiles it as one with what calls it; blocks inside it may be compiled")
+            return
+        frame = frame.f_back
 
 
 def _normalisation(module: nn.Module) -> Iterator[str]:

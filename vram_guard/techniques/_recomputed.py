@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import checkpoint
 
@@ -247,6 +248,7 @@ class BlockCall:
         if not self._is_first and checkpoint._enable_checkpoint_early_stop is not False:  # noqa: SLF001 - as above
             raise differing([self.block])
 
+    @_disable_dynamo  # compiled code inside the block calls this, and what it calls would be compiled too
     def _saved(self, tensor: torch.Tensor) -> _First | _Again:
         """A tensor that the first forward saves; afterwards one that has been computed again."""
         stride = tensor.stride() if tensor.layout == torch.strided else ()

@@ -53,8 +53,6 @@ def incompatible(
         return _("compiled blocks cannot keep results of single operators")
     if recipe.optimizer_in_backward and accumulate > 1:
         return _("a step has {count} backward passes, and the optimizer would step after each", count=accumulate)
-    if recipe.slices is not None and compiled:
-        return _("slices of a compiled model are not supported")
     checks = (
         *(_sharding, _optimizer_form, _optimizer_on_host, _parameters_on_host, _in_backward, _chunked, _selective),
         _sliced,

@@ -6,17 +6,19 @@ backward pass, and one with operators that the graphs before it did not have, or
 
 What is compared are pairs of operators, one of which takes what the other has made, so that loops of different
 lengths (sentences, time steps) are alike. Nothing is computed and nothing waits for the GPU: about two microseconds for
-each operator.
+each operator. Compiled code is one node, which stands for the operators that were compiled
+(:mod:`vram_guard.techniques.compiled_graphs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from vram_guard.errors import LossChangedError
 from vram_guard.language import _
 from vram_guard.limits import NAMED
+from vram_guard.techniques.compiled_graphs import COMPILED, Node, operators_of, watch
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +53,6 @@ _WRAPPERS = frozenset(
     )
 )
 
-Node: TypeAlias = "tuple[Any, ...]"
-"""An operator's kind, and how it was called."""
-
 
 class LossGraphs:
     """The graphs of one training's losses.
@@ -79,6 +78,7 @@ class LossGraphs:
         self._known: set[tuple[Node, Node]] = set()
         self._trained = ""
         self._learning = True
+        watch()
 
     def next_batch(self) -> None:
         """The next micro-batches are those of another batch."""
@@ -116,11 +116,14 @@ def pairs_of(made: Iterable[torch.Tensor]) -> set[tuple[Node, Node]]:
     Args:
         made: tensors; those without a graph are passed over.
     """
+    watch()  # where the compiler was not there when the training began
     roots = list(_within(tensor.grad_fn for tensor in made))
     kinds = {root: _kind(root) for root in roots}
     waiting, pairs = list(kinds), {((), kind) for kind in kinds.values()}
     while waiting:
         node = waiting.pop()
+        if node.name() == COMPILED:
+            pairs |= operators_of(node)
         for behind in _within(behind for behind, _output in node.next_functions):
             if behind not in kinds:
                 kinds[behind] = _kind(behind)
