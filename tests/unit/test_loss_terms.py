@@ -89,6 +89,10 @@ def written_to_by_another_view(labels: torch.Tensor) -> torch.Tensor:
         (without_padding, None),
         (lambda labels: shifted_by_transformers(labels.clamp(max=12)), None),
         (written_to_by_another_view, None),
+        (
+            lambda labels: shifted_by_transformers(labels.view(len(labels), -1, 12)),
+            Normaliser(("labels",), shifted=True),
+        ),
     ],
 )
 def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_computed(
@@ -128,6 +132,18 @@ def test_what_depends_on_a_place_in_the_batch_or_on_other_samples_is_no_mean(los
         with apart:
             found = loss(batch)
         forms.append(apart.form(found))
+    assert form_over_samples(*forms)[0] is None
+
+
+def test_every_second_label_is_not_taken_for_all_but_the_first() -> None:
+    forms = []
+    for samples in (8, 4):
+        batch = {"x": torch.rand(samples, 4, 3), "labels": torch.ones(samples, 8, dtype=torch.long)}
+        apart = SamplesApart(batch, samples, split(batch, samples, 1))
+        with apart:
+            second = batch["labels"].view(samples, 4, 2)[..., 1:]
+            loss = functional.cross_entropy(batch["x"].flatten(0, 1), second.flatten())
+        forms.append(apart.form(loss))
     assert form_over_samples(*forms)[0] is None
 
 

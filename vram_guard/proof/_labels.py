@@ -46,6 +46,8 @@ class Part(NamedTuple):
     """Each is a sum of such values."""
     whole: bool = False
     """They are whole numbers."""
+    is_turned: bool = False
+    """Their last dimension is another than the batch's."""
 
     def counted(self) -> Normaliser | None:
         """What the sum of these values counts; None where it is no count that is known."""

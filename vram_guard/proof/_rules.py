@@ -247,8 +247,13 @@ def _same(call: Call) -> Label:
 
 
 def _reshaped(call: Call) -> Label:
-    source = call.label(call.first)
-    return source.with_(ids=reshaped(source, call.first.shape, call.outs[0].shape))
+    source, out = call.label(call.first), call.outs[0]
+    part = _turned(source.part) if out.shape[-1:] != call.first.shape[-1:] else source.part
+    return source.with_(ids=reshaped(source, call.first.shape, out.shape), part=part)
+
+
+def _turned(part: Part | None) -> Part | None:
+    return part and part._replace(is_turned=True)
 
 
 def _made(call: Call, ids: torch.Tensor, **more: Any) -> Label:
@@ -357,7 +362,8 @@ def _viewed(call: Call) -> list[Label]:
     seen = getattr(torch.ops.aten, call.plain)(**{**call.args, whole: ids.expand(first.shape)})
     if call.plain in PARTS:
         return _pieces(call, label, seen if isinstance(seen, (list, tuple)) else [seen])
-    part = label.part if seen.numel() == first.numel() else None
+    part = label.part if call.plain == "expand" else _turned(label.part)
+    part = part if seen.numel() == first.numel() else None
     return [label.with_(ids=_varying(label, seen), key=call.key, part=part)]
 
 
@@ -392,7 +398,7 @@ def _pieces(call: Call, label: Label, seen: Sequence[torch.Tensor]) -> list[Labe
 def _shifted(call: Call, part: Part | None, dim: int, made: int) -> Part | None:
     """The part of the batch that a slice without the first value along the last dimension is of."""
     last = dim == call.first.dim() - 1 and call.first.dim() > 1 and made == call.first.shape[dim] - 1
-    if part is None or part.test or part.shifted or not last or call.args.get("start") != 1:
+    if part is None or part.test or part.shifted or part.is_turned or not last or call.args.get("start") != 1:
         return None
     return part._replace(shifted=True)
 
