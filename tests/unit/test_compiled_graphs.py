@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -119,11 +119,11 @@ def test_compiled_blocks_run_in_slices_until_they_compute_something_else(again: 
     torch.testing.assert_close(whole, stepped(net, 12))
 
 
-def body_of(net: nn.Module) -> Body:
+def body_of(net: nn.Module, around: Callable[[Any], Any] = lambda loss: loss) -> Body:
     step = TrainingStep(
         model=net,
         batch=lambda count: torch.ones(count, 6),
-        loss=lambda model, batch: model(batch).square().mean(),
+        loss=around(lambda model, batch: model(batch).square().mean()),
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
     )
     return find_body(step, 8)
@@ -131,6 +131,7 @@ def body_of(net: nn.Module) -> Body:
 
 def test_what_is_compiled_around_a_body_is_named() -> None:
     assert body_of(Net()).name == ""
+    assert body_of(Net(), torch.compiler.disable).name == ""  # as the step of an optimizer is, with its closure in it
     net = Net()
     net.compile(backend=BACKEND)
     with pytest.raises(UnsupportedTechniqueError, match=r"torch\.compile"):

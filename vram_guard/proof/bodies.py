@@ -47,8 +47,8 @@ LEAST_SHARE = 0.5
 #: Modules with hooks that hand on what they see as results alone (``output_hidden_states``).
 _HARMLESS_HOOKS = frozenset(("transformers.utils.output_capturing",))
 
-#: Where torch wraps what is to be compiled, and the names of the functions that it puts there.
-_WRAPPERS, _CALLS_COMPILED = "torch._dynamo.eval_frame", ("compile_wrapper", "_fn")
+#: Where torch wraps what is to be compiled.
+_WRAPPERS = "torch._dynamo.eval_frame"
 
 #: Values that are compared by what they are, and may be put together from those of slices.
 _PLAIN = (type(None), bool, int, float, str)
@@ -420,10 +420,17 @@ def _compiled_around() -> Iterator[str]:
     """A reason where a function that ``torch.compile`` has wrapped calls what is being looked at."""
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the stack is what is asked for
     while frame is not None:
-        if frame.f_globals.get("__name__") == _WRAPPERS and frame.f_code.co_name in _CALLS_COMPILED:
+        # Wrappers that keep the compiler off, as torch puts around optimizers' steps, have None in its place.
+        if frame.f_globals.get("__name__") == _WRAPPERS and any(map(callable, _compilers(frame.f_locals))):
             yield _("torch.compile compiles it as one with what calls it; blocks inside it may be compiled")
             return
         frame = frame.f_back
+
+
+def _compilers(wrapper: dict[str, Any]) -> Iterator[Any]:
+    """What a wrapper of torch's hands code to, by the variables of its function."""
+    yield wrapper.get("callback")
+    yield getattr(wrapper.get("self"), "callback", None)
 
 
 def _normalisation(module: nn.Module) -> Iterator[str]:
