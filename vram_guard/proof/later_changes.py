@@ -8,6 +8,7 @@ import inspect
 import linecache
 import sys
 from collections.abc import Container, Hashable, Iterable, Iterator
+from functools import cache
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -269,7 +270,8 @@ _OPERATIONS = {
 }
 
 
-def _attributes(code: CodeType, how: str) -> set[str]:
+@cache
+def _attributes(code: CodeType, how: str) -> frozenset[str]:
     """Names of attributes that a function loads or stores, or all that it loads; of ``setattr``, those written out."""
     operations = _OPERATIONS[how]
     found = {one.argval for one in dis.get_instructions(code) if one.opname in operations}
@@ -278,4 +280,4 @@ def _attributes(code: CodeType, how: str) -> set[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType) and (how != "STORE" or inner.co_name not in _BEFORE):
             found |= _attributes(inner, how)
-    return found
+    return frozenset(found)

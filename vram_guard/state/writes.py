@@ -129,10 +129,10 @@ class Writes:
     def _profile(self, outer: Any) -> Callable[[FrameType, str, Any], None]:
         """What Python calls at every call and return, most of which are of libraries: they are left at once.
 
-        They are told by their globals. A frame's code is a question that an audit hook hears, which takes longer.
+        They are told by the file of their globals. A frame's code, and an identity, are questions that an audit hook
+        hears, which takes longer.
         """
-        libraries: dict[int, dict[str, Any]] = {}
-        """Globals of libraries' modules, by their identity."""
+        libraries: set[str] = set()
         seen: dict[int, CodeType] = {}
         """Other code, by its identity: a hash of code reads all of it."""
         users: set[int] = set()
@@ -140,26 +140,24 @@ class Writes:
         entered = self._entered
 
         def is_users(frame: FrameType) -> bool:
-            space = frame.f_globals
-            if id(space) in libraries:
-                return False
-            file = space.get("__file__")
+            file = frame.f_globals.get("__file__")
             if isinstance(file, str) and not is_users_file(file):
-                libraries[id(space)] = space
+                libraries.add(file)
                 return False
             code = frame.f_code
-            if id(code) not in seen:
-                seen[id(code)] = code
+            number = id(code)
+            if number not in seen:
+                seen[number] = code
                 if is_users_file(code.co_filename):
-                    users.add(id(code))
+                    users.add(number)
                     self.begins(frame)
-            return id(code) in users
+            return number in users
 
         def told(frame: FrameType, event: str, argument: Any) -> None:
-            if id(frame.f_globals) in libraries or not is_users(frame):
+            if frame.f_globals.get("__file__") in libraries or not is_users(frame):
                 if event == "call":
                     caller = frame.f_back
-                    if caller is not None and id(caller.f_globals) not in libraries and is_users(caller):
+                    if caller is not None and caller.f_globals.get("__file__") not in libraries and is_users(caller):
                         self._enters(frame)
                 elif entered and event == "return":
                     self._leaves(frame)
