@@ -17,6 +17,9 @@ class ReadySource:
 
     direct = exact
 
+    def least(self, option: Option, size: int) -> int:
+        return 0
+
     def composed(self, option: Option, size: int) -> bool:
         return False
 

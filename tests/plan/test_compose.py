@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_arguments import in_options
 from torch import nn
 
-from vram_guard import Parallel, TrainingStep, plan
+from vram_guard import Budget, Parallel, TrainingStep, plan
 from vram_guard.parallel.links import topology
+from vram_guard.plan import Pins, deep_source
 from vram_guard.plan.search_space import Option
 from vram_guard.plan.source import TraceRequest, source_of
 from vram_guard.plan.tracing import Traces
@@ -414,6 +416,63 @@ def test_parameters_on_the_host_are_composed_of_two_traces_at_their_own_size() -
     assert said == [traces.direct(option, BATCH).at(BATCH).peak_reserved for option in options]
     traces.distrust(options[0])
     assert not traces.known(Option("32-true", 1, Recipe(checkpoint=blocks[:3], parameters_on_host=blocks)), BATCH)
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@each("splits", [1, 3])
+@each("changes", [{}, {"zero_grad": "before_backward", "clip_grad_norm": 1.0}])
+@each("treated", ["", "checkpoint", "offload_activations"])
+def test_one_step_with_parameters_on_the_host_says_what_two_take(treated: str, changes: Any, splits: int) -> None:
+    traces, blocks = ready(step(*MODELS["layers"], **changes))
+    chosen = {treated: blocks} if treated else {}
+    option, size = Option("bf16-mixed", splits, Recipe(parameters_on_host=blocks, **chosen)), BATCH // splits
+    said = traces.exact(option, size).at(size)
+    assert traces.composed(option, size)
+    direct = traces.direct(option, size).at(size)
+    assert (said.peak_reserved, said.peak_allocated) == (direct.peak_reserved, direct.peak_allocated)
+    assert said.host_peak == direct.host_peak
+
+
+def deep(treated: str, count: int) -> tuple[Traces, Option]:
+    """Twelve equal blocks whose parameters lie on the host, and an option that treats so many of them."""
+    asked = step(lambda: nn.Sequential(nn.Embedding(999, 96), nn.Sequential(*(Layer(96) for _ in range(12)))), ())
+    asked = asked.with_(batch=lambda size: torch.zeros(size, 50, dtype=torch.long))
+    source = deep_source(asked, Budget.of("A100 80GB"), None, Pins())
+    assert source.shallow is not None
+    blocks = tuple(block.name for block in find_blocks(source.model))
+    chosen = {treated: blocks[:count]} if treated else {}
+    traces = Traces(source, BATCH, lambda _line: None)
+    traces.compose_with(blocks, blocks)
+    traces(Option("32-true", 1))
+    return traces, Option("32-true", 2, Recipe(parameters_on_host=blocks, **chosen))
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@each(("treated", "count"), [("", 0), ("checkpoint", 12), ("checkpoint", 7), ("offload_activations", 12)])
+def test_few_blocks_take_no_more_than_all_of_them(treated: str, count: int) -> None:
+    traces, option = deep(treated, count)
+    size = BATCH // option.splits
+    least = traces.least(option, size)
+    assert 0 < least <= traces.direct(option, size).at(size).peak_allocated
+    assert traces.least(option, size) == 0, "it is traced: nothing more is to be known"
+
+
+@pytest.mark.torch_since(2, 6)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_what_few_blocks_exceed_is_not_traced_with_all_of_them() -> None:
+    source, asked = deep("", 0)[0].source, list[Any]()
+
+    def counted(request: Any) -> Timeline:
+        asked.append(request)
+        return source.trace(request)
+
+    allowed = ["checkpoint", "accumulate", "offload_parameters", "offload_activations"]
+    made = plan(replace(source, trace=counted), BATCH, "2MiB", margin=0.0, gpu="A100 80GB", allow=allowed)
+    assert not made.fits
+    assert not [request for request in asked if request.recipe.parameters_on_host]
+    assert any("three of its equal blocks" in option.why for option in made.rejected)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

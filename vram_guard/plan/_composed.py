@@ -11,6 +11,7 @@ from vram_guard.compose import (
     BlockMixture,
     CannotComposeError,
     in_micro_batches,
+    repeated,
     with_frozen_on_host,
     with_optimizer_of,
 )
@@ -92,9 +93,10 @@ class Composer:
             return False
         whole = replace(request, slices=1) if self._cut(request) else request
         none, every = bases = self._bases(whole, self.blocks)
-        if self._is_refused(request, self.blocks) or not has(self._on_gpu(none)):
+        alone = none == every or (self._alone(every) and _treated(request.recipe) == _treated(every.recipe))
+        if self._is_refused(request, self.blocks) or not has(self._on_gpu(_part(every if alone else none))):
             return False
-        blocks = none == every or bases in self._mixtures
+        blocks = alone or bases in self._mixtures
         return blocks and (not _other_optimizer(request.recipe) or has(self._optimizer(whole)))
 
     def refuse(self, request: TraceRequest, why: str) -> None:
@@ -193,13 +195,13 @@ class Composer:
         bases = none, every = self._bases(request, blocks)
         treated = _treated(request.recipe)
         if none == every:
-            return self._law(none)
+            return self._steps(none)
         if bases not in self._mixtures:
             first = bool(every.recipe.checkpoint) and self._first_suffices(none)
-            if not first and treated == _treated(every.recipe):
-                return self._law(every)
-            untreated = self._law(none)  # first: others grow with the batch as it does
-            other = self._law(replace(every, part="first")) if first else self._law(every)
+            if treated == _treated(every.recipe) and (not first or self._alone(every)):
+                return self._steps(every)
+            untreated = self._steps(none)  # first: others grow with the batch as it does
+            other = self._law(replace(every, part="first")) if first else self._steps(every)
             units, moved = blocks.checkpoint | blocks.offload, bool(none.recipe.offload_activations)
             self._mixtures[bases] = BlockMixture(untreated, other, units, moved=moved)
         return self._mixtures[bases].of(treated)
@@ -213,6 +215,15 @@ class Composer:
         """
         treated: dict[str, Any] = {"checkpoint": (), "checkpoint_keeps": (), "offload_activations": ()}
         return request.recipe.with_(**_UNCHANGED, **treated, parameters_on_host=()) == AS_WRITTEN
+
+    def _alone(self, every: TraceRequest) -> bool:
+        """True if a step with every block treated needs no other trace: few blocks say how it grows with the batch."""
+        return self._source.shallow is not None and _part(every) != every
+
+    def _steps(self, request: TraceRequest) -> Timeline:
+        """Both optimizer steps, of which one may be traced."""
+        part = _part(request)
+        return self._law(request) if part == request else repeated(self._law(part))
 
     def _law(self, request: TraceRequest) -> Timeline:
         traced = self._on_gpu(request)
@@ -242,6 +253,11 @@ class Composer:
             return plain
         one = replace(plain, recipe=untreated.with_(frozen_on_host=()), batch_size=_ANY_SIZE, slices=1)
         return one if self._divided else replace(one, part="weights")
+
+
+def _part(request: TraceRequest) -> TraceRequest:
+    """What is traced for both steps: the first where the optimizer steps on the host, as the GPU sees two alike."""
+    return replace(request, part="first") if request.recipe.parameters_on_host else request
 
 
 def _treated(recipe: Recipe) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vram_guard.compose import CannotComposeError
+from vram_guard.compose import CannotComposeError, NumberedNames
 from vram_guard.techniques.equal_blocks import EqualBlocks, equal_blocks, with_depth
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def with_few_blocks(source: Source) -> Source:
 
 
 class _FewBlocks:
-    """Follows a model with few of its equal blocks.
+    """Follows a model with few of its equal blocks: its first ones and its last one, each treated as in the whole.
 
     Args:
         source: that follows all of them.
@@ -45,23 +45,27 @@ class _FewBlocks:
 
     def __init__(self, source: Source, blocks: EqualBlocks) -> None:
         self._source = source
-        self._left_out = blocks.names - blocks.within(_DEPTH)
         self._blocks = blocks
+        self._names = NumberedNames(blocks.stacks)
 
     def __call__(self, request: TraceRequest) -> Timeline:
-        """The request with the blocks that show how others grow with the batch.
+        """The request of the model with few blocks.
 
         Raises:
-            CannotComposeError: blocks are not treated alike, or they are compiled.
+            CannotComposeError: blocks are compiled.
         """
-        stacks = [self._blocks.of(stack) for stack in self._blocks.stacks]
-        named = [stack.intersection(getattr(request.recipe, name)) for name in _NAMING for stack in stacks]
-        if request.compiled or any(names and names not in stacks for names in named):
-            raise CannotComposeError("blocks are not treated alike, or they are compiled")
+        if request.compiled:
+            raise CannotComposeError("blocks are compiled")
         with with_depth(self._source.model, self._blocks, _DEPTH):
             return self._source.trace(replace(request, watched=False, recipe=self._within(request.recipe)))
 
     def _within(self, recipe: Recipe) -> Recipe:
-        """The recipe without the blocks that the model has not."""
-        kept = {name: tuple(each for each in getattr(recipe, name) if each not in self._left_out) for name in _NAMING}
-        return recipe.with_(**kept)
+        """The recipe for the blocks that are left, by their new numbers."""
+        numbers = {-1: -1, **{number: number for number in range(_DEPTH - 1)}, self._blocks.depth - 1: _DEPTH - 1}
+        known = {name: [(one, self._names.parted(one)[1]) for one in getattr(recipe, name)] for name in _NAMING}
+        return recipe.with_(
+            **{
+                name: tuple(self._names.joined(one, numbers[number]) for one, number in modules if number in numbers)
+                for name, modules in known.items()
+            }
+        )

@@ -230,6 +230,16 @@ class _Trial:
             self._miss(option, group, Reason(bound.why, amount=Amount(bound.size)), missing)
         return missing > 0
 
+    def _too_large(self, option: Option, group: _Group) -> bool:
+        """True if what is known of the option, or a few of the model's blocks alone, exceed the budget."""
+        if self._lower_bound_exceeds(option, group):
+            return True
+        least = self.timelines.least(option, self.size(option))
+        missing = least - self.request.most_usable
+        if missing > 0:
+            self._miss(option, group, Reason(Why.NEEDS_FEW_BLOCKS, amount=Amount(least)), missing)
+        return missing > 0
+
     def _optimizer_form_useless(self, option: Option, group: _Group, *, exact: bool) -> bool:
         """True if forward and backward alone exceed the budget: another form of the optimizer does not help then."""
         if option.recipe.optimizer not in ("for-loop", "fused"):
@@ -293,6 +303,8 @@ class _Trial:
             if not self._least_fits(family):
                 self.infeasible.add(group)
                 return None
+        elif self._improves(family, high, best) and self._too_large(family.option(high), group):
+            return None
         if not self._fits_or_dominated(family, high, best, exact=self._directly(family)):
             return None
         while high - low > 1:
@@ -314,6 +326,8 @@ class _Trial:
     def _least_fits(self, family: OptionFamily) -> bool:
         """True if the group's smallest micro-batches with every block treated fit: if not, no member will do."""
         least = family._replace(splits=self.request.space.splits[-1]).option(family.lengths[-1])
+        if self._too_large(least, family.group):
+            return False
         return self.fitting(least, family.group, exact=self._directly(family)) is not None
 
     def _directly(self, family: OptionFamily) -> bool:

@@ -156,6 +156,7 @@ class Why(Enum):
     LOWER_BOUND = marked("needs at least {peak} (a lower bound: not known to fit)")
     NEEDS_STATES = marked("needs at least {amount} for weights, gradients and optimizer states alone")
     NEEDS_SAVED = marked("needs at least {amount} for weights, optimizer states and saved activations alone")
+    NEEDS_FEW_BLOCKS = marked("needs at least {amount} with three of its equal blocks alone")
     NEEDS_OUTSIDE_OPTIMIZER = marked("needs at least {amount} outside the optimizer")
     CHEAPER_AND_MORE_CHANGES = marked("should fit too ({peak}, not traced) and take {time}, but changes more")
     HARDLY_DEARER = marked("should fit too ({peak}, not traced), and takes {time}")

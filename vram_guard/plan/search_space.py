@@ -29,6 +29,10 @@ class Timelines(Protocol):
         """The option's timeline for this very micro-batch size, composed of those of others or traced."""
         ...
 
+    def least(self, option: Option, size: int) -> int:
+        """Bytes that the option allocates at the very least with this micro-batch size; 0: not known."""
+        ...
+
     def composed(self, option: Option, size: int) -> bool:
         """True if what has been said of the option at this size is composed, and has not been traced."""
         ...

@@ -62,8 +62,7 @@ class Source:
     """Follows two optimizer steps; the blocks have exact sizes (``per_sample`` 0). It may raise what the user's code
     raises. Timelines of the step as written say what forwards change that may run twice (``Timeline.changes``)."""
     shallow: Callable[[TraceRequest], Timeline] | None = None
-    """Follows the model with few of its equal blocks; None: it has none. It raises CannotComposeError where a request
-    does not treat all blocks alike."""
+    """Follows the model with few of its equal blocks, which takes no more than all of them; None: it has none."""
     stacks: tuple[str, ...] = ()
     """Names of the modules that hold those blocks."""
     precision: str = "32-true"

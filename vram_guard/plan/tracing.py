@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vram_guard.budget import Budget
     from vram_guard.plan._option import Option
-    from vram_guard.plan.source import Source, TraceRequest
+    from vram_guard.plan.source import Part, Source, TraceRequest
     from vram_guard.timeline import Timeline
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,9 @@ class Traces:
 
         self._traced: dict[TraceRequest, Timeline] = {}
         self._exact: dict[TraceRequest, Timeline] = {}
+        self._least: dict[TraceRequest, int] = {}
+        self._few_are_alike = False
+        """True if the step as written does with few of its equal blocks what it does with all."""
         self._follows: dict[TraceRequest, bool] = {}
         """Steps of fewer samples than laws are traced at, without changes -> whether these hold there."""
         self._compose = Composer(self.source, self._base)
@@ -89,6 +92,23 @@ class Traces:
             return self.direct(option, size)
         composed = self._composed(option, size)
         return self._resident(self._confirmed(self._request(option, size)) if composed is None else composed, option)
+
+    def least(self, option: Option, size: int) -> int:
+        """The peak of the first step with few of the blocks, where all others lie in host memory until they run.
+
+        Of such steps a few blocks take nearly as much as all of them, and all of them no less: what few allocate, all
+        do. Not known of what has been traced, or needs no trace; nor where the step as written does with few blocks
+        other things than with all.
+        """
+        shallow = self.source.shallow if self._few_are_alike and option.recipe.parameters_on_host else None
+        if shallow is None or self.known(option, size):
+            return 0
+        request = replace(self._request(option, size), slices=1, part="first")
+        if request not in self._least:
+            timeline = self._tried(shallow, request)
+            followed = timeline is not None and timeline.tier != "formula"
+            self._least[request] = timeline.on(*self._card).at(size).peak_allocated if timeline and followed else 0
+        return self._least[request]
 
     def composed(self, option: Option, size: int) -> bool:
         """True if the option has been composed, and not traced at this size."""
@@ -239,7 +259,8 @@ class Traces:
         """
         untreated = AS_WRITTEN.with_(parameters_on_host=request.recipe.parameters_on_host)
         slices = 1 if self._compose.cuts(request.recipe) else request.slices
-        known = self._traced.get(replace(request, recipe=untreated, slices=slices, part="whole"))
+        part: Part = "first" if untreated.parameters_on_host else "whole"
+        known = self._traced.get(replace(request, recipe=untreated, slices=slices, part=part))
         if known is None or known.retrace is not None or request.recipe == untreated:
             return None
         whole = self._at(request)(_UNLIKE_WEIGHTS)
@@ -251,13 +272,17 @@ class Traces:
 
         shallow, size = self.source.shallow, self._size_of_whole(request)
         assert shallow is not None
+        if request.part == "first":  # of which others are composed; what is taken is traced at its own size
+            size = _UNLIKE_WEIGHTS
         low, high = (shallow(replace(request, batch_size=each)) for each in TRACED_SIZES)
         part = _merged(low, high)
         # The law is checked where it is used: here for the step as written, for others once they are chosen.
         check = size_of_check(self._batch_size)
         if self._is_written(request) and not holds_at(shallow(replace(request, batch_size=check)), part, check):
             return None
-        return of_every_size(self._at(request)(size), part, self.source.stacks)
+        found = of_every_size(self._at(request)(size), part, self.source.stacks)
+        self._few_are_alike = self._few_are_alike or self._is_written(request)
+        return found
 
     def _law_of_first_step(self, request: TraceRequest) -> Timeline | None:
         """The second step grows with the batch as the first one does."""

@@ -26,19 +26,6 @@ class EqualBlocks(NamedTuple):
     depth: int
     """Blocks of each stack."""
 
-    def of(self, stack: str) -> frozenset[str]:
-        """The names of the blocks of one stack."""
-        return frozenset(f"{stack}.{number}" for number in range(self.depth))
-
-    def within(self, depth: int) -> frozenset[str]:
-        """The names of the first so many blocks of each stack."""
-        return frozenset(f"{stack}.{number}" for stack in self.stacks for number in range(depth))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all blocks."""
-        return self.within(self.depth)
-
 
 def equal_blocks(model: nn.Module, least: int = 1) -> EqualBlocks | None:
     """The lists of equal blocks of a model that hold nothing else; None where there is none.
