@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from each import each
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,6 +93,57 @@ def test_batches_of_other_sizes_and_evaluations_are_compiled_anew_and_are_alike(
     losses.batch(6)
 
 
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "an index": (lambda x: x[:, :1], lambda x: x[:1]),
+    "a number as an index": (lambda x: x[:, 0], lambda x: x[0]),
+    "dimensions one by one": (lambda x: x[:, None].permute(2, 0, 1)[0], lambda x: x[:, None].permute(2, 1, 0)[0]),
+    "two dimensions": (lambda x: x[:, None].transpose(1, 2).sum(1), lambda x: x[:, None].transpose(0, 2).sum(1)),
+    "an equation": (lambda x: torch.einsum("bi,bi->b", x, x), lambda x: torch.einsum("bi,bi->i", x, x)),
+    "a moved dimension": (lambda x: x[:, None].movedim(0, 1), lambda x: x[:, None].movedim(0, 2)),
+    "a reduction by its place": (
+        lambda x: F.mse_loss(x, x * 2, None, None, "mean"),
+        lambda x: F.mse_loss(x, x * 2, None, None, "sum"),
+    ),
+    "an operator's own name": (
+        lambda x: torch.ops.aten.sum.dim_IntList(x, [1]),
+        lambda x: torch.ops.aten.sum.dim_IntList(x, [0]),
+    ),
+    "a mean": (lambda x: x.mean(1), lambda x: x.mean(0)),
+    "an activation": (torch.tanh, torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@each("name", CHANGES)
+def test_what_compiled_code_does_with_its_elements_is_compared(name: str, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    net = nn.Linear(4, 4)
+    graphs = LossGraphs(net)
+    for number, code in enumerate(CHANGES[name]):
+        compiled = torch.compile(lambda x, code=code: code(x).sum(), backend=BACKEND, dynamic=dynamic)
+        graphs.next_batch()
+        with pytest.raises(LossChangedError) if number else contextlib.nullcontext():
+            graphs.check(compiled(net(torch.ones(8, 4))))
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "a weight of a schedule": lambda x, number: x.mean() * number,
+    "a bound": lambda x, number: x.clamp(max=number).mean(),
+    "the number of samples": lambda x, _number: x.sum() * (1.0 / len(x)),
+    "a root of it": lambda x, _number: x.sum() / len(x) ** 0.5,
+}
+
+
+@each("name", NUMBERS)
+def test_numbers_of_compiled_code_may_change_as_they_may_elsewhere(name: str) -> None:
+    torch._dynamo.reset()
+    net = nn.Linear(4, 4)
+    graphs, compiled = LossGraphs(net), torch.compile(NUMBERS[name], backend=BACKEND)
+    for at, rows in enumerate((8, 8, 8, 5, 3, 8)):
+        graphs.next_batch()
+        graphs.check(compiled(net(torch.ones(rows, 4)), 1.0 / (1 + at)))
+
+
 def stepped(net: Net, rows: int) -> list[Any]:
     net.zero_grad()
     torch.manual_seed(rows)
@@ -117,6 +170,18 @@ def test_compiled_blocks_run_in_slices_until_they_compute_something_else(again: 
         whole = stepped(net, 12)
     undo()
     torch.testing.assert_close(whole, stepped(net, 12))
+
+
+def test_what_is_compiled_with_its_caller_runs_whole() -> None:
+    net = Net()
+    net.compile(backend=BACKEND)
+    undo = install(net, Recipe(slices=Slices(Body("body", ("0",)), 3, 1)))
+    stepped(net, 12)
+    for block in net.body:
+        block.over = 0
+    found = stepped(net, 12)
+    undo()
+    torch.testing.assert_close(found, stepped(net, 12))
 
 
 def body_of(net: nn.Module, around: Callable[[Any], Any] = lambda loss: loss) -> Body:

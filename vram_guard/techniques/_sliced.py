@@ -77,7 +77,9 @@ class _Sliced(Checkpointed):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's results for the whole batch."""
         forward = self._forward()
-        if self._stays_whole or not (self.module.training and torch.is_grad_enabled()):
+        # In code that is compiled with its caller nothing tells whether it is still what slices are proven for.
+        as_written = self._stays_whole or torch.compiler.is_compiling()
+        if as_written or not (self.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         calls = self._calls(arguments_by_name(args, kwargs))
         if len(calls) < 2:
@@ -94,8 +96,6 @@ class _Sliced(Checkpointed):
 
     def _is_as_before(self, result: Any) -> bool:
         """False, with a warning, where a slice's results are made in another way than in the batches before."""
-        if torch.compiler.is_compiling():
-            return True
         try:
             self._graphs.check(*tensors_of(result))
         except LossChangedError:

@@ -38,7 +38,16 @@ PRIVATE_NAMES: Final = (
 #: The node of all that a compiler has made into one.
 COMPILED: Final = "CompiledFunctionBackward"
 #: Arguments that decide over which elements an operator goes.
-_SETTINGS = frozenset(("dim", "dims", "axis", "keepdim", "reduction", "ignore_index", "training"))
+_SETTINGS = frozenset(
+    (
+        *("dim", "dims", "dim0", "dim1", "axis", "source", "destination", "batch_dim", "in_dim", "out_dim"),
+        *("keepdim", "reduction", "size_average", "reduce", "ignore_index", "training", "is_causal"),
+    )
+)
+#: What is no tensor: sizes and numbers that graphs for any size compute, and checks of them.
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, type(None))
+
+_COMPUTED: Final = object()
 
 #: A graph's function of autograd -> its operators.
 _operators: WeakKeyDictionary[type, frozenset[tuple[Node, Node]]] = WeakKeyDictionary()
@@ -100,41 +109,56 @@ def _pairs(code: fx.GraphModule) -> Iterator[tuple[Node, Node]]:
 
 
 def _is_operator(node: fx.Node) -> bool:
-    """True for what makes tensors; sizes are computed in graphs for any size alone."""
-    value = node.meta.get("example_value")
-    return node.op.startswith("call_") and not isinstance(value, (int, torch.SymInt, torch.Size))
+    """True for what makes tensors."""
+    return node.op.startswith("call_") and not isinstance(node.meta.get("example_value", node), _NUMBERS)
 
 
 def _kind(node: fx.Node) -> Node:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    names = _names(target if callable(target) else None, name)
-    given: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
-    return (f"compiled {name}", *(f"{at}={value}" for at, value in given if _decides(names, at) and _is_plain(value)))
+    if name == "getitem":
+        return "compiled getitem", _places(node.args[1])
+    names = _names(target, name)
+    given = [(_name_at(names, at), value) for at, value in enumerate(node.args)] + [
+        (frozenset((at,)), value) for at, value in node.kwargs.items()
+    ]
+    settings = ((at, _constant(value)) for at, value in given if at is None or at & _SETTINGS or isinstance(value, str))
+    return (f"compiled {name}", *(f"{sorted(at or ())}={value}" for at, value in settings if value is not _COMPUTED))
 
 
-def _decides(names: tuple[frozenset[str], ...] | None, at: int | str) -> bool:
-    if isinstance(at, str):
-        return at in _SETTINGS
-    return names is None or (at < len(names) and bool(names[at] & _SETTINGS))
+def _places(index: Any) -> tuple[str, ...]:
+    """What an index does at each place, whatever its numbers are."""
+    each = index if isinstance(index, tuple) else (index,)
+    return tuple("all" if one == slice(None) else type(one).__name__ for one in each)
 
 
-def _is_plain(value: Any) -> bool:
-    """True for a setting that is written in the code, and not computed."""
+def _constant(value: Any) -> Any:
+    """A setting that is written in the code, or that a graph for any size takes as a number."""
+    if isinstance(value, torch.fx.Node):
+        value = value.meta.get("example_value", _COMPUTED)
+        if isinstance(value, torch.SymInt):
+            value = value.node.hint
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(one) for one in value)
-    return value is None or isinstance(value, (bool, int, str))
+        each = [_constant(one) for one in value]
+        return _COMPUTED if any(one is _COMPUTED for one in each) else tuple(each)
+    return value if value is None or isinstance(value, (bool, int, str)) else _COMPUTED
 
 
-@functools.cache
-def _names(function: Any, name: str) -> tuple[frozenset[str], ...] | None:
+def _name_at(names: tuple[frozenset[str], ...] | None, at: int) -> frozenset[str] | None:
+    """What a positional argument may be called; those after the last belong to it. None where nothing is known."""
+    return names[min(at, len(names) - 1)] if names else None
+
+
+def _names(target: Any, name: str) -> tuple[frozenset[str], ...] | None:
     """What the positional arguments of a function may be called; None where nothing is known of it."""
+    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001
+        return tuple(frozenset((one.name,)) for one in target._schema.arguments)  # noqa: SLF001
+    if not isinstance(target, str):
+        with contextlib.suppress(TypeError, ValueError):
+            return tuple(frozenset((one,)) for one in inspect.signature(target).parameters)
     packet = getattr(torch.ops.aten, name, None)
-    if isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001
-        schemas = [getattr(packet, overload)._schema.arguments for overload in packet.overloads()]  # noqa: SLF001
-        most = max(len(one) for one in schemas)
-        return tuple(frozenset(one[at].name for one in schemas if at < len(one)) for at in range(most))
-    try:
-        return tuple(frozenset((one,)) for one in inspect.signature(function).parameters)
-    except (TypeError, ValueError):
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001
         return None
+    schemas = [getattr(packet, overload)._schema.arguments for overload in packet.overloads()]  # noqa: SLF001
+    most = max(len(one) for one in schemas)
+    return tuple(frozenset(one[at].name for one in schemas if at < len(one)) for at in range(most))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "_saved_dim",
     "_saved_dims",
+    "_saved_dim0",
+    "_saved_dim1",
     "_saved_keepdim",
     "_saved_reduction",
     "_saved_ignore_index",
@@ -143,6 +145,8 @@ def _within(nodes: Iterable[Any]) -> Iterator[Any]:
 
 def _kind(node: Any) -> Node:
     name = node.name()
+    if name == COMPILED:  # a class for each graph, which nothing must keep
+        return (name,)
     kept = _KEPT.get(type(node))
     if kept is None:
         kept = _KEPT[type(node)] = tuple(one for one in _SETTINGS if hasattr(type(node), one))
