@@ -181,6 +181,7 @@ WHOLE = {
     "a mode of functions": "its forward runs inside Doubles",
     "batch normalisation by a function|normalisation over the batch": "it joins samples: aten.native_batch_norm",
     "network for few samples": "it computes something else for other numbers of samples",
+    "a dict that compiled code reads": "torch.compile compiles it as one with what calls it",
     "gradients by frequencies": "the step reads words, which _outcome changes",  # a name that two things have
 }
 
