@@ -120,7 +120,7 @@ def main(case: str, out: Path) -> None:
             "fits": plan.fits,
             "splits": plan.splits,
             "on_host": sharding is not None and sharding.states_on_host,
-            "kind": plan.timeline_before.parallel.kind,
+            "kind": plan.timeline_before.parallel.kind if RANK == 0 else None,  # it has planned for both
             "breakdown": dict(plan.before.breakdown),
             "reserved": [plan.before.peak_reserved, plan.estimate.peak_reserved],
         }

@@ -169,7 +169,7 @@ def main(case: str, out: Path) -> None:
     }
     result["logged"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if plan is not None:
-        before, layout = plan.before, plan.timeline_before.parallel
+        before = plan.before
         result |= {
             "splits": plan.splits,
             "checkpointed": list(plan.recipe.checkpoint),
@@ -178,9 +178,11 @@ def main(case: str, out: Path) -> None:
             "phases": {phase.name: phase.peak_allocated for phase in before.phases},
             "notes": [str(note) for note in before.notes],
             "breakdown": dict(before.breakdown),
-            "layout": {"gpus": layout.gpus, "tensor": layout.tensor},
-            "dimensions": sorted({one.dimension for one in plan.timeline_before.collectives}),
         }
+        if RANK == 0:  # which has planned for both
+            layout = plan.timeline_before.parallel
+            result["layout"] = {"gpus": layout.gpus, "tensor": layout.tensor}
+            result["dimensions"] = sorted({one.dimension for one in plan.timeline_before.collectives})
     weights = {name: getattr(one.detach(), "_local_tensor", one.detach()) for name, one in module.named_parameters()}
     torch.save({name: value.clone() for name, value in weights.items()}, out / f"{case}-{RANK}.pt")
     (out / f"{case}-{RANK}.json").write_text(json.dumps(result))

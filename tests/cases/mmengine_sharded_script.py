@@ -108,7 +108,7 @@ def answer_of(runner: Any) -> dict[str, Any]:
         "usable": plan.budget.usable,
         "reserved": before.peak_reserved,
         "breakdown": dict(before.breakdown),
-        "gpus": plan.timeline_before.parallel.gpus,
+        "gpus": plan.timeline_before.parallel.gpus if RANK == 0 else None,  # it has planned for both
     }
 
 

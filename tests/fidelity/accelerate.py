@@ -48,7 +48,7 @@ SMALL = "45MiB"
 class Body(nn.Module):
     """Blocks whose activations outweigh their weights."""
 
-    def __init__(self, width: int = 32, depth: int = 4) -> None:
+    def __init__(self, width: int = 32, depth: int = 2) -> None:
         super().__init__()
         self.first = nn.Linear(4, width)
         wide = (nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -75,7 +75,7 @@ class Network(nn.Module):
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(40, 256, 4, generator=generator), torch.randint(0, 10, (40,), generator=generator))
+    return TensorDataset(torch.randn(40, 512, 4, generator=generator), torch.randint(0, 10, (40,), generator=generator))
 
 
 def _guarded(prepare: Callable[[], Any], outcome: Outcome, mode: str | None, budget: int | str) -> Any:

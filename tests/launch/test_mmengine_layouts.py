@@ -25,7 +25,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.torch_since(2, 6)
 def test_one_rank_is_predicted_as_the_strategy_divides_the_model(answers: Any) -> None:
     first, second = (answer["plain"] for answer in answers)
-    assert first == second
+    assert {**first, "gpus": None} == second  # rank 0 plans, and keeps the timeline
     assert first["gpus"] == 2
     # This rank's parameters are half of the model's, and AdamW keeps two numbers of each.
     assert first["breakdown"]["optimizer_states"] == pytest.approx(8 * answers[0]["weights"], rel=0.02)

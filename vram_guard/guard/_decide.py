@@ -18,6 +18,7 @@ from vram_guard.guard.decision import Decision
 from vram_guard.guard.expandable import why_not_expandable
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes, undone_later
 from vram_guard.language import _
+from vram_guard.limits import COPY_SECONDS, IDLE_SECONDS
 from vram_guard.longest.choice import choose, peak_of
 from vram_guard.plan import Pins, deep_source, import_planning
 from vram_guard.proof.bodies import find_body
@@ -44,7 +45,7 @@ T = TypeVar("T")
 def decide(training: Training, settings: GuardSettings, reader: MemoryReader | None) -> Outcome[Decision]:
     """The decision, the same on every rank.
 
-    It is planned for the rank with the least memory, by every rank for itself, and rank 0's plan is taken.
+    It is planned for the rank with the least memory, by rank 0.
 
     Args:
         training: to decide for, on every rank at the same point.
@@ -63,18 +64,18 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
     def work(progress: Progress) -> Decision:
         return decide_alone(training.capture(), settings, least, gpu, progress, fixed_segments)
 
-    def decided() -> Decision:
-        decision, said = in_copy_of_process(training, work)
-        return replace(decision, notes=(*decision.notes, said)) if said else decision
-
-    outcome = attempt(ranks, decided)
-    if outcome.value is None or ranks.world_size == 1:
-        return outcome
-    own = outcome.value
-    # Timelines do not travel: each rank has traced for itself, and keeps its own to draw.
-    shared = from_rank_zero(ranks, replace(own, plan=replace(own.plan, timeline=None, timeline_before=None)))
-    drawn = replace(shared.plan, timeline=own.plan.timeline, timeline_before=own.plan.timeline_before)
-    return Outcome(replace(shared, plan=drawn), None)
+    outcome = found_by_rank_zero(training, work, training.capture)
+    if outcome.value is None:
+        return Outcome(None, outcome.failure, outcome.error)
+    own, said = outcome.value
+    if own is not None and said:
+        own = replace(own, notes=(*own.notes, said))
+    if ranks.world_size == 1:
+        return Outcome(own, None)
+    # Timelines do not travel: rank 0 keeps them to draw.
+    plain = own and replace(own, plan=replace(own.plan, timeline=None, timeline_before=None))
+    shared = from_rank_zero(ranks, plain)
+    return Outcome(own or shared, None)
 
 
 def least_budget(training: Training, settings: PlanSettings) -> Outcome[Budget]:
@@ -84,6 +85,34 @@ def least_budget(training: Training, settings: PlanSettings) -> Outcome[Budget]:
     if own.value is None:
         return own
     return Outcome(min(gather(ranks, own.value), key=lambda budget: budget.usable), None)
+
+
+def found_by_rank_zero(
+    training: Training, look: Callable[[Progress], T], read: Callable[[], object]
+) -> Outcome[tuple[T | None, str]]:
+    """What rank 0 finds in a training, None on the other ranks; and a note where there was no copy of its process.
+
+    The others only read the training, which fails on some where their files are others. Where rank 0 has to look at it
+    in its own process, they do as well, so that what is drawn there is drawn on all ranks alike.
+
+    Args:
+        training: on every rank at the same point.
+        look: finds it.
+        read: reads the training.
+    """
+    ranks = training.ranks
+
+    def found() -> tuple[T | None, str]:
+        if ranks.rank == 0:
+            return in_copy_of_process(training, look)
+        in_copy_of_process(training, lambda _progress: read() and None)
+        return None, ""
+
+    outcome = attempt(ranks, found, COPY_SECONDS + IDLE_SECONDS)
+    if outcome.value is None or ranks.world_size == 1 or not from_rank_zero(ranks, outcome.value[1]):
+        return outcome
+    alike = attempt(ranks, lambda: None if ranks.rank == 0 else look(lambda _line: None), COPY_SECONDS)
+    return outcome if alike.failure is None else Outcome(None, alike.failure, alike.error)
 
 
 def in_copy_of_process(training: Training, work: Callable[[Progress], T]) -> tuple[T, str]:

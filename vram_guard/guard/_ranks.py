@@ -1,6 +1,6 @@
 """One decision for all processes of a distributed training.
 
-Every rank plans for itself, so that the user's code runs on all ranks alike; then the ranks exchange what came out.
+Rank 0 plans in a copy of its process, the others read their training meanwhile, and what came out is exchanged.
 The number of exchanges does not depend on what happened on a rank, so that a failure on one stops all and hangs none.
 """
 
@@ -83,8 +83,13 @@ class Outcome(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
+def attempt(ranks: Ranks, work: Callable[[], T], most_seconds: float = 0.0) -> Outcome[T]:
     """Do ``work`` on every rank; where it failed on any, or one is late, that failure is everybody's outcome.
+
+    Args:
+        ranks: of the training.
+        work: what is done.
+        most_seconds: that another rank may need for it, where that is more than ranks are apart anyhow.
 
     Raises:
         LostRankError: the process through which the ranks talk has ended.
@@ -96,7 +101,8 @@ def attempt(ranks: Ranks, work: Callable[[], T]) -> Outcome[T]:
     except Exception as caught:  # noqa: BLE001 - the user's own code runs in it and may raise anything
         error = caught
         failure = RankFailure(_kind(caught), str(caught), ranks.rank, line_that_failed(caught), is_ours(caught))
-    if ranks.world_size > 1 and not all_arrive(ranks.world_size, patience(time.monotonic() - began)):
+    waited = max(patience(time.monotonic() - began), most_seconds)
+    if ranks.world_size > 1 and not all_arrive(ranks.world_size, waited):
         return Outcome(
             None, RankFailure(errors.LostCopyError.__name__, late(), ranks.rank), errors.LostCopyError(late())
         )

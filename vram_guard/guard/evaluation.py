@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import DoesNotFitError
-from vram_guard.guard._decide import in_copy_of_process, least_budget
-from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero
+from vram_guard.guard._decide import found_by_rank_zero, least_budget
+from vram_guard.guard._ranks import Outcome, from_rank_zero
 from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.simulate import DEFAULT_CAPABILITY
@@ -125,22 +125,17 @@ def foresee(
         DoesNotFitError: in mode "strict" it does not fit.
         Exception: in mode "strict" it cannot be predicted.
     """
-    ranks = training.ranks
-
-    def predicted(budget: Budget) -> Foreseen:
-        return in_copy_of_process(training, lambda _progress: _foreseen(capture(), settings, budget))[0]
-
     outcome: Outcome[Any] = least_budget(training, settings)
     if outcome.value is not None:
         budget = outcome.value
-        outcome = attempt(ranks, lambda: predicted(budget))
+        outcome = found_by_rank_zero(training, lambda _progress: _foreseen(capture(), settings, budget), capture)
     if outcome.value is None:
         if settings.mode == "strict":
             outcome.unwrap()
         why = "" if outcome.failure is None else outcome.failure.message
         training.warn(_("{what} is not predicted: {why}", what=what, why=why))
         return None
-    found: Foreseen = from_rank_zero(ranks, outcome.value)
+    found: Foreseen = from_rank_zero(training.ranks, outcome.value[0])
     if not found.fits:
         if settings.mode == "strict":
             raise DoesNotFitError(found.words(what))
