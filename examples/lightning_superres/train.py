@@ -196,7 +196,7 @@ def leave_reports(guard: VramGuard, out: Path) -> None:
 
     plan = guard.plan
     if plan is None or plan.timeline is None:
-        print("\nNo plan was made, so there is nothing to draw.")
+        print("\nThere is no plan here to draw: none was made, or rank 0 has it.")
         return
     for name in ("memory.svg", "snapshot.pickle", "report.json"):
         save(plan, out / name)

@@ -73,9 +73,8 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
     if ranks.world_size == 1:
         return Outcome(own, None)
     # Timelines do not travel: rank 0 keeps them to draw.
-    plain = own and replace(own, plan=replace(own.plan, timeline=None, timeline_before=None))
-    shared = from_rank_zero(ranks, plain)
-    return Outcome(own or shared, None)
+    shared = from_rank_zero(ranks, own and replace(own, plan=replace(own.plan, timeline=None, timeline_before=None)))
+    return Outcome(own if ranks.rank == 0 else shared, None)
 
 
 def least_budget(training: Training, settings: PlanSettings) -> Outcome[Budget]:
@@ -90,49 +89,52 @@ def least_budget(training: Training, settings: PlanSettings) -> Outcome[Budget]:
 def found_by_rank_zero(
     training: Training, look: Callable[[Progress], T], read: Callable[[], object]
 ) -> Outcome[tuple[T | None, str]]:
-    """What rank 0 finds in a training, None on the other ranks; and a note where there was no copy of its process.
+    """What rank 0 finds in a copy of its process, so that nothing of the training is touched; None on other ranks.
 
-    The others only read the training, which fails on some where their files are others. Where rank 0 has to look at it
-    in its own process, they do as well, so that what is drawn there is drawn on all ranks alike.
+    These only read the training, which fails on some where their files are others. Where rank 0 cannot be copied, all
+    ranks look at the training in their own processes at the same time: what is drawn there is drawn on all of them.
 
     Args:
         training: on every rank at the same point.
         look: finds it.
         read: reads the training.
-    """
-    ranks = training.ranks
-
-    def found() -> tuple[T | None, str]:
-        if ranks.rank == 0:
-            return in_copy_of_process(training, look)
-        in_copy_of_process(training, lambda _progress: read() and None)
-        return None, ""
-
-    outcome = attempt(ranks, found, COPY_SECONDS + IDLE_SECONDS)
-    if outcome.value is None or ranks.world_size == 1 or not from_rank_zero(ranks, outcome.value[1]):
-        return outcome
-    alike = attempt(ranks, lambda: None if ranks.rank == 0 else look(lambda _line: None), COPY_SECONDS)
-    return outcome if alike.failure is None else Outcome(None, alike.failure, alike.error)
-
-
-def in_copy_of_process(training: Training, work: Callable[[Progress], T]) -> tuple[T, str]:
-    """Work in a copy of this process, so that nothing of the training is touched; here, where there can be none.
 
     Returns:
-        What came out, and a note that says why there was no copy; "" where there was one.
+        What was found, and a note that says why there was no copy; "" where there was one.
     """
+    ranks = training.ranks
     import_planning()
-    with training.progress() as progress:
-        try:
-            return run_in_fork(work, progress), ""
-        except ForkRefusedError as error:
-            said = _(
-                "the training was looked at in its own process ({why}): the model and the generators of torch, NumPy "
-                "and Python are as before, but what data sets, samplers and helper objects drew or counted is not put "
-                "back",
-                why=error,
-            )
-            return work(progress), said
+
+    def work(progress: Progress) -> T | None:
+        if ranks.rank == 0:
+            return look(progress)
+        read()
+        return None
+
+    def in_copy() -> tuple[T | None, str]:
+        with training.progress() as progress:
+            try:
+                return run_in_fork(work, progress), ""
+            except ForkRefusedError as error:
+                return None, str(error)
+
+    def here() -> tuple[T | None, str]:
+        with training.progress() as progress:
+            return look(progress), said
+
+    outcome = attempt(ranks, in_copy, 2 * COPY_SECONDS + IDLE_SECONDS)
+    if outcome.value is None:
+        return outcome
+    why = from_rank_zero(ranks, outcome.value[1])
+    if not why:
+        return outcome
+    said = _(
+        "the training was looked at in its own process ({why}): the model and the generators of torch, NumPy "
+        "and Python are as before, but what data sets, samplers and helper objects drew or counted is not put "
+        "back",
+        why=why,
+    )
+    return attempt(ranks, here)
 
 
 def budget_of(device: torch.device, settings: PlanSettings) -> Budget:

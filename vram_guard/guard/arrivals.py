@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 def patience(own_seconds: float) -> float:
-    """Seconds that a rank waits for others which do the same work, and may have to give up a copy that hangs."""
+    """Seconds that a rank waits for others, which may have to give up a copy that hangs."""
     return max(APART_SECONDS, 2 * (own_seconds + IDLE_SECONDS))
 
 

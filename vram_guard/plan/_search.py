@@ -72,8 +72,6 @@ class _Trial:
     confirmed: list[Option] = field(default_factory=list)
     """Those of which a trace has allocated what had been composed, event by event."""
     said: set[str] = field(default_factory=set)
-    too_few_slices: dict[OptionFamily, float] = field(default_factory=dict)
-    """Families without their slices: the share of a batch that has to run again, at least."""
 
     def size(self, option: Option) -> int:
         """Samples of a micro-batch."""
@@ -307,8 +305,6 @@ class _Trial:
                 return None
         elif self._improves(family, high, best) and self._too_large(family.option(high), group):
             return None
-        if isinstance(family.prefix, SlicePrefix):
-            return self._fewest_slices(family, best)
         if not self._fits_or_dominated(family, high, best, exact=self._directly(family)):
             return None
         while high - low > 1:
@@ -326,39 +322,6 @@ class _Trial:
                 # The host holds more with every further block.
                 return (length, candidate) if self.host_suffices(family.option(length), candidate, group) else None
         return None
-
-    def _fewest_slices(self, family: OptionFamily, best: Key | None) -> tuple[int, Candidate] | None:
-        """:meth:`smallest` of slices, each number of which is traced by itself, for the longer the more run again.
-
-        From below: a further slice saves no more than what the body keeps of it, so numbers too small are passed over,
-        and larger slices, which are tried later, need no smaller share of the batch.
-        """
-        last, all_fit, others = family.lengths[-1], False, family._replace(prefix=None)
-        length = max(1, int(last * self.too_few_slices.get(others, 0.0)) + 1)
-        while length <= last and self._improves(family, length, best):
-            self.too_few_slices[others] = (length - 1) / last
-            option = family.option(length)
-            candidate = self.fitting(option, family.group, exact=True)
-            if candidate is not None:
-                return (length, candidate) if self.host_suffices(option, candidate, family.group) else None
-            missing, of_a_slice = self._missing_of_slices(family, length)
-            if (option, True) in self.candidates and not all_fit:
-                all_fit = self._fits_or_dominated(family, last, best, exact=True)
-                if not all_fit:
-                    return None
-            if family.group in self.infeasible:
-                return None
-            length += max(1, -(-missing // of_a_slice) if of_a_slice > 0 else 1)
-        return None
-
-    def _missing_of_slices(self, family: OptionFamily, length: int) -> tuple[int, int]:
-        """Bytes that a number of slices misses the budget by, and the most that a further one saves."""
-        option, last = family.option(length), family.lengths[-1]
-        traced, bound = self.candidates.get((option, True)), self.costs.lower_bound(option).size
-        of_a_slice = (bound - self.costs.lower_bound(family.option(last)).size) // max(1, last - length)
-        if traced is None:
-            return bound - self.request.most_usable, of_a_slice
-        return self.request.corrected(traced.estimate) - self.request.usable(traced.estimate), of_a_slice
 
     def _least_fits(self, family: OptionFamily) -> bool:
         """True if the group's smallest micro-batches with every block treated fit: if not, no member will do."""
