@@ -346,7 +346,7 @@ def check(suite: Suite, case: Case, mode: str) -> None:
 def every(suite: Suite, cases: Iterable[Case], *, cut: bool = False) -> Any:
     """A test's parameters: each case in one of its modes by turns.
 
-    With ``VRAM_GUARD_FIDELITY=all`` in each of its modes; with ``half`` three of six cases, and so each mode.
+    With ``VRAM_GUARD_FIDELITY=all`` in each of its modes; with ``third`` three of nine cases, and so each mode.
 
     Args:
         suite: whose cases they are.
@@ -358,7 +358,7 @@ def every(suite: Suite, cases: Iterable[Case], *, cut: bool = False) -> Any:
     share = os.environ.get("VRAM_GUARD_FIDELITY")
     pairs: list[tuple[Case, str]] = []
     for at, case in enumerate(cases):
-        if share == "half" and at % 6 > 2:
+        if share == "third" and at % 9 > 2:
             continue
         turn = case.pairs[at % len(case.pairs)]
         pairs += [
