@@ -21,8 +21,6 @@ class PrivateName(NamedTuple):
     path: str
     """"package.module:Class.attribute"; an attribute may also be one that instances get in ``__init__``."""
     used_for: str
-    held_by: str = ""
-    """The test that fails when the behaviour changes while the name stays."""
     parameters: tuple[str, ...] = ()
     """Parameters that a method must take after ``self``, in this order; () where it is not a method or takes any."""
 

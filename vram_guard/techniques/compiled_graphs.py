@@ -31,7 +31,6 @@ PRIVATE_NAMES: Final = (
     PrivateName(
         "torch._dynamo.output_graph:OutputGraph.call_user_compiler",
         "which operators compiled code has",
-        "test_compiled_code_that_changes_is_seen",
         ("gm", "example_inputs"),
     ),
 )
