@@ -35,7 +35,7 @@ def main() -> None:
 
     PlanInstaller(plan).install()
     try:
-        _run_script.run([*command, *plan.script_arguments()], module=module)
+        _run_script.run(command, module=module)
     except OtherModelError as error:
         _refused(error)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
+from vram_guard.errors import DoesNotFitError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
 from vram_guard.forks.fork import Copy
 from vram_guard.forks.isolation import isolate
@@ -73,7 +73,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         fits: whether a plan was found that fits; None before.
 
     Raises:
-        InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
+        InvalidInputError: an unknown setting.
         DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
         LostRankError: a process of the training ended meanwhile.
         UnsupportedStepError: the script cannot be followed from here. Where the copy dies or hangs, the training goes
@@ -82,29 +82,10 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     Example:
         >>> guard(budget="24GiB", allow=["accumulate"]).settings.budget
         '24GiB'
-        >>> guard(budget="24GiB", grow=True)
-        Traceback (most recent call last):
-        vram_guard.errors.InvalidInputError: guard: a larger batch has to be known before loaders ...
     """
 
     def __init__(self, **settings: Any) -> None:
-        if settings.get("grow"):
-            raise InvalidInputError(
-                _(
-                    "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard "
-                    "launch --grow"
-                )
-            )
         self.settings = LaunchSettings.of(settings)
-        if self.settings.grow:
-            _logger.warning(
-                "%s",
-                _(
-                    "guard: the project's settings say grow, which is ignored here: a larger batch has to be "
-                    "known before loaders and schedules are made (vram-guard launch --grow)"
-                ),
-            )
-            self.settings = replace(self.settings, grow=False)
         self.text = ""
         self.fits: bool | None = None
         self._undo: Callable[[], None] = _nothing

@@ -106,7 +106,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             default=",".join(name for name in DEFAULT_ALLOW if name not in (*NOT_HERE, "reshard")),
         ),
     )
-    group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
+    group.add_argument(
+        "--grow", action="store_true", help=_("where it fits, name a larger batch that would fill the GPU, and stop")
+    )
     group.add_argument(
         "--longest",
         metavar="WHICH",

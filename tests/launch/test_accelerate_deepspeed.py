@@ -160,7 +160,7 @@ def test_a_real_launch_with_deepspeed_is_predicted_changed_and_trains(tmp_path: 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_path: Path) -> None:
     """Blocks checkpointed."""
-    plan = LaunchPlan(batch_size=4, grown_batch_size=4, recipe=Recipe(checkpoint=("blocks.0", "blocks.1")))
+    plan = LaunchPlan(recipe=Recipe(checkpoint=("blocks.0", "blocks.1")))
     variables = {**by_engine(tmp_path, stage), "DS_ACCELERATOR": "cpu"}
     written, found = (cases.trained(tmp_path, "in_batches", plan=one, **variables) for one in ("", to_json(plan)))
     assert (written["forwards"], found["forwards"]) == (["method"] * 3, ["Checkpointed", "Checkpointed", "method"])
@@ -172,8 +172,6 @@ def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_p
 def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights(tmp_path: Path) -> None:
     """Blocks checkpointed."""
     plan = LaunchPlan(
-        batch_size=4,
-        grown_batch_size=4,
         recipe=Recipe(checkpoint=("transformer.h.0", "transformer.h.1")),
     )
     variables = {**by_engine(tmp_path, 2, whole=1000), "DS_ACCELERATOR": "cpu"}

@@ -64,7 +64,6 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
                   budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
-    cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB", allow=("precision", "checkpoint"))
     cases.request(asked / "one_step", TRAINER, "--output_dir", folder / "one_step", *TRAINER_ARGUMENTS,
                   "--max_steps", 1, "--out", *never, budget="8MiB", allow=("checkpoint",))  # fmt: skip
@@ -232,15 +231,14 @@ def test_a_scripts_own_precision_wins_and_that_is_said(answers: Any) -> None:
     assert any("passes its own mixed_precision" in note for note in answer["notes"])
 
 
-def test_growth_multiplies_batch_and_learning_rate(answers: Any) -> None:
-    orders = answers["grown"]["launch_plan"]
-    factor = orders["grown_batch_size"] / 16
+def test_a_larger_batch_is_told_with_the_scripts_option_for_it(answers: Any) -> None:
+    answer = answers["grown"]
+    batch = answer["plan"]["batch_size"]
+    factor = batch["after"] // batch["before"]
     assert factor >= 2
-    assert orders["learning_rate_factor"] == factor
-    assert orders["batch_option"] == "--batch_size"  # the script offers it
-    # It would multiply its rates by that option itself: once is enough.
-    assert answers["scaling"]["launch_plan"]["learning_rate_factor"] == factor
-    assert answers["scaling"]["launch_plan"]["batch_option"] == ""
+    assert f"--batch_size {batch['after']}" in answer["only_told"]
+    assert f"{factor} times its learning rate" in answer["only_told"]
+    assert not answer["launch_plan"]["recipe"]["slices"]
 
 
 def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:

@@ -65,12 +65,12 @@ def launch(arguments: Sequence[str]) -> int:
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
-    if prediction.answer.only_told:
+    if prediction.answer.only_told and prediction.answer.launch_plan.within:
         say(_("vram-guard: as it is written it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
     if given.options.dry_run:
         return EXIT_DONE
-    if given.options.ask and not _agreed():
+    if prediction.answer.only_told or (given.options.ask and not _agreed()):
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE
     handed_over = prediction.answer.changed or target.machines > 1  # machines compare their plans
@@ -93,7 +93,6 @@ def show(prediction: Prediction, *, as_json: bool, verbose: bool, typed: Sequenc
             **answer.plan,
             "notes": [*answer.notes, *remarks],
             "only_told": answer.only_told,
-            "script_arguments": answer.launch_plan.script_arguments(),
             "own_options": list(answer.own_options),
             "log": prediction.log,
         }

@@ -9,9 +9,6 @@ from typing import Any
 from vram_guard.closed_form.from_config import NAMES
 from vram_guard_accelerate._patching import wrap
 
-#: Switches by which scripts multiply their learning rate with their batch size (diffusers' training scripts).
-SCALING_OPTIONS = ("scale_lr", "auto_scale_lr")
-
 
 @dataclass(frozen=True)
 class ParsedOption:
@@ -57,11 +54,6 @@ class ScriptOptions:
     def accumulation(self, batches_per_step: int) -> str:
         """The option for accumulation, where its value is what the loop was seen to do; "" where none is."""
         return self._with_value(NAMES["accumulate"], batches_per_step)
-
-    @property
-    def scales_rates(self) -> bool:
-        """True if the script itself multiplies its learning rate with the batch size that its options name."""
-        return any(name in self._parsed and bool(self._parsed[name].value) for name in SCALING_OPTIONS)
 
     def _with_value(self, names: tuple[str, ...], value: int) -> str:
         for name in names:

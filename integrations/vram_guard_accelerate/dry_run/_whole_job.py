@@ -43,8 +43,6 @@ class WholeJobPhase(ForkedPhase):
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
         super().__init__(run, loop, sample, task, parent)
         self._recorder: Recorder = loop.tracer.recorder
-        self._place = run.script.loaders.place_of_training(sample)
-        """Where its loader was made; None where the script did not make it."""
         self._evaluates = self._saves = False
         self._over: BatchIterator | None = None
         """Over the training's batches of the latest epoch that has come to its end."""
@@ -70,15 +68,14 @@ class WholeJobPhase(ForkedPhase):
         return self._epochs > 1
 
     def trains_on(self, loader: Any) -> bool:
-        """True for the training's loader, and while the model trains for those made at its place or over its data.
+        """True for the training's loader, and while the model trains for those made at its line or over its data.
 
         An evaluation may run over the training's loader too: nothing is differentiated then.
         """
         if loader is self._sample.loader:
             return torch.is_grad_enabled()
         of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
-        again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
-        return self.loop.trains and (of_training or again)
+        return self.loop.trains and (of_training or self.run.script.loaders.made_as(loader, self._sample.loader))
 
     def stands_for_others(self, loader: Any) -> bool:
         """True for every loader but the training's."""

@@ -12,10 +12,9 @@ from vram_guard.capture.loader import Sample
 from vram_guard.simulate.compiled import compiles
 from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
 from vram_guard_accelerate._precision import precision_of
-from vram_guard_accelerate.apply.loaders import LoadersMade
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
+from vram_guard_accelerate.dry_run._loaders_made import LoadersMade
 from vram_guard_accelerate.dry_run._script_options import ScriptOptions
-from vram_guard_accelerate.launch_plan import LoaderPlace
 
 if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run._engine import EngineProcess
@@ -108,11 +107,6 @@ class FirstBatch:
     def batch_size_option(self) -> str:
         """The script's own option for the batch size; "" where there is none."""
         return self.script.options.batch_size(self.sample.batch_size)
-
-    @property
-    def loader_place(self) -> LoaderPlace | None:
-        """The place where the script makes the training's loader; None where it makes none of its batch size."""
-        return self.script.loaders.place_of_training(self.sample)
 
     @property
     def compiled(self) -> bool:

@@ -33,7 +33,7 @@ from vram_guard_accelerate._settings import ELSEWHERE, NOT_HERE, LaunchSettings
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
+from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _decided(
     made, proof = settled(script, refused)
     launch_plan = _launch_plan(made, first)
     notes = [*first.sample.notes, *_notes(script, refused, made), *proof.notes]
-    told = _only_told(first, launch_plan)
+    told = _only_told(first, made, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
     return DryRunAnswer(
         plan=as_dict(made),
@@ -98,8 +98,13 @@ def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
     size, written = first.sample.batch_size, made.timeline_before
     for count in splits_of(size):
         if written is not None and written.at(size // count).peak_reserved <= script.budget.usable:
-            return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
+            return _words((batch, size // count), (accumulation, facts.batches_per_step * count))
     return ()
+
+
+def _words(*options: tuple[str, int]) -> tuple[str, ...]:
+    """Options with their values as they are typed."""
+    return tuple(word for option, value in options for word in (option, str(value)))
 
 
 @dataclass
@@ -192,23 +197,22 @@ def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[
 def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
     """The changes that a plan means for the script that it was made for."""
     mixed = made.precision != made.precision_before
-    script = first.script
     return LaunchPlan(
         precision=ACCELERATES[made.precision] if mixed else "",
-        batch_size=made.batch_size_before,
-        grown_batch_size=made.batch_size,
-        # Where the script scales by that option too, rates would be scaled twice: the loader is made larger.
-        batch_option=first.batch_size_option if _grows(made) and not script.options.scales_rates else "",
-        loader=first.loader_place or LoaderPlace(),
-        learning_rate_factor=made.learning_rate_factor,
         models=len(first.models),
         by_itself=first.by_itself,
         recipe=made.recipe,
     )
 
 
-def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
-    """The reason why a script without Accelerate cannot be changed inside; "" where it can, or need not be."""
+def _only_told(first: FirstBatch, made: Plan, plan: LaunchPlan) -> str:
+    """The reason why a script is not changed as its plan says; "" where it is, or need not be."""
+    if made.batch_size != made.batch_size_before:
+        return _(
+            "a larger batch is the script's own to set ({option}), and so is {factor} times its learning rate for it",
+            option=" ".join(_words((first.batch_size_option or "batch_size", made.batch_size))),
+            factor=f"{made.learning_rate_factor:g}",
+        )
     if not first.by_itself or not plan.within:
         return ""
     if len(first.models) > 1:
@@ -216,10 +220,6 @@ def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
     return first.fails_at_others
-
-
-def _grows(made: Plan) -> bool:
-    return made.batch_size != made.batch_size_before
 
 
 def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
@@ -250,13 +250,11 @@ def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
         **{name: _(why) for name, why in NOT_HERE.items()},
         "expandable_segments": "" if os.environ.get(BEFORE_START) == "1" else before_the_process(),
         "precision": _why_not_mixed(first),
-        "grow": _why_not_grown(first),
+        "grow": first.fails_at_others or first.sample.growable,
         "fused": clips if facts.clips_gradients else "",
         "offload_activations": next(iter(facts.own_backward), ""),
         "slices": _why_not_sliced(first),
     }
-    if first.by_itself:
-        reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.process is not None:
         reasons |= _beside_shards(first, first.process.fsdp_version)
     return ((name, reason) for name, reason in reasons.items() if reason)
@@ -270,15 +268,6 @@ def _beside_shards(first: FirstBatch, fsdp_version: int | None) -> dict[str, str
     # A name that leads through a wrapper of FSDP1 is not there in a model that is not divided yet.
     nested = any("_fsdp_wrapped_module" in block.name for block in find_blocks(first.root))
     return dict(beside_layout(f"FSDP{fsdp_version}", *(() if nested else ("checkpoint",))))
-
-
-def _why_not_grown(first: FirstBatch) -> str:
-    why = first.fails_at_others or first.sample.growable
-    if why or first.batch_size_option or first.loader_place is not None:
-        return why
-    return _(
-        "the script makes no loader with the training's batch size (it gives it a batch sampler, or a library does)"
-    )
 
 
 def _why_not_sliced(first: FirstBatch) -> str:
