@@ -27,9 +27,7 @@ class OwnLoop:
         made: every optimizer that the script has made.
     """
 
-    #: Names as the Accelerator has them.
     ddp_handler = None
-    _schedulers = ()
 
     def __init__(self, made: Iterable[torch.optim.Optimizer]) -> None:
         self._made = made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run._without_loader import without_loader
-from vram_guard_accelerate.dry_run.checkpoints import loaded_folder
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_of
 from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
@@ -36,15 +36,13 @@ class FollowingPhase(LoopPhase):
         super().__init__(run, FollowedLoop(run, accelerator, moved, shared, loads))
         self._sample: Sample
 
-    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
+    def load_state(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """The checkpoint takes memory as Accelerate loads it, but into a model that is divided."""
-        script, found = self.run.script, loaded_folder(accelerator, folder)
-        if found is None or not self.loop.models:
-            return
         if self.run.process is not None:
-            script.resuming_not_followed = _("a checkpoint of a model that is divided")
+            why = _("a checkpoint of a model that is divided")
         else:
-            script.resuming_not_followed = _resuming.load(self.loop, found, self.run.shape.ranks, given)
+            why = _resuming.load(self.loop, self.run.shape.ranks, original, *args, **kwargs)
+        self.run.script.resuming_not_followed = why
 
     def stands_for_others(self, loader: Any) -> bool:  # noqa: ARG002 - whichever it is
         """True: what runs over a loader before the training is an evaluation."""

@@ -39,7 +39,7 @@ def install(run: DryRun) -> None:
     wrap(Accelerator, "__init__", partial(_accelerator_made, run))
     for name in ("prepare", "prepare_model"):
         wrap(Accelerator, name, lambda original, self, *args, **kwargs: run.phase.prepare(original, self, args, kwargs))
-    wrap(Accelerator, "load_state", partial(_state_loaded, run))
+    wrap(Accelerator, "load_state", lambda *args, **kwargs: run.phase.load_state(*args, **kwargs))  # noqa: PLW0108 - of the phase that it is then
     for owner in (Accelerator, torch.nn.utils):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(owner, name, partial(_clip, run))
@@ -103,13 +103,6 @@ def _take_for_distributed(arguments: Any, ranks: int) -> None:
 def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
     run.phase.differentiates_for_real()
     return original(*args, **kwargs)
-
-
-def _state_loaded(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.apply_defaults()
-    accelerator, folder, options, more = given.arguments.values()
-    run.phase.load_state(accelerator, folder, {"load_kwargs": options, **more})
 
 
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -137,8 +137,8 @@ class DryRunPhase:
         """``Accelerator.prepare``, or ``prepare_model``."""
         return original(accelerator, *args, **kwargs)
 
-    def load_state(self, accelerator: Any, folder: Any, given: dict[str, Any]) -> None:
-        """``Accelerator.load_state`` of a folder, with these other arguments: the script resumes."""
+    def load_state(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """``Accelerator.load_state``: the script resumes."""
 
     def next_batch(self, batches: BatchIterator) -> Any:
         """A loader's next batch."""

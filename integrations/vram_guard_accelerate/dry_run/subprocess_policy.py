@@ -8,17 +8,15 @@ names the command and the line.
 
 from __future__ import annotations
 
-import inspect
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import PurePath
 from typing import Any, Final, NoReturn
 
-from vram_guard.forks.side_effects import way
+from vram_guard.forks.side_effects import listen, way
 from vram_guard.language import _, marked
 from vram_guard.user_code import is_users_file
 from vram_guard_accelerate._patching import wrap
@@ -45,16 +43,19 @@ READING_COMMANDS = {
 #: What makes a shell do more than run one program with these words.
 _SHELLS_OWN = frozenset("<>|;&$`\n")
 
+#: Audit events of a program's start, and which of their values is its command.
+_STARTS = {"subprocess.Popen": 1, "os.system": 0, "os.posix_spawn": 1}
 
-def only_reads(command: Any, *, in_shell: bool = False) -> bool:
+
+def only_reads(command: Any) -> bool:
     """True if a program changes nothing, as far as its command says.
 
     Args:
-        command: text, or words, as ``subprocess.Popen`` takes them.
-        in_shell: whether a shell reads it.
+        command: words, or text that a shell reads.
     """
     words = words_of(command)
-    if not words or (in_shell and isinstance(command, (str, bytes)) and _SHELLS_OWN & set(os.fsdecode(command))):
+    line = _line(command)
+    if not words or (line is not None and _SHELLS_OWN & set(line)):
         return False
     name, rest = PurePath(words[0]).name.removesuffix(".exe"), list(words[1:])
     if name in READING_PROGRAMS:
@@ -71,12 +72,18 @@ def only_reads(command: Any, *, in_shell: bool = False) -> bool:
 
 def words_of(command: Any) -> list[str]:
     """A command's words; none where it cannot be read."""
+    line = _line(command)
     try:
-        if isinstance(command, (str, bytes, os.PathLike)):
-            return shlex.split(os.fsdecode(command))
-        return [os.fsdecode(word) for word in command]
+        return [os.fsdecode(word) for word in command] if line is None else shlex.split(line)
     except (TypeError, ValueError):
         return []
+
+
+def _line(command: Any) -> str | None:
+    """The text that a shell is given, as ``subprocess`` gives it; None where there is no shell."""
+    if isinstance(command, (list, tuple)) and command[:2] == ["/bin/sh", "-c"]:
+        command = command[2]
+    return os.fsdecode(command) if isinstance(command, (str, bytes, os.PathLike)) else None
 
 
 _MAY_WRITE: Final = marked(
@@ -96,35 +103,33 @@ def refuse_writing_programs(stopped: Callable[[str], NoReturn]) -> None:
         stopped: ends it, given the reason.
     """
     if way() == "python":
-        around_starts(_unless_it_reads(stopped, _MAY_WRITE))
-
-
-def _unless_it_reads(stopped: Callable[[str], NoReturn], reason: str) -> Callable[..., Any]:
-    """What starts a program that only reads, and ends the dry run before any other, for a reason that names it."""
-
-    def check(start: Callable[[], Any], command: Any, in_shell: bool = False) -> Any:
-        if not only_reads(command, in_shell=in_shell):
-            stopped(_(reason, command=shown(command)))
-        return start()
-
-    return check
+        _refuse_starts(stopped, _MAY_WRITE)
 
 
 def refuse_processes(stopped: Callable[[str], NoReturn]) -> None:
-    """From now on a program that may change something ends the dry run.
+    """From now on a program that may change something ends the dry run, and so does a process of ``multiprocessing``.
 
     Args:
         stopped: ends it, given the reason.
     """
-    check = _unless_it_reads(stopped, _SEVERAL_TIMES)
-    around_starts(check)
+    _refuse_starts(stopped, _SEVERAL_TIMES)
+
+    def started(_original: Any, process: Any) -> NoReturn:
+        stopped(_(_SEVERAL_TIMES, command=type(process).__name__))
+
     for name in ("multiprocessing.process", "multiprocess.process"):  # the second: what `datasets` uses
         process = getattr(sys.modules.get(name), "BaseProcess", None)
-
-        def started(original: Any, process: Any) -> Any:
-            return check(partial(original, process), [type(process).__name__])
-
         wrap(process, "start", started, optional=process is None)
+
+
+def _refuse_starts(stopped: Callable[[str], NoReturn], reason: str) -> None:
+    def heard(event: str, values: tuple[Any, ...]) -> None:
+        command = values[_STARTS[event]]
+        if not only_reads(command):
+            words = " ".join(words_of(command)) or "a program"
+            stopped(_(reason, command=words if len(words) <= 60 else f"{words[:57]}..."))
+
+    listen(_STARTS, heard)
 
 
 def refuse_copies(stopped: Callable[[str], NoReturn]) -> None:
@@ -141,45 +146,18 @@ def refuse_copies(stopped: Callable[[str], NoReturn]) -> None:
     def refused(name: str, *_call: Any, **_options: Any) -> NoReturn:
         stopped(_("it starts processes of its own ({name}), which are not followed", name=name))
 
-    def copied(name: str, original: Callable[[], Any]) -> Any:
-        return refused(name) if is_users_file(sys._getframe(2).f_code.co_filename) else original()  # noqa: SLF001
+    def heard(event: str, _values: tuple[Any, ...]) -> None:
+        caller = sys._getframe(2)  # noqa: SLF001 - who asks is the question
+        while caller.f_back is not None and caller.f_globals.get("__name__") == "os":  # its spawnv and the like
+            caller = caller.f_back
+        if event == "os.exec" or is_users_file(caller.f_code.co_filename):
+            refused(event)
 
-    names = {multiprocessing: ("spawn", "start_processes"), os: ("execv", "execve", "execvp", "execvpe")}
-    for owner, functions in {**names, accelerate: ("notebook_launcher", "debug_launcher")}.items():
-        for name in functions:
-            shown_name = name if owner is accelerate else f"{owner.__name__}.{name}"
-            wrap(owner, name, partial(refused, shown_name), optional=True)
-    for name in ("fork", "forkpty"):
-        wrap(os, name, partial(copied, f"os.{name}"), optional=True)
-
-
-def around_starts(around: Callable[..., Any]) -> None:
-    """Have a function called in place of every start of a program.
-
-    Args:
-        around: given what starts it, its command, and whether a shell reads that.
-    """
-    signature = inspect.signature(subprocess.Popen.__init__)
-
-    def popen(original: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        around(partial(original, *args, **kwargs), given["args"], bool(given.get("shell")))
-
-    def spawned(original: Any, path: Any, argv: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(partial(original, path, argv, *args, **kwargs), argv)
-
-    def by_mode(original: Any, mode: int, file: Any, argv: Any, *args: Any) -> Any:
-        return around(partial(original, mode, file, argv, *args), argv)
-
-    wrap(subprocess.Popen, "__init__", popen)
-    wrap(os, "system", lambda original, command: around(partial(original, command), command, True))
-    for name in ("posix_spawn", "posix_spawnp"):
-        wrap(os, name, spawned, optional=True)
-    for name in ("spawnv", "spawnve", "spawnvp", "spawnvpe"):
-        wrap(os, name, by_mode, optional=True)
-
-
-def shown(command: Any) -> str:
-    """The command for a message."""
-    words = " ".join(words_of(command)) or "a program"
-    return words if len(words) <= 60 else f"{words[:57]}..."
+    listen(("os.exec", "os.fork", "os.forkpty"), heard)
+    for owner, names in {
+        multiprocessing: ("spawn", "start_processes"),
+        accelerate: ("notebook_launcher", "debug_launcher"),
+    }.items():
+        for name in names:
+            shown = name if owner is accelerate else f"{owner.__name__}.{name}"
+            wrap(owner, name, partial(refused, shown), optional=True)
