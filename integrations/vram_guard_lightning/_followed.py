@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vram_guard.guard.step_switches import overriding
 from vram_guard.guard.unfollowed import left_out_if_it_fails
 from vram_guard.language import Message
 from vram_guard.patching import replace_attributes
@@ -59,6 +60,8 @@ _ALONE: dict[str, Any] = {
 #: How the names begin of hooks around steps, in which nothing of a step itself is computed.
 _AROUND_STEPS = ("on_fit_", "on_train_", "on_before_zero_grad", "on_before_optimizer", "on_after_backward")
 
+_BEFORE_STEP = "on_train_batch_start"
+
 #: Batches of a loader in the order of Lightning's loops: the batch, its number, and that of its loader.
 Batches = Callable[[], Iterable[tuple[Any, int, int]]]
 
@@ -83,6 +86,10 @@ class FollowedTrainer:
         self.module = module
         self.failed: set[str] = set()
         self.batches: dict[Any, Batches] = {}
+        self._begun = False
+        """The hooks before the step that comes next have run, to decide whether it is followed."""
+        self._outputs: list[str] = []
+        """Names of what a training step returns."""
         self._calls: Any = import_module(f"{_namespaces.of(trainer).__name__}.trainer.call")
         device = trainer.strategy.root_device
         self._place_strategy(data_ranks)
@@ -139,25 +146,45 @@ class FollowedTrainer:
 
     # --- hooks ------------------------------------------------------------------------------------------------
 
-    def call(self, hook: str) -> None:
-        """A hook of the callbacks and of the module, as Lightning calls it."""
-        self._calls._call_callback_hooks(self.trainer, hook)
-        self._calls._call_lightning_module_hook(self.trainer, hook)
+    def call(self, hook: str, *args: Any) -> Any:
+        """A hook of the callbacks and of the module, as Lightning calls it; what the module's returns."""
+        self._calls._call_callback_hooks(self.trainer, hook, *args)
+        return self._calls._call_lightning_module_hook(self.trainer, hook, *args)
+
+    def begins_step(self, batch: Any) -> bool:
+        """The hooks before a step of which they decide whether it is followed; False where they pass over it."""
+        self._begun = False
+        result = None
+        with self.followed(Message("the hook {hook}", hook=_BEFORE_STEP)):
+            result = self.call(_BEFORE_STEP, batch, 0)
+        self._begun = True
+        return bool(result != -1)
+
+    def ends_step(self, batch: Any) -> None:
+        """The hooks after a step that is not followed."""
+        self.call("on_train_batch_end", {name: torch.zeros(()) for name in self._outputs}, batch, 0)
 
     def has(self, hook: str) -> bool:
         """True if a callback that is followed, or the module, does something there."""
-        if hook in self.failed:
-            return False
-        base = getattr(_namespaces.of(self.trainer).Callback, hook)
-        callbacks = any(getattr(type(callback), hook, base) is not base for callback in self.trainer.callbacks)
-        return callbacks or not _namespaces.is_lightnings(self.module, hook)
+        return any(self.overrides(one, (hook,)) for one in (*self.trainer.callbacks, self.module))
+
+    def overrides(self, owner: Any, hooks: tuple[str, ...]) -> bool:
+        """True if a callback or the module does something in one of these hooks, and has not failed in it."""
+        named = [hook for hook in hooks if hook not in self.failed]
+        if owner is self.module:
+            return not all(_namespaces.is_lightnings(owner, hook) for hook in named)
+        return bool(overriding([owner], tuple(named), _namespaces.of(self.trainer).Callback))
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Hooks around steps may fail where nothing is computed: the steps are predicted all the same."""
 
         def guarded(trainer: Any, hook: str, *args: Any, **kwargs: Any) -> Any:
-            if not hook.startswith(_AROUND_STEPS) or hook == "on_train_batch_start":  # which may skip the batch
+            if hook == _BEFORE_STEP:  # which may skip the batch
+                return None if self._begun else call(trainer, hook, *args, **kwargs)
+            if not hook.startswith(_AROUND_STEPS):
                 return call(trainer, hook, *args, **kwargs)
+            if hook == "on_train_batch_end" and isinstance(args[0], dict):
+                self._outputs = list(args[0])
             if hook not in self.failed:
                 with self.followed(Message("the hook {hook}", hook=hook)):
                     self.failed.add(hook)

@@ -199,7 +199,8 @@ class _Fit:
 
         def training_step(batch: Any, *arguments: Any, **_named: Any) -> Any:
             self._job.heard.arguments = arguments
-            return self._run.loss(batch)
+            with self._steps.in_step():
+                return self._run.loss(batch)
 
         def on_epoch_starts() -> None:
             with self._run.phase("hooks" if self._begun else "setup"), replaced(torch, {"equal": _same}):

@@ -22,7 +22,6 @@ from vram_guard.capture.later_calls import later_calls
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
-from vram_guard.guard.refusals import Refusal, later_changes
 from vram_guard.guard.training import CapturedTraining
 from vram_guard.job import Job
 from vram_guard.language import _
@@ -53,9 +52,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vram_guard.guard.evaluation import CapturedEvaluation
+    from vram_guard.guard.refusals import Refusal
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.parallel.spec import Parallel
-    from vram_guard.plan import Plan
     from vram_guard.techniques import Sharding
 
 
@@ -70,20 +69,6 @@ class CapturedRun(CapturedTraining):
     runner: Any
     optim: _optim.OptimFacts
     recorder: RecordingOptimWrapper
-    loss_said: bool = False
-    """True if the user has said how losses of micro-batches are weighed."""
-
-    def objection(self, plan: Plan) -> Refusal | None:
-        """A loss that hooks change later is not proven by the first step."""
-        if plan.splits == 1 or self.loss_said or "loss" not in later_changes(plan):
-            return None
-        return Refusal(
-            "accumulate",
-            _(
-                "the model is changed during the training, as notes of the prediction say: what its loss is over a "
-                "batch is proven for the first steps only; pass loss_weight"
-            ),
-        )
 
     @contextmanager
     def symbolic_run(self) -> Iterator[None]:
@@ -116,9 +101,7 @@ class CapturedRun(CapturedTraining):
         return _refusals.refusals(self.runner, self.optim, settings, growable=self.sample.growable)
 
 
-def capture(
-    runner: Any, *, whole_job: bool = True, loss_said: bool = False, planned_batch: PlannedBatch = LARGEST
-) -> CapturedRun:
+def capture(runner: Any, *, whole_job: bool = True, planned_batch: PlannedBatch = LARGEST) -> CapturedRun:
     """Read one training from a runner whose loops and optimizer are not built yet.
 
     The train dataloader is built, as the loop would do it; where the loop is one of MMEngine's own, it is handed over.
@@ -126,7 +109,6 @@ def capture(
     Args:
         runner: to read.
         whole_job: also what the training does besides its steps.
-        loss_said: the user has said how losses of micro-batches are weighed.
         planned_batch: the longest batch of its evaluations.
 
     Raises:
@@ -171,7 +153,7 @@ def capture(
     if whole_job:
         step = step.with_(job=_job(runner, sample, loader, facts, notes, planned_batch))
     epoch_samples = sample.dataset_size if by_epoch(runner) else None
-    return CapturedRun(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder, loss_said)
+    return CapturedRun(step, model, sample, epoch_samples, tuple(notes), runner, facts, recorder)
 
 
 def evaluation(runner: Any, kind: Literal["val", "test"], planned_batch: PlannedBatch) -> CapturedEvaluation:

@@ -10,23 +10,21 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from mmengine.hooks import Hook
 
 from vram_guard.capture.loader import Sample, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.followed_steps import FollowedSteps, StepPlace
-from vram_guard.guard.step_state import LoaderBatches, state_of
+from vram_guard.guard.step_state import LoaderBatches
+from vram_guard.guard.step_switches import overriding
 from vram_guard.guard.unfollowed import forget_frames, in_a_line
 from vram_guard.language import Message, _
 from vram_guard.limits import BATCHES_WITHOUT_A_STEP
 from vram_guard.patching import replaced
 from vram_guard_mmengine._evaluation import is_endless
 from vram_guard_mmengine._followed import OF_EPOCHS, FollowedRunner, is_users
-from vram_guard_mmengine._step_switches import ModelAttributes, numbers_of, overriding
 
 # ruff: noqa: SLF001 - loops and optimizer wrappers have no public names for where they are
-
-_OF_ITERATIONS = ("before_train_iter", "after_train_iter")
-
 
 #: Of a step: its batches are delivered; it does not differ, or cannot be followed; weights are updated; hooks are over.
 _State = Literal["asked", "left out", "begun", "updated", "over"]
@@ -48,6 +46,8 @@ class RunnerSteps(FollowedSteps):
     """
 
     names = ("epoch", "iter")
+    of_epochs = OF_EPOCHS
+    of_steps = ("before_train_iter", "after_train_iter")
     same_loss = ("accumulative_counts",)
 
     def __init__(
@@ -60,8 +60,6 @@ class RunnerSteps(FollowedSteps):
     ) -> None:
         self._followed, self._runner, self._loop = followed, followed.runner, followed.runner._train_loop
         self._step, self._first_ends = step, first_ends
-        self._attributes = ModelAttributes(self._runner.model)
-        self._batches = LoaderBatches(followed.run, sample, lambda: [self._loop.dataloader], self._read)
         self._state: _State = "over"
         """Of the step whose batches are delivered."""
         self._idle = 0
@@ -71,8 +69,11 @@ class RunnerSteps(FollowedSteps):
         self._users = [hook for hook in followed.hooks if is_users(hook)]
         super().__init__(
             followed.run,
+            self._runner.model,
+            LoaderBatches(followed.run, sample, lambda: [self._loop.dataloader], self._read),
             1 if batches is None else self._loop._max_epochs,
             self._loop._max_iters if batches is None else batches,
+            set_by_framework=("_device",),
             by_epoch=batches is not None,
             interrupted=True,
         )
@@ -80,27 +81,21 @@ class RunnerSteps(FollowedSteps):
 
     # --- what decides about a step ----------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """Of the model with its attributes, and how many batches a step has."""
-        wrapper = self._runner.optim_wrapper
-        optimizer = getattr(wrapper, "optimizer", None)
-        return {
-            **state_of(self._runner.model, [] if optimizer is None else [optimizer], self._batches),
-            "accumulative_counts": getattr(wrapper, "_accumulative_counts", 1),
-            **self._attributes.now(),
-        }
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Within the runner's wrapper."""
+        optimizer = getattr(self._runner.optim_wrapper, "optimizer", None)
+        return [] if optimizer is None else [optimizer]
+
+    def overriding(self, names: tuple[str, ...]) -> list[Any]:
+        """The user's hooks."""
+        return overriding(self._users, names, Hook)
+
+    def besides(self) -> dict[str, Any]:
+        """How many batches a step has."""
+        return {"accumulative_counts": getattr(self._runner.optim_wrapper, "_accumulative_counts", 1)}
 
     def _read(self) -> Sample:
         return read_loader(self._loop.dataloader, endless=is_endless(self._loop.dataloader))
-
-    def hooks_run(self) -> bool:
-        """Of the user's."""
-        return bool(overriding(self._users, OF_EPOCHS))
-
-    def numbers(self) -> set[int]:
-        """Those of hooks of iterations, and attributes of the model: ``initial_epoch = 4``."""
-        of_hooks = (number for hook in overriding(self._users, _OF_ITERATIONS) for number in numbers_of(hook))
-        return {*of_hooks, *self._attributes.places()}
 
     def in_words(self, place: StepPlace) -> str:
         """As MMEngine counts for people."""
@@ -151,7 +146,7 @@ class RunnerSteps(FollowedSteps):
             wrapper._inner_count = counts - 1 if number >= min(counts, 2) - 1 else 0
             loop._iter = min(place + number, loop._max_iters - 1)
             self._runner.message_hub.update_info_dict({"epoch": loop._epoch, "iter": loop._iter})
-            yield self._batches.batch()
+            yield self.batches.batch()
             if not self._goes_on():
                 return
 
@@ -172,13 +167,10 @@ class RunnerSteps(FollowedSteps):
         """In place of the model's."""
         if self._state == "asked":
             self._state = "begun" if self.follows() else "left out"
-            if self._state == "begun" and self.why:
-                self._run.note(Message("from {place} on the step differs: {what}", place=self.label, what=self.why))
-                self.why = ""
         if self._state == "left out":
             return self._unknown()
         self._state = "begun"
-        self._batches.used()
+        self.batches.used()
         self._run.batch_begins(self.label)
         hub = self._runner.message_hub
         with replaced(hub, {"get_info": self._noted(hub.get_info)}):
@@ -195,7 +187,8 @@ class RunnerSteps(FollowedSteps):
 
     def _updated(self, data: Any, optim_wrapper: Any) -> Any:
         counted = optim_wrapper._inner_count
-        outputs = self._step(data, optim_wrapper)
+        with self.in_step():
+            outputs = self._step(data, optim_wrapper)
         if optim_wrapper._inner_count == counted:
             raise UnsupportedStepError(
                 _("train_step did not call optim_wrapper.update_params: there is no loss to follow")

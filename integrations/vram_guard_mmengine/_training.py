@@ -57,12 +57,9 @@ class RunnerRanks:
 class RunnerTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
-    def __init__(
-        self, runner: Any, *, whole_job: bool = True, loss_said: bool = False, planned_batch: PlannedBatch = LARGEST
-    ) -> None:
+    def __init__(self, runner: Any, *, whole_job: bool = True, planned_batch: PlannedBatch = LARGEST) -> None:
         self.runner = runner
         self._whole_job = whole_job
-        self._loss_said = loss_said
         self._planned_batch = planned_batch
         self.ranks = RunnerRanks()
 
@@ -85,9 +82,7 @@ class RunnerTraining:
 
     def capture(self) -> CapturedRun:
         """See :func:`vram_guard_mmengine._capture.capture`."""
-        return capture(
-            self.runner, whole_job=self._whole_job, loss_said=self._loss_said, planned_batch=self._planned_batch
-        )
+        return capture(self.runner, whole_job=self._whole_job, planned_batch=self._planned_batch)
 
     def why_left_alone(self) -> str:
         """Nothing of MMEngine's keeps the guard from changing a training."""

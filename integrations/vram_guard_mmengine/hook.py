@@ -98,10 +98,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
         self._read_settings(runner)
         self.plan, self._iterations = None, 0
         settings = self.settings
-        said = settings.said_loss_weight is not None
-        training = RunnerTraining(
-            runner, whole_job=settings.whole_job, loss_said=said, planned_batch=settings.planned_batch
-        )
+        training = RunnerTraining(runner, whole_job=settings.whole_job, planned_batch=settings.planned_batch)
         guard = self._guard = Guard(training, settings)
         try:
             with guard.applied, resumable():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -221,6 +222,94 @@ def test_steps_that_decide_nothing_new_are_passed_over_on_the_way_to_a_later_one
     assert not [note for note in found.job.notes if "followed up to" in note.message]
 
 
+class Momentum(pl.Callback):  # type: ignore[misc, name-defined]
+    """Gives plain SGD a momentum, and with that a state of every weight."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 2:
+            trainer.optimizers[0].param_groups[0]["momentum"] = 0.9
+
+
+class Switch(pl.Callback):  # type: ignore[misc, name-defined]
+    """Has the module's step take more rows from a step on."""
+
+    def __init__(self, at_step: int, hook: str) -> None:
+        self.at_step = at_step
+        self.switches = hook
+
+    def _switch(self, hook: str, trainer: Any, module: Any) -> None:
+        if hook == self.switches and trainer.global_step >= self.at_step:
+            module.wide = True
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._switch("epoch", trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._switch("start", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["loss"].dim() == 0
+        self._switch("end", trainer, pl_module)
+
+
+class Switched(Widening):
+    def __init__(self) -> None:
+        super().__init__(lambda net: net.wide)
+        self.wide = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("callback", "label", "why"),
+    [
+        (Momentum(), "epoch 2", "optimizer.momentum"),
+        (Switch(8, "epoch"), "epoch 2", "wide"),
+        (Switch(9, "start"), "global_step 9", "wide"),
+        (Switch(9, "end"), "global_step 9", "wide"),
+    ],
+    ids=["momentum", "an attribute", "before a step", "after a step"],
+)
+def test_what_a_callback_switches_on_later_is_told(tmp_path: Any, callback: Any, label: str, why: str) -> None:
+    found = told(tmp_path, Switched(), callback)
+    (note,) = [note.message for note in found.job.notes]
+    assert note == f"from {label} on the step differs: {why}"
+    grows = sum(rounded(one) for one in Net().parameters()) // (1 if why == "optimizer.momentum" else 8)
+    assert peaks(found)["training", label] >= found.plain.peak_allocated + grows
+    assert ("loss" in found.job.later_changes) is (why == "wide")
+
+
+class Collecting(Net):
+    """Keeps and counts what its steps make until the epoch is over; its rates begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.MeanSquaredError()
+        self.last: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last = self.head(self.backbone(batch[0].flatten(0, -2)))
+        self.log("error", self.accuracy(self.last, torch.zeros_like(self.last)), on_epoch=True)
+        self.outputs.append(self.last.detach())
+        return self.last.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.outputs.clear()
+        self.accuracy.reset()
+        self.last = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: epoch / 4)]
+
+
+def test_what_steps_collect_and_rates_that_rise_make_no_other_step(tmp_path: Any) -> None:
+    found = told(tmp_path, Collecting(), validation=loader())
+    assert not [note for note in found.job.notes if "differs" in note.message]
+    assert [phase.label for phase in found.estimate.phases if phase.label] == []
+
+
 def test_weights_that_are_averaged(tmp_path: Any) -> None:
     found = told(tmp_path, Net(), pl.callbacks.EMAWeightAveraging())
     copy = sum(one.nbytes for one in Net().parameters())
@@ -239,7 +328,8 @@ def test_a_hook_that_cannot_be_followed_is_said(tmp_path: Any) -> None:
 
     found = told(tmp_path, Net(), Failing(), Unfreezing())
     notes = [note.message for note in found.job.notes]
-    assert [note for note in notes if "on_train_epoch_end" in note and "no loss was collected" in note] == notes
+    assert [note for note in notes if "on_train_epoch_end" in note and "no loss was collected" in note] == notes[:1]
+    assert [note for note in notes if "epoch 2" in note and "4 more parameters are trained" in note] == notes[1:]
     assert ("training", "epoch 2") in peaks(found)
 
 
@@ -600,7 +690,7 @@ def test_batches_that_are_passed_over_end_an_epoch_and_not_the_look(tmp_path: An
         labels = {phase.label for phase in found.estimate.phases if phase.label}
         assert labels <= {"epoch 1", "epoch 2", "epoch 3"}
         assert "validation" in {phase.name for phase in found.estimate.phases}
-        assert not found.job.notes
+        assert all("parameters are trained" in note.message for note in found.job.notes)
 
 
 def test_a_second_fit_of_the_same_trainer_is_followed_too(tmp_path: Any) -> None:

@@ -23,6 +23,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch.utils import _pytree as pytree
 
 from vram_guard.errors import DoesNotFitError, UnsupportedStepError
+from vram_guard.guard.refusals import unproven_later
 from vram_guard.forks.fork import run_in_fork
 from vram_guard.guard.evaluation import foresee
 from vram_guard.simulate import trace_at
@@ -53,7 +54,7 @@ class Look:
         self.phases = taken.phases
         self.leaks = taken.leaks
         split = cast("Plan", SimpleNamespace(splits=2, timeline=timeline, timeline_before=None))
-        self.why_whole = getattr(captured.objection(split), "reason", "")
+        self.why_whole = getattr(unproven_later(split), "reason", "")
         self.notes = [*captured.notes, *map(str, taken.notes)]
 
     def phase(self, name: str, label: str = "") -> Any:

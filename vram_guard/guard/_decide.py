@@ -16,7 +16,7 @@ from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.expandable import why_not_expandable
-from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes, undone_later
+from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes, undone_later, unproven_later
 from vram_guard.language import _
 from vram_guard.limits import COPY_SECONDS, IDLE_SECONDS
 from vram_guard.longest.choice import choose, peak_of
@@ -277,6 +277,7 @@ class _Captured:
             self.captured.objection(plan),
             repeated_in_parts(collectives_of(plan.timeline_before)),
             undone_later(plan),
+            unproven_later(plan) if self.settings.said_loss_weight is None else None,
         )
 
     def finds_body(self, refused: dict[str, str]) -> bool:

@@ -7,23 +7,26 @@ decides about its memory is as it was at no step before, or if it meets more mem
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vram_guard.guard.places import StepDecisions
-from vram_guard.guard.step_state import StepStates
+from vram_guard.guard.step_state import OPTIMIZER, LoaderBatches, StepStates, state_of
+from vram_guard.guard.step_switches import ModelAttributes, numbers_of
 from vram_guard.job import LoopRun
 from vram_guard.language import Message, _
 from vram_guard.limits import LATER_SECONDS, LATER_STEPS, PLACES_LOOKED_AT
-from vram_guard.timeline import LaterChange
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 #: Names of a state, see :func:`vram_guard.guard.step_state.state_of`: whatever they are, the loss is the same.
 _BESIDES_LOSS = ("trained", "weights", "modes", "optimizer", "train_dataloader")
-
-_CHANGES: dict[str, LaterChange] = {"trained": "trained", "optimizer": "optimized"}
 
 
 class StepPlace(NamedTuple):
@@ -38,30 +41,47 @@ class FollowedSteps(ABC):
 
     Args:
         run: of the trace.
+        model: that is trained.
+        batches: of its loader.
         epochs: of the training; infinite where nothing says, and 1 where it is not counted in epochs.
         steps: of an epoch.
+        set_by_framework: attributes of modules that the framework itself sets.
         by_epoch: the training is counted in epochs.
         interrupted: something else runs between the first steps and the next epoch: a step there meets what that left.
 
     Attributes:
         names: by which the model asks for the number of the epoch, and of the step.
+        of_epochs: names of hooks between the steps of two epochs.
+        of_steps: names of hooks around a step.
         same_loss: names of the state besides those of every framework by which the model computes no other loss.
         asked: what steps have decided by the place in the training.
         label: of the step that comes next; "" where nothing differs.
-        why: that one differs, in words.
+        batches: of the loader, as hooks leave it.
         over: no later epoch is looked at.
     """
 
     names: tuple[str, str]
+    of_epochs: tuple[str, ...]
+    of_steps: tuple[str, ...]
     same_loss: tuple[str, ...] = ()
 
     def __init__(
-        self, run: LoopRun, epochs: float, steps: int, *, by_epoch: bool = True, interrupted: bool = False
+        self,
+        run: LoopRun,
+        model: nn.Module,
+        batches: LoaderBatches,
+        epochs: float,
+        steps: int,
+        *,
+        set_by_framework: Iterable[str] = (),
+        by_epoch: bool = True,
+        interrupted: bool = False,
     ) -> None:
+        self._model, self.batches, self._attributes = model, batches, ModelAttributes(model, set_by_framework)
         self._run, self._epochs, self._steps, self._by_epoch = run, epochs, steps, by_epoch
         self._interrupted = interrupted
         self.asked = StepDecisions()
-        self.label = self.why = ""
+        self.label = ""
         self.over = False
         self._begun = False
         """The first steps are over, and places after them are looked at."""
@@ -84,20 +104,28 @@ class FollowedSteps(ABC):
         self._again = self._last = self._stopped = False
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """What decides about the memory of a step now, by names."""
+    def optimizers(self) -> Iterable[torch.optim.Optimizer]:
+        """Those of the training now."""
 
     @abstractmethod
-    def hooks_run(self) -> bool:
-        """True while hooks run between epochs that may change it."""
+    def overriding(self, names: tuple[str, ...]) -> list[Any]:
+        """The objects that do something in hooks of these names which may change steps."""
 
     @abstractmethod
     def in_words(self, place: StepPlace) -> str:
         """A place, for people."""
 
-    def numbers(self) -> Iterable[int]:
-        """Epochs and steps that hooks and the model name: there they may change the state, or do otherwise."""
-        return ()
+    def besides(self) -> dict[str, Any]:
+        """What decides about the memory of a step in this framework alone, by names."""
+        return {}
+
+    def hooks_run(self) -> bool:
+        """True while hooks run between epochs that may change what decides."""
+        return bool(self.overriding(self.of_epochs))
+
+    def in_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the model's part of a step."""
+        return contextlib.nullcontext() if self._begun else self._attributes.in_step()
 
     @property
     def first_over(self) -> bool:
@@ -178,13 +206,24 @@ class FollowedSteps(ABC):
         self._begun = True
         self._seconds = time.process_time() - began
         self.asked.followed(self._numbers(self._first))
-        self._states.look(self.state())
+        self._states.look(self._deciding())
         self._states.followed(self._run.allocated)
         self._look_on()
-        self._named = set(self.numbers())
+        self._named = self._numbers_named()
         for number in self._named:
             self._near |= {number - 1, number, number + 1}
             self._near |= {one * self._steps for one in (number - 1, number) if self._by_epoch}
+
+    def _numbers_named(self) -> set[int]:
+        """Epochs and steps that hooks and the model name: there hooks may change the state, or the model do otherwise.
+
+        Modules that are hooks themselves name them like other modules: most of their numbers are sizes.
+        """
+        of_steps = self.overriding(self.of_steps)
+        if not of_steps and not self.hooks_run():
+            return set()
+        found = {number for hook in of_steps if hook is not self._model for number in numbers_of(hook)}
+        return found | self._attributes.places(tuple(name.rpartition("_")[2] for name in self.names))
 
     def _next(self, epoch: int) -> int | None:
         if not self._begun:
@@ -227,18 +266,24 @@ class FollowedSteps(ABC):
 
     # --- what differs -----------------------------------------------------------------------------------------
 
+    def _deciding(self) -> dict[str, Any]:
+        """What decides about the memory of a step now, by names."""
+        own = state_of(self._model, self.optimizers(), self.batches)
+        return {**own, **self._attributes.now(), **self.besides()}
+
     def follows(self) -> bool:
         """True where the step of this place is followed; to be asked when the hooks before it have run."""
         if not self._looked or self._again:
             return True
-        self._states.look(self.state())
+        self._states.look(self._deciding())
         changed = self._states.changed()
-        for name, change in _CHANGES.items():
-            if name in changed:
-                self._run.changes_later(change)
-        self.why = self._difference(changed)
-        self.label = self.in_words(self._place) if self.why else ""
-        if not self.why:
+        if "trained" in changed:
+            self._run.changes_later("trained")
+        if any(name == "optimizer" or name.startswith(OPTIMIZER) for name in changed):
+            self._run.changes_later("optimized")
+        why = self._difference(changed)
+        self.label = self.in_words(self._place) if why else ""
+        if not why:
             if self._place.step != self._plain:
                 return False
         elif self._found >= LATER_STEPS and not self._last:
@@ -246,8 +291,9 @@ class FollowedSteps(ABC):
             return False
         else:
             self._found += 1
+            self._run.note(Message("from {place} on the step differs: {what}", place=self.label, what=why))
             self.asked.followed(self._numbers(self._place))
-            if self.asked or not changed.keys() <= {*_BESIDES_LOSS, *self.same_loss}:
+            if self.asked or not all(map(self._leaves_loss, changed)):
                 self._run.changes_later("loss")
         self._before = self._run.allocated
         self._states.followed(self._before)
@@ -259,6 +305,9 @@ class FollowedSteps(ABC):
         if met is None or self._run.allocated > min(met, self._left):
             return _in_words(changed) or _("a hook takes memory")
         return _("the model asks how far the training is") if self._otherwise_asked() else ""
+
+    def _leaves_loss(self, name: str) -> bool:
+        return name in (*_BESIDES_LOSS, *self.same_loss) or name.startswith(OPTIMIZER)
 
     def _otherwise_asked(self) -> bool:
         """True where the model may do otherwise than before by how far the training is."""

@@ -126,8 +126,21 @@ def undone_later(plan: Plan) -> Refusal | None:
     if "trained" in later and recipe.frozen_on_host:
         return Refusal("offload_frozen", _("weights that are frozen now are trained in a later epoch"))
     if "optimized" in later and recipe.optimizer_on_host:
-        return Refusal("offload_optimizer", _("the optimizer gets other weights in a later epoch"))
+        return Refusal("offload_optimizer", _("the optimizer gets other weights or settings in a later epoch"))
     return None
+
+
+def unproven_later(plan: Plan) -> Refusal | None:
+    """Micro-batches of a loss that is another one in later steps: the proof is of the first ones."""
+    if plan.splits == 1 or "loss" not in later_changes(plan):
+        return None
+    return Refusal(
+        "accumulate",
+        _(
+            "the model is changed during the training, as notes of the prediction say: what its loss is over a "
+            "batch is proven for the first steps only; pass loss_weight"
+        ),
+    )
 
 
 def later_changes(plan: Plan) -> set[LaterChange]:

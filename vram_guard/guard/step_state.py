@@ -18,6 +18,9 @@ from vram_guard.limits import LONGEST_SWITCHES
 from vram_guard.state.modules import within
 from vram_guard.state.random_generators import random_state_kept
 
+#: How the names of an optimizer's settings begin: ``optimizer.momentum``. Learning rates decide about no memory.
+OPTIMIZER = "optimizer."
+
 #: Attributes by which data sets and loaders hold what makes their samples and batches.
 _PARTS = ("_dataset", "dataset", "datasets", "pipeline", "transform", "transforms", "sampler", "batch_sampler")
 
@@ -31,6 +34,8 @@ def state_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batc
         batches: of its loader.
     """
     parts = list(within(model))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = {name for group in groups for name in group if name != "params" and "lr" not in name}
     weights = [
         (id(part), name, one) for part in parts for name, one in vars(part)["_parameters"].items() if one is not None
     ]
@@ -38,17 +43,19 @@ def state_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], batc
         "trained": tuple(one.requires_grad for _part, _name, one in weights),
         "weights": tuple((part, name, one.shape) for part, name, one in weights),
         "modes": tuple((id(part), part.training) for part in parts),
-        "optimizer": tuple(map(_groups, optimizers)),
+        "optimizer": tuple(tuple(map(id, group["params"])) for group in groups),
         "train_dataloader": batches.sizes(),
+        **{f"{OPTIMIZER}{name}": _setting(one.get(name) for one in groups) for name in settings},
     }
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """The weights that an optimizer changes, and its switches."""
-    return tuple(
-        (tuple(map(id, group["params"])), tuple(value for value in group.values() if isinstance(value, bool)))
-        for group in optimizer.param_groups
-    )
+def _setting(values: Iterable[Any]) -> list[Any]:
+    """One of an optimizer's, each once of its groups; of every number, which some count up, whether it is 0."""
+    found: list[Any] = []
+    for value in values:
+        said = simple(float(value) if type(value) is int else value)
+        found += [] if said in found else [said]
+    return found
 
 
 def simple(value: Any, depth: int = 2, *, exact: bool = False) -> Any:
