@@ -29,8 +29,6 @@ def main() -> None:
     except VramGuardError as error:
         _refused(error)
     _run_script.end_process_groups_at_exit()
-    if plan.precision:
-        os.environ["ACCELERATE_MIXED_PRECISION"] = plan.precision
     from vram_guard_accelerate.apply.applying import OtherModelError, PlanInstaller
 
     PlanInstaller(plan).install()

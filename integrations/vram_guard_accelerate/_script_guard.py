@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
-from vram_guard.forks.fork import Copy
+from vram_guard.forks.fork import Copy, answer_of
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.guard.arrivals import all_arrive, late
@@ -30,7 +30,6 @@ from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.terminal import fitting_log, in_log
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import LaunchSettings
-from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
@@ -128,8 +127,6 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             _report(answer.words(option, verbose=verbose))
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
-        if answer.launch_plan.precision:
-            techniques.set_precision(accelerator, answer.launch_plan.precision)
         PlanInstaller(answer.launch_plan).install()
         return accelerator.prepare(*args, **kwargs)
 
@@ -163,7 +160,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
                 return forks.fork(None)
 
         what = _("the copy of the process that looked at the training")
-        return forks.answer_of(ask, what, self.settings.start_seconds)
+        return answer_of(ask, what, self.settings.start_seconds)
 
 
 def _nothing() -> None:
@@ -223,5 +220,4 @@ def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent
     from vram_guard_accelerate.planning.followed_script import answer_for
 
     answer = answer_for(first, settings, budget, sys.argv[0])
-    forks.end_all()
     parent.send(answer)

@@ -21,19 +21,16 @@ class LaunchPlan:
     """Changes to a script's processes, every rank the same.
 
     Attributes:
-        precision: "fp16" or "bf16" in place of none; "" leaves the script's own.
         models: how many models the names in ``recipe`` speak of: of several, names begin with their number.
-        recipe: the techniques beyond precision.
+        recipe: the techniques.
         by_itself: whether the script trains without Accelerate.
     """
 
-    precision: str = ""
     models: int = 1
     recipe: Recipe = AS_WRITTEN
     by_itself: bool = False
 
     @property
     def within(self) -> bool:
-        """True if something is changed inside the processes, not by their options alone."""
-        recipe = self.recipe.with_(expandable_segments=False)
-        return bool(recipe) or bool(self.precision)
+        """True if something is changed inside the processes, not by their environment alone."""
+        return bool(self.recipe.with_(expandable_segments=False))

@@ -88,12 +88,12 @@ def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) 
 
 
 @pytest.mark.parametrize("name", ["folds", "shuffled_by_hand"])
-def test_a_larger_batch_is_told_of_a_script_that_names_none(answers: Any, name: str) -> None:
+def test_a_larger_batch_is_told(answers: Any, name: str) -> None:
     answer = answers[f"{name}_grow"]
     assert "error" not in answer, answer
     batch = answer["plan"]["batch_size"]
     assert batch["after"] > batch["before"]
-    assert f"batch_size {batch['after']}" in answer["only_told"]
+    assert f"of {batch['after']} samples" in answer["only_told"]
 
 
 # --- programs that a script starts ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,20 @@ def test_asked_before_launching(launched: Any, monkeypatch: Any, typed: str, sta
     if started:
         assert starts == [[*ONE, "-m", "vram_guard_accelerate", str(TRAINING), "plain", "--out", str(out)]]
         assert from_json(LaunchPlan, os.environ.pop(VARIABLE)).recipe.slices is not None
+
+
+def test_a_larger_batch_is_told_and_nothing_is_started(
+    launched: Any, predicted: Prediction, monkeypatch: Any, capsys: Any
+) -> None:
+    from vram_guard.cli import main
+    from vram_guard_accelerate.cli import launchers
+
+    _, out, options = launched
+    told = replace(predicted.answer, only_told="a larger batch is the script's own to set", launch_plan=LaunchPlan())
+    monkeypatch.setattr(command, "predict", lambda _request: replace(predicted, answer=told))
+    monkeypatch.setattr(launchers, "run", None)  # it is not called
+    assert main(["launch", *options, "--grow", str(TRAINING), "plain", "--out", str(out)]) == 0
+    assert "nothing was started" in capsys.readouterr().err
 
 
 def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
 from vram_guard_accelerate._patching import wrap
-from vram_guard_accelerate.apply import techniques
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from vram_guard.techniques import Recipe
@@ -85,7 +85,7 @@ class PlanInstaller:
         prepared = original(accelerator, *args, **kwargs)
         for model in new:
             self._treat(model)
-        techniques.set_optimizers(accelerator, self.plan.recipe)
+        set_optimizers(accelerator, self.plan.recipe)
         return prepared
 
     def _treat(self, model: nn.Module) -> None:
@@ -136,6 +136,15 @@ class PlanInstaller:
             body = replace(slices.body, name=name.removeprefix(prefix).removesuffix("."))
             slices = replace(slices, body=body) if name.startswith(prefix) else None
         return recipe.with_(**own, chunked_head=head.removeprefix(prefix), slices=slices)
+
+
+def set_optimizers(accelerator: Any, recipe: Recipe) -> None:
+    """The prepared optimizers in the form that the recipe names (for-loop, fused): in place."""
+    from vram_guard.techniques.placement import optimizer_for
+
+    for optimizer in accelerator._optimizers:  # noqa: SLF001 - see private_api.py
+        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer_for(inner, recipe)
 
 
 class _WithoutValues(pickle.Pickler):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 from collections.abc import Sequence
 
@@ -60,7 +59,6 @@ def launch(arguments: Sequence[str]) -> int:
         prediction,
         as_json=given.options.json,
         verbose=given.settings.verbose,
-        typed=("vram-guard", "launch", *arguments),
     )
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
@@ -77,28 +75,25 @@ def launch(arguments: Sequence[str]) -> int:
     return _launch(given, target, prediction.answer.launch_plan if handed_over else None)
 
 
-def show(prediction: Prediction, *, as_json: bool, verbose: bool, typed: Sequence[str]) -> None:
+def show(prediction: Prediction, *, as_json: bool, verbose: bool) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
 
     Args:
         prediction: of the launch.
         as_json: for programs.
         verbose: the whole report.
-        typed: the command.
     """
     answer = prediction.answer
-    remarks = [_untried(shlex.join([*typed, *answer.own_options]))] if answer.own_options else []
     if as_json:
         found = {
             **answer.plan,
-            "notes": [*answer.notes, *remarks],
+            "notes": list(answer.notes),
             "only_told": answer.only_told,
-            "own_options": list(answer.own_options),
             "log": prediction.log,
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
-    say(answer.words("-v", verbose=verbose, remarks=remarks))
+    say(answer.words("-v", verbose=verbose))
 
 
 def _misplaced(error: NoDeviceError, arguments: Sequence[str]) -> NoDeviceError:
@@ -112,14 +107,6 @@ def _misplaced(error: NoDeviceError, arguments: Sequence[str]) -> NoDeviceError:
         option=behind.partition("=")[0],
     )
     return NoDeviceError(_("{problem} {remark}", problem=error, remark=said), error.problem)
-
-
-def _untried(command: str) -> str:
-    return _(
-        "the script's own options make its batches smaller: {command}. This was not tried: whether it fits, and is the "
-        "same training, is not known",
-        command=command,
-    )
 
 
 def _agreed() -> bool:
@@ -139,7 +126,6 @@ def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> 
         if plan.recipe.expandable_segments:
             name, value = with_expandable_segments()
             os.environ[name] = value
-        precision = ["--mixed_precision", plan.precision] if plan.precision else []
-        command = [*precision, "-m", "vram_guard_accelerate", *command]
+        command = ["-m", "vram_guard_accelerate", *command]
     options = [word for word in given.accelerate if word not in ("-m", "--module")]
     return launchers.run(options, command, simple=target.simple)

@@ -18,10 +18,9 @@ from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.timeline import STEP_PHASES, Note, Timeline
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
-from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase, batches_of
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
-from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.forks import ForkTask, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
