@@ -229,6 +229,13 @@ def in_body(name: str, says: str = JOINED) -> Callable[[Any], Any]:
 in_body("inputs centred")(lambda m, x, forward: forward(x - x.mean(0)))
 
 
+@in_body("half of its rows zeroed")
+def body_half_zeroed(m, x, forward):
+    x = x * 1.0
+    x[: len(x) // 2] = 0
+    return forward(x)
+
+
 @in_body("outputs centred without a graph")
 def body_centred_values(m, x, forward):
     out = forward(x)

@@ -348,6 +348,25 @@ def own_halves(m, batch):
     return sum(F.mse_loss(m.net(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)) / 2
 
 
+@batches("a half computed by another function")
+def half_by_another(m, batch):
+    one, two = batch[0].chunk(2)
+    return F.mse_loss(torch.cat([m.net(one), m.net(two).tanh()]), batch[1])
+
+
+@batches("a half without its values, in place")
+def half_without(m, batch):
+    x = batch[0].clone()
+    x[: len(x) // 2] = 0
+    return squared(m, x, batch[1])
+
+
+@batches("a prior of as many copies as samples")
+def copies(m, batch):
+    prior = m.net.first.bias.expand(len(batch[0]), -1)
+    return squared(m, *batch) + 0.1 * prior.square().sum()
+
+
 @batches("first half against second half")
 def halves(m, batch):
     x, y = batch

@@ -114,9 +114,34 @@ def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_com
     assert found == expected, why
 
 
+def written(x: torch.Tensor, write: Any) -> torch.Tensor:
+    values = x.square()
+    write(values)
+    return values.mean()
+
+
+WEIGHT = torch.rand(8)
+
+
 @each(
     "loss",
     [
+        lambda x: torch.cat([x[: len(x) // 2].square(), x[len(x) // 2 :]]).mean(),
+        lambda x: torch.stack([x.chunk(2)[0].square(), x.chunk(2)[1]]).mean(),
+        lambda x: (torch.cat([x[: len(x) // 2], torch.ones(len(x) - len(x) // 2, 8)]) - x).square().mean(),
+        lambda x: written(x, lambda values: values[: len(values) // 2].zero_()),
+        lambda x: written(x, lambda values: values[0].fill_(2.0)),
+        lambda x: written(x, lambda values: values.__setitem__(slice(None, None, 2), 0.0)),
+        lambda x: x.mean() - x.mean().detach(),
+        lambda x: (x * torch.bernoulli(torch.full((8,), 0.5))).mean(),
+        lambda x: x[:, torch.randperm(8)[:4]].mean(),
+        lambda x: x[:, torch.multinomial(torch.ones(8), 2)].mean(),
+        lambda x: (x * functional.dropout(WEIGHT, 0.5)).mean(),
+        lambda x: x.mean() + WEIGHT.expand(len(x), -1).square().sum(),
+        lambda x: (x + WEIGHT.expand(len(x), -1).sum(0)).mean(),
+        lambda x: (x + WEIGHT.expand(len(x), -1).cumsum(0)[-1]).mean(),
+        lambda x: (x @ (WEIGHT.expand(len(x), -1).T @ WEIGHT.expand(len(x), -1))).mean(),
+        lambda x: x.mean() + WEIGHT.sum() * len(x),
         lambda x: (x.mean(-1) * torch.ones(len(x)).cumsum(0)).mean(),
         lambda x: (x.mean(-1) * torch.zeros(len(x)).scatter(0, torch.arange(1), 1.0)).mean(),
         lambda x: x.renorm(2, 1, 1.0).mean(),
@@ -124,7 +149,8 @@ def test_labels_that_a_trace_has_copied_are_known_again_unless_something_was_com
     ],
 )
 def test_what_depends_on_a_place_in_the_batch_or_on_other_samples_is_no_mean(loss: Any) -> None:
-    """Ones that are counted up are others at each place, and so is a row that a value is put into."""
+    """Ones that are counted up are others at each place, and so is a row that a value is put into; a number that is
+    drawn for the whole batch, and a sum of as many copies as there are samples, are others in each part of it."""
     forms = []
     for samples in (8, 4):
         batch = torch.rand(samples, 8)
@@ -133,6 +159,28 @@ def test_what_depends_on_a_place_in_the_batch_or_on_other_samples_is_no_mean(los
             found = loss(batch)
         forms.append(apart.form(found))
     assert form_over_samples(*forms)[0] is None
+
+
+@each(
+    "loss",
+    [
+        lambda x: written(x, lambda values: values[:, 0].zero_()),
+        lambda x: x.mean() + WEIGHT.expand(len(x), -1).square().mean(),
+        lambda x: functional.dropout(WEIGHT.expand(len(x), -1) + 0 * x, 0.5).mean(),
+        lambda x: (x * functional.dropout(WEIGHT.expand(len(x), -1), 0.5)).mean(),
+        lambda x: (x * functional.dropout(WEIGHT, 0.0)).mean(),
+        lambda x: torch.stack([torch.cat([one, WEIGHT]) for one in x]).mean(),
+    ],
+)
+def test_what_is_done_to_every_sample_alike_is_a_mean(loss: Any) -> None:
+    forms = []
+    for samples in (8, 4):
+        batch = torch.rand(samples, 8)
+        apart = SamplesApart(batch, samples, split(batch, samples, 1))
+        with apart:
+            found = loss(batch)
+        forms.append(apart.form(found))
+    assert form_over_samples(*forms) == ("mean", "")
 
 
 def test_every_second_label_is_not_taken_for_all_but_the_first() -> None:

@@ -73,7 +73,7 @@ class Label:
         const: it depends on no sample.
         drawn: it holds random numbers, one for each element of ``ids``, and depends on no sample.
         terms: of a sum over samples; None for all others.
-        beside: a term that depends on no sample was added to these.
+        beside: the key of terms that depend on no sample and were added to these; 0 where there are none.
         why: the operator that joined samples; "" where they are apart.
         part: of the batch, whose values these are.
         natural: no value is below zero.
@@ -86,7 +86,7 @@ class Label:
     const: bool = False
     drawn: bool = False
     terms: tuple[Term, ...] | None = None
-    beside: bool = False
+    beside: int = 0
     why: str = ""
     part: Part | None = None
     natural: bool = False
@@ -157,7 +157,7 @@ def met(labels: Sequence[Label]) -> torch.Tensor:
     found = of_samples[0]
     for array in of_samples[1:]:
         one, other = torch.broadcast_tensors(found, array)
-        if bool(((one != other) & (one != NONE) & (other != NONE)).any()):
+        if bool((one != other).any()):
             raise MismatchError("")
         found = torch.maximum(one, other)
     found = compressed(found.clone())

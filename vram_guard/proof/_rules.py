@@ -49,7 +49,7 @@ def names(text: str) -> frozenset[str]:
 POINTWISE = names(
     "where masked_fill masked_fill_ log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
     "clamp_min clamp_max "
-    "native_dropout native_dropout_backward _fused_dropout fill fill_ zero_ bernoulli bernoulli_ "
+    "native_dropout native_dropout_backward _fused_dropout fill zero bernoulli "
     "one_hot lerp nan_to_num rrelu_with_noise isfinite isinf copysign logit logit_backward polar complex "
     "ones_like zeros_like "
     "_thnn_fused_gru_cell nextafter frexp isclose bitwise_not logical_not logical_and logical_or logical_xor rsub "
@@ -84,6 +84,8 @@ REDUCTIONS = names(
     "linalg_vector_norm argmax "
     "argmin median nanmedian mode count_nonzero aminmax"
 )
+#: Those that are the same over any number of copies.
+_OF_COPIES = names("mean nanmean any all amax amin max min argmax argmin median nanmedian mode aminmax")
 #: Losses with a reduction of their own, over what is computed of each element.
 LOSSES = names(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
@@ -127,8 +129,11 @@ DRAWS = names(
 FACTS = names("sym_size sym_stride sym_numel sym_storage_offset is_same_size size stride dim numel")
 #: Operators whose numbers are sizes of what they make.
 SIZES = RESHAPES | UNIFORM | DRAWS | names("expand repeat")
+#: Arguments that are the share of what is left out: nothing is drawn where it is zero.
+_SHARES = ("p", "dropout_p", "dropout")
 #: Functions of which the results are not below zero.
 _NATURAL = names(
+    "rand randint randperm bernoulli multinomial "
     "eq ne lt le gt ge isnan isinf isfinite logical_not logical_and logical_or logical_xor bitwise_not argmax argmin "
     "signbit zeros zeros_like new_zeros ones ones_like new_ones"
 )
@@ -180,15 +185,19 @@ class Call(NamedTuple):
         )
 
 
-def label_of(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Label]:
+def label_of(call: Call, *, pointwise: bool, reduces: bool, draws: bool) -> Label | list[Label]:
     """The label of what an operator makes, or one for each of its results.
 
     Args:
         call: the operator.
         pointwise: whether torch marks it as a function of each element.
         reduces: whether torch marks it as a reduction.
+        draws: whether torch marks it as one whose results depend on a generator.
     """
-    if not call.labels or call.name in UNIFORM or call.name in DRAWS:
+    draws = draws and all(label.const for label in call.labels) and 0 not in (call.args.get(one) for one in _SHARES)
+    if draws or call.name in DRAWS:
+        return constant(call.key, call.outs[0].shape, uniform=False, drawn=True, natural=call.name in _NATURAL)
+    if not call.labels or call.name in UNIFORM:
         return _made_of_sizes(call)
     wrong = next((label for label in call.labels if label.why), None)
     if wrong is not None:
@@ -222,12 +231,10 @@ def _mismatch(call: Call, how: str) -> Label:
 
 def _made_of_sizes(call: Call) -> Label:
     shape = call.outs[0].shape
-    if call.name in DRAWS:
-        return constant(call.key, shape, uniform=False, drawn=True, natural=call.name in ("rand", "randint"))
     if call.name in UNIFORM:
         filled = call.args.get("fill_value", 0)
         return constant(call.key, shape, uniform=True, natural=not isinstance(filled, torch.Tensor) and filled >= 0)
-    return constant(call.key, shape, uniform=False, natural=call.name in ("arange", "randperm"))
+    return constant(call.key, shape, uniform=False, natural=call.name == "arange")
 
 
 def _rule(call: Call, *, pointwise: bool, reduces: bool) -> Label | list[Label]:
@@ -335,6 +342,11 @@ def _alone(label: Label, dims: Iterable[int], *, keep: bool = True) -> Label:
     return label.with_(ids=without(label.ids, tuple(dims), keep=keep))
 
 
+def _of_copies(key: int, lengths: Iterable[int]) -> int:
+    """The key of what depends on no sample: of copies, one for each sample, a sum shows how many there are."""
+    return key_of(key, math.prod(lengths))
+
+
 def _mixed(call: Call, dims: Iterable[int]) -> list[Label]:
     """Results of which each element is computed of all elements along some dimensions, and of no others."""
     dims = tuple(dims)
@@ -342,11 +354,12 @@ def _mixed(call: Call, dims: Iterable[int]) -> list[Label]:
     if not made.const:
         return [made for _out in call.outs]
     found = []
+    key = _of_copies(call.key, (call.first.shape[dim] for dim in dims))
     for out in call.outs:  # what depends on no sample may be another at each place along them
         sizes = list(made.ids.shape)
         for dim in dims:
             sizes[dim] = out.shape[dim]
-        found.append(made.with_(ids=nothing(sizes)))
+        found.append(made.with_(ids=nothing(sizes), key=key))
     return found
 
 
@@ -421,11 +434,13 @@ def _concatenated(call: Call) -> Label:
     lengths = [1 if stacks else one.shape[dim] for one in given]
     pieces = [of.expand([*sizes[:dim], own, *sizes[dim + 1 :]]) for of, own in zip(ids, lengths, strict=True)]
     key, part = call.key, None
-    if all(len(label.samples) == 1 for label in labels) and len({one for of in labels for one in of.samples}) == len(
-        labels
-    ):
-        # One tensor for each sample: they are alike only if all were computed in the same way.
-        if len({label.key for label in labels}) > 1:
+    ways: dict[frozenset[int], list[int]] = {}
+    for label in labels:
+        if not label.const:
+            ways.setdefault(label.samples, []).append(label.key)
+    if len(ways) > 1:  # tensors of single samples are alike if all were computed in the same way
+        alone = all(len(of) == 1 for of in ways) and not any(label.const for label in labels)
+        if not alone or len({tuple(keys) for keys in ways.values()}) > 1:
             return call.refused(_("the step treats samples of the batch in different ways"))
         key = key_of("of each", call.name, dim, labels[0].key)
         if dim == 0 and len(labels) == call.samples and {label.part for label in labels} == {labels[0].part}:
@@ -457,7 +472,8 @@ def _reduced(call: Call) -> Label:
     keep = bool(call.args.get("keepdim", False))
     ids = without(label.ids, dims, keep=keep)
     if label.const:
-        return label.with_(ids=nothing(ids.shape), key=call.key, part=None, natural=call.name in _NATURAL)
+        key = call.key if call.name in _OF_COPIES else _of_copies(call.key, (call.first.shape[dim] for dim in dims))
+        return label.with_(ids=nothing(ids.shape), key=key, part=None, natural=call.name in _NATURAL)
     if not along(label, dims):
         part = label.part
         if part is not None:
@@ -566,11 +582,11 @@ def _of_sums(call: Call) -> Label:
     others = [label for label in labels if label.terms is None]
     into = _("{operator} is no mean and no sum, and is given one over the batch", operator=f"aten.{call.name}")
     terms = added(*(label.terms or () for label in sums))
-    beside = any(label.beside for label in sums)
+    beside = _together(label.beside for label in sums)
     counter = sums[0].counter if len(sums) == 1 and not beside else None
 
     def made(
-        terms: tuple[Term, ...], counter: tuple[Normaliser, float, bool] | None = None, *, beside: bool = beside
+        terms: tuple[Term, ...], counter: tuple[Normaliser, float, bool] | None = None, *, beside: int = beside
     ) -> Label:
         sizes = [one.numel() for one in _tensors(call.args) if call.label(one).terms is not None]
         grown = out.numel() / max((1, *sizes))
@@ -585,7 +601,7 @@ def _of_sums(call: Call) -> Label:
     if name in IDENTITY | RESHAPES | MOVES or name in ("select", "slice", "unbind", "sum"):
         return made(terms, counter)
     if name in ("cat", "stack"):
-        return made(terms, beside=beside or bool(others))
+        return made(terms, beside=_together([beside, *(label.key for label in others)]))
     if name == "neg":
         return made(_scaled(terms, -1.0))
     if name in ("add", "sub", "rsub"):
@@ -634,10 +650,17 @@ def _sum_of_two(call: Call, sums: list[Label], others: list[Label], made: Callab
     counter = sums[0].counter if len(sums) == 1 else None
     if counter is not None and not others and isinstance(number, (int, float)) and 0 <= number <= 1e-6 * counter[1]:
         return made(added(*found), counter if counter[2] else None)
-    known = [call.value(one) for one in operands if isinstance(one, torch.Tensor) and call.label(one).const]
-    constants = any(one is None or bool((one != 0).any()) for one in known)
-    beside = any(label.beside for label in sums) or constants or bool(number)
-    return made(added(*found), None, beside=beside)
+    constants = [one for one in operands if isinstance(one, torch.Tensor) and call.label(one).const]
+    known = [(call.label(one).key, call.value(one)) for one in constants]
+    others_added = [key for key, value in known if value is None or bool((value != 0).any())]
+    of_sums = [label.beside for label in sums]
+    return made(added(*found), None, beside=_together([*of_sums, *others_added, key_of(number) if number else 0]))
+
+
+def _together(keys: Iterable[int]) -> int:
+    """One key for several; 0 where there is none."""
+    found = [key for key in keys if key]
+    return key_of(found) if found else 0
 
 
 def _scaled_by(call: Call, name: str, made: Callable[..., Label], into: str) -> Label:
@@ -695,7 +718,9 @@ def _product(call: Call) -> Label:
     ids = met([one, other])
     ids = ids.select(-2, 0) if is_row else ids
     ids = ids.select(-1, 0) if is_vector else ids
-    return _made(call, met([_made(call, ids), *beside]))
+    made = _made(call, met([_made(call, ids), *beside]))
+    summed = call.args[_FACTORS[call.plain][0]].shape[-1:]
+    return made.with_(key=_of_copies(call.key, summed)) if made.const else made
 
 
 def _first(call: Call) -> Label:

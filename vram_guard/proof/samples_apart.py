@@ -71,8 +71,8 @@ class LossForm(NamedTuple):
 
     samples: int
     terms: tuple[Term, ...]
-    beside: bool
-    """A term was added that depends on no sample."""
+    beside: int
+    """The key of terms that were added and depend on no sample; 0 where there are none."""
     why: str
     """The reason why samples are joined in it; "" where they are apart."""
 
@@ -148,13 +148,13 @@ class SamplesApart(TorchDispatchMode):
         with without_modes():
             label = self.label(loss)
             if label.why or self.read:
-                return LossForm(self._samples, (), False, self.read or label.why)
+                return LossForm(self._samples, (), 0, self.read or label.why)
             if label.terms is not None:
                 return LossForm(self._samples, label.terms, label.beside, "")
             if label.const:
                 drawn = _("all samples of the batch get the same random number") if label.drawn else ""
-                return LossForm(self._samples, (), True, drawn)
-            return LossForm(self._samples, (), False, _("it depends on single samples of the batch"))
+                return LossForm(self._samples, (), label.key, drawn)
+            return LossForm(self._samples, (), 0, _("it depends on single samples of the batch"))
 
     def reading(self) -> AbstractContextManager[None]:
         """Inside the block, what ``Tensor.item`` gives of a batch may be printed and logged; other uses are noted."""
@@ -253,7 +253,12 @@ class SamplesApart(TorchDispatchMode):
             found = found or constant(key, made[0].shape if made else (), uniform=False, drawn=drawn)
         else:
             tags = func.tags
-            found = label_of(call, pointwise=torch.Tag.pointwise in tags, reduces=torch.Tag.reduction in tags)
+            found = label_of(
+                call,
+                pointwise=torch.Tag.pointwise in tags,
+                reduces=torch.Tag.reduction in tags,
+                draws=torch.Tag.nondeterministic_seeded in tags,
+            )
         results = found if isinstance(found, list) else [found] * max(1, len(made))
         held = name not in _NEW and any(label.held for label in labels)
         results = [label if label.held == held else label.with_(held=held) for label in results]
@@ -298,15 +303,16 @@ class SamplesApart(TorchDispatchMode):
                 continue
             if at[1:2] == own[1:2] and math.prod(at[2]) == math.prod(own[2]) and label.terms is None and not label.why:
                 self._labels[at] = self._seen_as(at, label, own)
-            elif label.const and not label.drawn and not other.why and not other.const:
-                continue  # what is put into rows leaves them rows
             elif label.const and other.const:
                 key = key_of("written", other.key, label.key, own[1] - at[1], own[3])
                 drawn, held = label.drawn or other.drawn, label.held or other.held
                 self._labels[at] = constant(key, at[2], uniform=False, drawn=drawn, held=held)
             elif label.why:
                 self._labels[at] = joined(label.why, len(at[2]))
-            elif not _covers(other, label):
+            elif before is not None and _leaves_rows(other, label, before):
+                key = key_of("written", other.key, before.key, label.key)
+                self._labels[at] = other.with_(key=key, part=None, natural=other.natural and label.natural)
+            else:
                 why = _("a part of a tensor is written, and another view of it is used")
                 self._labels[at] = joined(why, len(at[2]))
 
@@ -342,14 +348,14 @@ class SamplesApart(TorchDispatchMode):
             )
 
 
-def _covers(other: Label, label: Label) -> bool:
-    """True where a tensor that holds the written one is of these samples all the same."""
+def _leaves_rows(other: Label, label: Label, before: Label) -> bool:
+    """True where each sample of a tensor was written to alike: with what is of that sample, or of none."""
+    in_place = before.ids.shape == label.ids.shape and bool((before.ids == label.ids).all())
     return (
-        not other.const
-        and not label.const
-        and other.terms is None
-        and label.samples >= other.samples
-        and (other.ids.shape == label.ids.shape and bool((other.ids == label.ids).all()))
+        other.apart
+        and not other.const
+        and before.samples >= other.samples
+        and (in_place or (label.const and not label.drawn))
     )
 
 
@@ -505,7 +511,7 @@ def form_over_samples(
         if form.why:
             return None, form.why
     terms, twins = ({(term.key, term.counted): term for term in form.terms} for form in (one, other))
-    if terms.keys() != twins.keys():
+    if terms.keys() != twins.keys() or one.beside != other.beside:
         return None, _("it has different parts at different batch sizes")
     found: set[Literal["mean", "sum"] | Normaliser | EveryLabel] = set()
     for at, term in terms.items():
@@ -526,7 +532,7 @@ def form_over_samples(
         return None, _("nothing in it is seen to depend on a sample of the batch")
     kind = found.pop()
     kind = kind.labels[0] if isinstance(kind, EveryLabel) else kind
-    if kind == "sum" and (one.beside or other.beside):
+    if kind == "sum" and one.beside:
         return None, _("it is a sum over the batch plus a term that does not depend on the batch")
     return kind, ""
 
@@ -534,6 +540,8 @@ def form_over_samples(
 def _of_term(
     term: Term, twin: Term, samples: int, other_samples: int
 ) -> tuple[Literal["mean", "sum"] | Normaliser | EveryLabel | None, str]:
+    if not any(term.weights):
+        return None, _("a sample counts in it neither as in a mean nor as in a sum")
     for one in (term, twin):
         if any(not math.isclose(weight, one.weights[0], rel_tol=1e-9) for weight in one.weights):
             return None, _("it does not take all samples of the batch alike")
