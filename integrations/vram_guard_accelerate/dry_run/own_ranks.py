@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import ExitStack
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -21,19 +23,36 @@ from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run.first_batch import LaunchShape
 from vram_guard_accelerate.dry_run.results import stopped
 
+_ACCELERATED = re.compile(r"^\s*(?:from|import)\s+(?:accelerate|transformers|diffusers|peft|trl)\b", re.MULTILINE)
+
 _entered = ExitStack()
 """The pretended group, until the process ends."""
 
 
-def announce(shape: LaunchShape) -> None:
-    """The variables by which torchrun names the first of several processes, for a script that reads them itself."""
-    if shape.ranks > 1:
+def announce(shape: LaunchShape, script: str) -> None:
+    """The variables by which torchrun names the first of several processes, for a script that reads them itself.
+
+    Accelerate, and what is built on it, would join the other processes by them.
+
+    Args:
+        shape: of the launch.
+        script: its file, or the name of its module.
+    """
+    if shape.ranks > 1 and not _imports_accelerate(Path(script)):
         os.environ.update(_variables(shape.ranks, shape.local_ranks))
+
+
+def _imports_accelerate(script: Path) -> bool:
+    try:
+        text = script.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # the name of a module
+        return True
+    return _ACCELERATED.search(text) is not None
 
 
 @cache
 def take_back() -> None:
-    """Without them: Accelerate, which the script turns out to use, would join the other processes by them.
+    """Without them: Accelerate, which the script turns out to use, would join the other processes.
 
     Once: those that are there later are of DeepSpeed's engine, which is made as one of several processes.
     """

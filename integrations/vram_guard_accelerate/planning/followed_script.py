@@ -52,7 +52,7 @@ def _follow(request: DryRunRequest, answer: Callable[[DryRunAnswer | DryRunFailu
     tied.keep_programs()
     run = DryRun(shape, decided, planned_batch=settings.planned_batch)
     run.phase = PreparingPhase(run)
-    own_ranks.announce(shape)
+    own_ranks.announce(shape, request.command[0])
     patches.install(run)
     subprocess_policy.refuse_writing_programs(stopped)
     run.phase.begins()
