@@ -54,6 +54,8 @@ BATCHES_WITHOUT_A_STEP = 20
 
 #: Batches, micro-batches or slices of a loop that are followed: a first one makes what the further ones find.
 ROUNDS_FOLLOWED = 2
+#: Answers of torch about layouts that are kept in a process: a plan of a large model asks for some thousands.
+RESULTS_KEPT = 50_000
 #: Optimizer steps after which a training is in its stride: what the first two set up is there by then.
 FIRST_STEPS = 3
 #: Epochs that are followed or drawn: one that begins, one between, one that ends.

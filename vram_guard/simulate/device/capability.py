@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 A = TypeVar("A")
 Version = tuple[int, int]
@@ -43,6 +43,9 @@ class Capability:
         [False]
     """
 
+    questions: ClassVar[int] = 0
+    """How often any of them was asked in this process."""
+
     def __init__(self, version: Version) -> None:
         self.label = version
         """The version as the name of the GPU that is meant; what a trace does must not depend on it."""
@@ -55,6 +58,7 @@ class Capability:
 
     def says(self, question: Callable[[Version], A]) -> A:
         """The answer to a question, which depends on nothing else; it is hashable, and alike where it asks the same."""
+        Capability.questions += 1
         if question not in self._said:
             self._said[question] = question(self.label)
         answer: A = self._said[question]

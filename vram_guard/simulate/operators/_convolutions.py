@@ -16,6 +16,7 @@ import torch
 from vram_guard.simulate.device.tf32 import allows_tf32
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import cudnn
+from vram_guard.simulate.operators.meta_results import result_of
 from vram_guard.simulate.operators.reductions import column_sum
 
 _ELEMENTS: dict[torch.dtype, cudnn.Element] = {
@@ -35,7 +36,7 @@ def convolution(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     """One output; input and weight are copied for the call where their layouts differ from the one used."""
     source, weight = args[:2]
     layout = _format_for(source, weight)
-    shape = func(*args, **kwargs).shape
+    shape = result_of(func, args, kwargs).shape
     out = torch.empty(shape, dtype=source.dtype, device="meta", memory_format=layout)
     name = str(func)
     recorder.track(out, name)

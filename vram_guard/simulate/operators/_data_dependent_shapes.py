@@ -16,6 +16,7 @@ from vram_guard.simulate.device.ranges import bounds_of
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators.kernels import in_backward_formula
+from vram_guard.simulate.operators.meta_results import result_of
 
 
 def local_scalar(recorder: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -130,7 +131,7 @@ def index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str
         name = str(func)
         copies = [recorder.hold(i.numel() * i.element_size(), name) for i in indices if _on_host(recorder, i)]
         copies += [recorder.hold(size, name) for size in _laid_alike(indices)]
-        out = func(*args, **kwargs)
+        out = result_of(func, args, kwargs)
         constants.derive(func, args, kwargs, out)
         recorder.track(out, name)
         recorder.release(copies)

@@ -8,13 +8,14 @@ import torch
 
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import reductions
+from vram_guard.simulate.operators.meta_results import result_of
 
 
 def cdist(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The distances; for the call both operands, spread over the batch (Distance.cpp, ``cdist_impl``)."""
     name = str(func)
     held = _spread(recorder, args[:2], name)
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     recorder.track(out, name)
     recorder.release(held)
     return out
@@ -31,7 +32,7 @@ def euclidean(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     recorder.release([doubled, *norms[0]])  # moved into the list that is joined
     padded.append(recorder.hold(sizes[1] + 2 * rows[1], name))
     recorder.release(norms[1])
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     recorder.track(out, name)
     recorder.release(padded)
     return out
@@ -45,7 +46,7 @@ def cdist_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs:
     name = str(func)
     _grad, one, other, p = args[:4]
     held = _spread(recorder, (one, other), name, whole=False)
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     recorder.track(out, name)
     if p != 0 and out.numel() and other.numel():
         buffer = torch.empty((*out.shape[:-2], other.shape[-2], *out.shape[-2:]), dtype=out.dtype, device="meta")

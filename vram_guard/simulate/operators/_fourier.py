@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vram_guard.simulate.memory.recorder import Recorder
+from vram_guard.simulate.operators.meta_results import result_of
 
 #: Dimensions that one plan of cuFFT transforms (CuFFTUtils.h, ``cufft_max_ndim``).
 DIMENSIONS_OF_A_PLAN = 3
@@ -21,7 +22,7 @@ def transform(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     ``_fft_r2c_cufft``); ``_exec_fft`` takes the workspace from the caching allocator.
     """
     source, dims = args[:2]
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     name = str(func)
     recorder.track(out, name)
     one, other = (source, out) if source.is_complex() else (out, source)

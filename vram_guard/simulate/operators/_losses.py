@@ -9,6 +9,7 @@ import torch
 from vram_guard.simulate.device import constants
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.simulate.operators import reductions
+from vram_guard.simulate.operators.meta_results import result_of
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -38,7 +39,7 @@ def result_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: d
     name = str(func)
     reduces = _argument(func, args, kwargs, "reduction")
     elements = _elements(*args[:2])
-    out = torch.empty_like(elements).resize_(()) if reduces else func(*args, **kwargs)
+    out = torch.empty_like(elements).resize_(()) if reduces else result_of(func, args, kwargs)
     recorder.track(out, name)
     if reduces:
         held = _hold(recorder, elements, name)
@@ -72,7 +73,7 @@ def _reduced(
     elements = _elements(*args[:2])
     if reduces:
         held.append(_hold(recorder, elements, name))
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     recorder.track(out, name)
     if reduces:
         reductions.column_sum(recorder, elements, range(elements.dim()), name)
@@ -104,7 +105,7 @@ def soft_margin_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], k
     made = [_hold(recorder, target, name), _hold(recorder, elements, name)]
     exponentials = _hold(recorder, elements, name)
     recorder.release(made)
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     recorder.track(out, name)
     recorder.release([exponentials])
     return out

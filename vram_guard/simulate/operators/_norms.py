@@ -13,7 +13,7 @@ import torch
 from vram_guard.scratch import PartialGradient
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import shape_rules
+from vram_guard.simulate.operators.meta_results import result_of
 from vram_guard.torch_release import torch_release
 
 _META = torch.device("meta")
@@ -42,7 +42,7 @@ def _normalized(
     source, normalized = args[:2]
     kept = source.dim() - len(normalized)
     if not source.is_floating_point() or tuple(source.shape[kept:]) != tuple(normalized):
-        return func(*args, **kwargs)  # torch says what is wrong
+        return result_of(func, args, kwargs)  # torch says what is wrong
     name = str(func)
     copied = _contiguous(recorder, source, name)
     out = _tracked(recorder, _plain(source), name)
@@ -62,7 +62,7 @@ def layer_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     """
     gradient, source, _shape, _mean, _deviation, weight, bias, wanted = args
     if not source.is_floating_point() or gradient.shape != source.shape:
-        return func(*args, **kwargs)
+        return result_of(func, args, kwargs)
     return _norm_gradients(recorder, func, gradient, source, zip((source, weight, bias), wanted, strict=True))
 
 
@@ -115,7 +115,7 @@ def group_norm_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kw
     _gradient, source, _mean, _deviation, weight, samples, channels, _positions, groups, wanted = args
     name = str(func)
     if not source.is_floating_point():
-        return func(*args, **kwargs)
+        return result_of(func, args, kwargs)
     # The bias is of the weight's size; without a weight there is neither.
     made = _gradients(recorder, name, zip((source, weight, weight), wanted, strict=True))
     size = _accumulated(source).itemsize
@@ -131,9 +131,7 @@ def group_norm(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dic
     group_norm_kernel.cu, ``GroupNormKernelImplInternal``: where there is more than one position, and a weight.
     """
     source, weight, bias, samples, channels, positions = args[:6]
-    rule = shape_rules.NEW["aten::native_group_norm"]
-    found = rule(args, kwargs)
-    out = func(*args, **kwargs) if found is None else found
+    out = result_of(func, args, kwargs)
     for tensor in out:
         recorder.track(tensor, str(func))
     if positions > 1 and (weight is not None or bias is not None) and source.is_floating_point():

@@ -15,7 +15,7 @@ from vram_guard.scratch import EMBEDDING_SORT_ABOVE, EmbeddingGradient, RadixSor
 from vram_guard.simulate.device.capability import Capability, Since
 from vram_guard.simulate.device.symbolic import is_symbolic
 from vram_guard.simulate.memory.recorder import Recorder
-from vram_guard.simulate.operators import shape_rules
+from vram_guard.simulate.operators.meta_results import result_of
 from vram_guard.torch_release import torch_release
 
 #: ``CUDABlas.cpp`` / ``CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: ``:4096:2:16:8`` KiB before Hopper,
@@ -99,9 +99,7 @@ CONTIGUOUS: dict[str, tuple[int, ...]] = {
 def contiguous_first(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The results; for the call copies of operands that are not contiguous."""
     name = func._schema.name
-    rule = shape_rules.rule_for(func)
-    out = rule(args, kwargs) if rule is not None else None
-    out = func(*args, **kwargs) if out is None else out
+    out = result_of(func, args, kwargs)
     for result in out if isinstance(out, (tuple, list)) else (out,):
         recorder.track(result, str(func))
     copied = [args[at] for at in CONTIGUOUS[name] if is_symbolic(args[at]) and not _laid_out(args[at])]
@@ -131,7 +129,7 @@ def sort(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     Sort.h, ``should_use_small_sort``; Sort.cu, ``segmented_sort_pairs``: initial indices in int64, and CUB's alternate
     buffers for keys and values (its documentation: "O(N+P)" temporary storage for sorting between plain pointers).
     """
-    made = func(*args, **kwargs)
+    made = result_of(func, args, kwargs)
     tensor = args[0]
     name = str(func)
     for result in made:
@@ -152,7 +150,7 @@ def scatter(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """
     if in_backward_formula(recorder):
         return args[0]
-    return func(*args, **kwargs)
+    return result_of(func, args, kwargs)
 
 
 def embedding_backward(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +176,7 @@ def embedding_bag_backward(recorder: Recorder, func: Any, args: tuple[Any, ...],
     """The gradient of a bag of embeddings; a sparse one is made of other operators, which follow."""
     grad, indices, _offsets, _bags, _sizes, _maxima, rows, by_frequency, mode, sparse = args[:10]
     if sparse or not indices.numel():
-        return func(*args, **kwargs)
+        return result_of(func, args, kwargs)
     return _bag_gradient(recorder, str(func), grad, indices, rows, mode, by_frequency=by_frequency)
 
 
@@ -186,7 +184,7 @@ def embedding_bag_dense_backward(recorder: Recorder, func: Any, args: tuple[Any,
     """The dense gradient of a bag of embeddings, which is all that torch before 2.6 shows of it."""
     grad, indices, _bags, _sizes, _maxima, rows, by_frequency, mode = args[:8]
     if not indices.numel():
-        return func(*args, **kwargs)
+        return result_of(func, args, kwargs)
     return _bag_gradient(recorder, str(func), grad, indices, rows, mode, by_frequency=by_frequency)
 
 
@@ -268,7 +266,7 @@ def embedding(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict
     name = str(func)
     copied = indices.dim() > 1 and is_symbolic(indices) and not _flat(indices)
     held = [recorder.hold(indices.numel() * indices.element_size(), name)] if copied else []
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     recorder.track(out, name)
     recorder.release(held)
     return out
@@ -286,9 +284,7 @@ def _flat(tensor: torch.Tensor) -> bool:
 
 def dropout(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mask, and then the result (Dropout.cu, ``dropout_cuda``)."""
-    rule = shape_rules.rule_for(func)
-    made = rule(args, kwargs) if rule is not None else None
-    out, mask = func(*args, **kwargs) if made is None else made
+    out, mask = result_of(func, args, kwargs)
     recorder.track(mask, str(func))
     return out, mask
 
@@ -315,7 +311,7 @@ def update_scale(_r: Recorder, _func: Any, args: tuple[Any, ...], _kwargs: dict[
 
 def logsumexp(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result; for the call the maxima and ``(input - maxima).exp()`` in full (``ReduceOps.cpp``)."""
-    out = func(*args, **kwargs)
+    out = result_of(func, args, kwargs)
     name = str(func)
     recorder.track(out, name)
     size = args[0].element_size() if args[0].is_floating_point() else 4

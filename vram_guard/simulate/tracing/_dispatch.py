@@ -21,7 +21,7 @@ from vram_guard.simulate.device.fake_cuda import FakeCudaState
 from vram_guard.simulate.device.symbolic import any_symbolic, is_symbolic
 from vram_guard.simulate.memory.recorder import PLACE, Place, Recorder
 from vram_guard.simulate.memory.repeats import expanded
-from vram_guard.simulate.operators import cudnn, foreach, reductions, shape_rules
+from vram_guard.simulate.operators import cudnn, foreach, meta_results, reductions
 from vram_guard.simulate.operators.handlers import BY_VALUES, HANDLERS
 from vram_guard.simulate.operators.kernels import (
     ARITHMETIC,
@@ -87,7 +87,6 @@ class SymbolicMode(TorchDispatchMode):
         """A kernel runs that is Python: composite operators, which autograd takes apart elsewhere, come here whole."""
         self._plans: dict[int, tuple[Runner, Any]] = {}
         """By the identity of an operator, which is kept for that: an operator's own hash is Python code."""
-        self._rules: dict[int, shape_rules.Rule | None] = {}
         self._names: dict[int, tuple[str, Any]] = {}
         self.operations = 0
         # How releases of torch count the handle that asks differs: measured on a tensor that is not shared.
@@ -184,7 +183,7 @@ class SymbolicMode(TorchDispatchMode):
         returns = func._schema.returns
         aliases = bool(returns) and all(r.alias_info is not None for r in returns)
         if _writes(func):
-            return self._fill if name in shape_rules.FILLED else self._in_place
+            return self._fill if name in meta_results.FILLED else self._in_place
         if aliases:
             return self._view
         return self._generic
@@ -193,7 +192,7 @@ class SymbolicMode(TorchDispatchMode):
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not any_symbolic(args):
                 return otherwise(func, args, kwargs)
-            if self._place == "cuda" or handler is nothing_new:  # torch has no shape rules for some of those
+            if self._place == "cuda" or handler is nothing_new:  # torch has no kernels for some of those
                 out = handler(self.recorder, func, args, kwargs)
             elif func._schema.name in BY_VALUES:
                 aside = Recorder()  # temporaries of the host take nothing from the GPU
@@ -242,15 +241,8 @@ class SymbolicMode(TorchDispatchMode):
     # --- the ways of running ---------------------------------------------------------------------------------
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        rule = self._rules.get(id(func), _NO_RULE_YET)
-        if rule is _NO_RULE_YET:
-            rule = self._rules[id(func)] = shape_rules.rule_for(func)
-        if rule is not None:
-            out = rule(args, kwargs)
-            if out is not None:
-                return out
         try:
-            return func(*args, **kwargs)
+            return meta_results.result_of(func, args, kwargs)
         except NotImplementedError as error:
             if not any_symbolic(args):
                 raise
@@ -420,7 +412,7 @@ class SymbolicMode(TorchDispatchMode):
         held = foreach.norm_parts(self.recorder, func, first)
         made = []
         for tensor in first:
-            out = tensor.new_empty(()) if scalars and "maximum" not in name else shape_rules.empty_like(tensor)
+            out = tensor.new_empty(()) if scalars and "maximum" not in name else meta_results.empty_like(tensor)
             self.recorder.put(out, self.recorder.place_of(tensor), operator=name)
             made.append(out)
         self.recorder.release(held)
@@ -497,8 +489,6 @@ class SymbolicMode(TorchDispatchMode):
             known = self._names[id(func)] = str(func), func
         return known[0]
 
-
-_NO_RULE_YET: Any = object()
 
 #: Namespaces without operators of libraries: looked up no further.
 _TORCHS_OWN = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional"})
