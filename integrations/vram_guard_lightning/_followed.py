@@ -153,12 +153,15 @@ class FollowedTrainer:
 
     def begins_step(self, batch: Any) -> bool:
         """The hooks before a step of which they decide whether it is followed; False where they pass over it."""
-        self._begun = False
-        result = None
+        if _BEFORE_STEP in self.failed:
+            return True
+        self._begun, trains = False, None
         with self.followed(Message("the hook {hook}", hook=_BEFORE_STEP)):
-            result = self.call(_BEFORE_STEP, batch, 0)
+            trains = self.call(_BEFORE_STEP, batch, 0) != -1
         self._begun = True
-        return bool(result != -1)
+        if trains is None:
+            self.failed.add(_BEFORE_STEP)
+        return trains is not False
 
     def ends_step(self, batch: Any) -> None:
         """The hooks after a step that is not followed."""

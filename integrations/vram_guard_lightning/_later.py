@@ -53,8 +53,9 @@ class TrainerSteps(FollowedSteps):
             around = self.later and self.overriding(self.of_steps)
             if self.later:
                 self._count_steps(place.step)
-            trains = not around or self._followed.begins_step(self.batches.batch())
-            if trains and self.follows():
+            if around and not self._followed.begins_step(self.batches.batch()):
+                continue
+            if self.follows():
                 yield self.label
             elif around:
                 self._count_steps(place.step + 1)

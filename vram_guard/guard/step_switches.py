@@ -88,7 +88,8 @@ def _has_parts(value: Any) -> bool:
 
 def overriding(hooks: Iterable[Any], names: tuple[str, ...], base: type) -> list[Any]:
     """The hooks that do something there where their base class does nothing."""
-    return [hook for hook in hooks if any(getattr(type(hook), name, None) is not getattr(base, name) for name in names)]
+    own = {name: getattr(base, name) for name in names}
+    return [hook for hook in hooks if any(getattr(type(hook), name, one) is not one for name, one in own.items())]
 
 
 def numbers_of(part: Any, depth: int = 3) -> Iterator[int]:
