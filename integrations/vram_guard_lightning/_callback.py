@@ -144,7 +144,7 @@ class VramGuard(CallbackBase):
             if guard.changes and self.plan is not None and self.plan.recipe:
                 _apply.after_setup(trainer, self.plan.recipe, guard.applied)
             if not guard.no_recovery:
-                guard.applied.callback(_recovery.arm(trainer, pl_module, guard))
+                _recovery.arm(trainer, pl_module, guard)
             guard.applied.replace(trainer.fit_loop, "run", guard.stopping()(trainer.fit_loop.run))
 
         if begins_early:

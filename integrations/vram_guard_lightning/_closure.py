@@ -22,8 +22,7 @@ from vram_guard.apply.outputs import detached
 from vram_guard.language import _
 from vram_guard.patching import replace_attributes
 from vram_guard.techniques.loss_graphs import LossGraphs
-from vram_guard.watch.batches import BatchPass, MicroBatches, Share
-from vram_guard.watch.rank_coordinator import hosts
+from vram_guard.watch.batches import BatchPass, MicroBatches, Share, cut_batches
 from vram_guard_lightning import _deepspeed
 from vram_guard_lightning._hooks import AfterBackward, why_whole
 from vram_guard_lightning._layouts import whole
@@ -52,23 +51,14 @@ def install(
         graphs: see :class:`MicroBatches`.
         divided: whether the plan divides the model over the processes: each forward then waits for all of them.
     """
-    ranks = hosts()
-    batches = MicroBatches(
+    return cut_batches(
+        functools.partial(replace_closures, trainer),
         splitter,
         loss_weight,
-        graphs=graphs,
-        ranks=ranks,
+        graphs,
         in_step=divided or _synchronised(trainer),
         why_whole=lambda: why_whole(trainer, trainer.lightning_module),
     )
-    undo = replace_closures(trainer, batches)
-
-    def undone() -> None:
-        undo()
-        if ranks is not None:
-            ranks.close()
-
-    return undone
 
 
 def replace_closures(trainer: Trainer, batches: MicroBatches) -> Callable[[], None]:

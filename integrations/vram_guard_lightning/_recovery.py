@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
-from vram_guard.watch.batches import MicroBatches
-from vram_guard.watch.memory import reader_for
-from vram_guard.watch.recovery import MicroBatchSchedule, Recovery
 from vram_guard_lightning import _hooks, _namespaces, private_api
 from vram_guard_lightning._closure import replace_closures
 
@@ -42,26 +37,7 @@ def why_not(trainer: Trainer, module: LightningModule) -> str:
     return ""
 
 
-def arm(trainer: Trainer, module: LightningModule, guard: Guard) -> Callable[[], None]:
-    """Arm a Trainer whose strategy is set up; returns the function that undoes it."""
-    plan, decision = (guard.plan if guard.plan is not None and guard.plan.fits else None), guard.decision
-    splitter: Splitter | None = decision.splitter if decision is not None and guard.changes else None
-    recovery = Recovery(
-        module,
-        memory=reader_for(trainer.strategy.root_device),
-        log=guard.training.warn,
-        prediction_text=guard.prediction,
-        on_failure=guard.out_of_memory,
-        frameworks=FRAMEWORKS,
-    )
-    batches = MicroBatches(
-        None if decision is None else decision.spare,
-        guard.loss_weight,
-        graphs=guard.graphs,
-        recovery=recovery,
-        schedule=MicroBatchSchedule(
-            None if splitter is None else splitter.micro_batch_size, None if plan is None else plan.batch_size
-        ),
-        why_whole=functools.partial(_hooks.why_whole, trainer, module),
-    )
-    return replace_closures(trainer, batches)
+def arm(trainer: Trainer, module: LightningModule, guard: Guard) -> None:
+    """Arm a Trainer whose strategy is set up."""
+    why_whole = functools.partial(_hooks.why_whole, trainer, module)
+    guard.recover(functools.partial(replace_closures, trainer), module, why_whole, *FRAMEWORKS)

@@ -6,8 +6,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vram_guard.guard.ranks import ProcessRanks
 from vram_guard.language import _
 from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.printable import beside_progress_bars, printable
@@ -28,27 +29,6 @@ if TYPE_CHECKING:
     from vram_guard.techniques.loss_graphs import LossGraphs
 
 
-class TrainerRanks:
-    """A Trainer's processes, through its strategy."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def rank(self) -> int:
-        """See ``Ranks`` of :mod:`vram_guard.guard`."""
-        return self._trainer.global_rank
-
-    @property
-    def world_size(self) -> int:
-        """See ``Ranks`` of :mod:`vram_guard.guard`."""
-        return self._trainer.world_size
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        """See ``Ranks`` of :mod:`vram_guard.guard`."""
-        return self._trainer.strategy.broadcast(value, src=source)
-
-
 class LightningTraining:
     """See :class:`vram_guard.guard.training.Training`."""
 
@@ -64,7 +44,7 @@ class LightningTraining:
         self._whole_job = whole_job
         self._planned_batch = planned_batch
         self.module = module
-        self.ranks = TrainerRanks(trainer)
+        self.ranks = ProcessRanks()
 
     @property
     def device(self) -> torch.device:

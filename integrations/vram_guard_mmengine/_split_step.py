@@ -14,47 +14,43 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from vram_guard.apply.backward_hooks import why_whole
-from vram_guard.apply.loss_weight import LossWeight
 from vram_guard.apply.microbatch import Splitter
 from vram_guard.language import _
 from vram_guard.parallel.resharding import divided_by_fsdp2
 from vram_guard.patching import replace_attributes
-from vram_guard.techniques.loss_graphs import LossGraphs
-from vram_guard.watch.batches import BatchPass, MicroBatches, Share
-from vram_guard.watch.rank_coordinator import hosts
+from vram_guard.watch.batches import BatchPass, MicroBatches, Share, cut_batches
 from vram_guard_mmengine._kinds import synchronises
 
 if TYPE_CHECKING:
     import torch
 
+    from vram_guard.guard.guard import Guard
     from vram_guard.watch.recovery import Attempt
 
 # ruff: noqa: SLF001 - OptimWrapper documents `_inner_count` for those who write their own backward
 
 
-def install(
-    model: Any, splitter: Splitter, loss_weight: LossWeight = "mean", graphs: LossGraphs | None = None
-) -> Callable[[], None]:
-    """Split the batches that reach ``model.train_step``; returns the function that undoes it."""
-    ranks = hosts()
+def install(model: Any, splitter: Splitter, guard: Guard) -> None:
+    """Split the batches that reach ``model.train_step``."""
     sharded = isinstance(model, FullyShardedDataParallel) or divided_by_fsdp2(model)
-    synchronised = sharded or synchronises(model)
-    batches = MicroBatches(
+    undo = cut_batches(
+        functools.partial(_put, model),
         splitter,
-        loss_weight,
-        graphs=graphs,
-        ranks=ranks,
-        in_step=synchronised,
+        guard.loss_weight,
+        guard.graphs,
+        in_step=sharded or synchronises(model),
         why_whole=functools.partial(why_whole, model),
     )
-    undo = replace_attributes(model, {"train_step": SplitTrainStep(model.train_step, batches)})
+    guard.applied.callback(undo)
 
-    def undone() -> None:
-        undo()
-        if ranks is not None:
-            ranks.close()
 
-    return undone
+def arm(model: Any, guard: Guard) -> None:
+    """Have batches repeated in smaller parts where memory runs out; the optimizer's update comes after them."""
+    guard.recover(functools.partial(_put, model), model, functools.partial(why_whole, model), "mmengine")
+
+
+def _put(model: Any, batches: MicroBatches) -> Callable[[], None]:
+    return replace_attributes(model, {"train_step": SplitTrainStep(model.train_step, batches)})
 
 
 class SplitTrainStep:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from mmengine.device import get_device
-from mmengine.dist import broadcast_object_list, get_rank, get_world_size
 from mmengine.model import is_model_wrapper
 
 from vram_guard import techniques
@@ -20,6 +19,7 @@ from vram_guard.capture.loader import set_batch_size
 from vram_guard.forks.fork import Progress
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.decision import Decision
+from vram_guard.guard.ranks import ProcessRanks
 from vram_guard.language import _
 from vram_guard.longest.planned_batch import LARGEST, PlannedBatch
 from vram_guard.plan import Plan
@@ -27,31 +27,11 @@ from vram_guard.techniques import Recipe
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.techniques.placement import optimizer_for
 from vram_guard.terminal import fitting_log, in_log
-from vram_guard_mmengine import _layouts, _optim, _recovery
+from vram_guard_mmengine import _layouts, _optim
 from vram_guard_mmengine._capture import CapturedRun, by_epoch, capture
 from vram_guard_mmengine._summary import CONFIG_KEY, summary
 
 # ruff: noqa: SLF001 - the runner has no public names for what is not built yet
-
-
-class RunnerRanks:
-    """MMEngine's own view of torch.distributed; one process where that is not used."""
-
-    @property
-    def rank(self) -> int:
-        """See ``Ranks`` of :mod:`vram_guard.guard`."""
-        return int(get_rank())
-
-    @property
-    def world_size(self) -> int:
-        """See ``Ranks`` of :mod:`vram_guard.guard`."""
-        return int(get_world_size())
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        """See ``Ranks`` of :mod:`vram_guard.guard`."""
-        holder = [value]
-        broadcast_object_list(holder, src=source)
-        return holder[0]
 
 
 class RunnerTraining:
@@ -61,7 +41,7 @@ class RunnerTraining:
         self.runner = runner
         self._whole_job = whole_job
         self._planned_batch = planned_batch
-        self.ranks = RunnerRanks()
+        self.ranks = ProcessRanks()
 
     @property
     def device(self) -> torch.device:
@@ -89,8 +69,10 @@ class RunnerTraining:
         return ""
 
     def why_not_recovered(self, refused: Mapping[str, str]) -> str:
-        """See :func:`vram_guard_mmengine._recovery.why_not`."""
-        return refused.get("accumulate", "") or _recovery.why_not(self.runner)
+        """Batches that cannot be cut, and other processes, which would wait for one that repeats a batch."""
+        if "accumulate" in refused or not self.runner.distributed:
+            return refused.get("accumulate", "")
+        return _("repeating a step under {strategy} is not known to be safe", strategy="torch.distributed")
 
     def apply(self, decision: Decision, _loss_weight: LossWeight, _graphs: LossGraphs | None, applied: Applied) -> None:
         """Precision, batch size and the optimizer's form: the runner builds its parts from them."""

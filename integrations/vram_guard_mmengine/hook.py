@@ -17,8 +17,7 @@ from vram_guard.guard.guard import Guard
 from vram_guard.plan import Plan
 from vram_guard.settings import disabled, filled
 from vram_guard.terminal import in_log
-from vram_guard.watch.recovery import MicroBatchSchedule
-from vram_guard_mmengine import _dividing, _recovery, _split_step
+from vram_guard_mmengine import _dividing, _split_step
 from vram_guard_mmengine._capture import evaluation
 from vram_guard_mmengine._checkpoints import resumable
 from vram_guard_mmengine._settings import HookSettings, checked_priority, of_config_and_hook
@@ -142,7 +141,7 @@ class VramGuardHook(Hook):  # type: ignore[misc]
             if plan.recipe.sharding is not None and plan.recipe.sharding.fsdp2:
                 device = guard.training.device
                 self._put_together = _dividing.divide(runner, plan.recipe.sharding, guard.applied, device)
-        _arm(runner, guard, plan)
+        _arm(runner, guard)
         guard.scale_learning_rates()
         # MMEngine logs `memory`, the peak that torch counted, in MiB: this stands next to it, in text and JSON.
         predicted = plan.estimate if guard.changes else plan.before
@@ -187,18 +186,14 @@ def _nothing() -> None:
     """Nothing was divided."""
 
 
-def _arm(runner: Any, guard: Guard, plan: Plan) -> None:
+def _arm(runner: Any, guard: Guard) -> None:
     """Micro-batches as planned, and, where it is asked for, recovery from running out of memory."""
     decision = guard.decision
     guard.training_starts()
-    splitter = decision.splitter if decision is not None and guard.changes else None
-    if decision is None or decision.spare is None or guard.no_recovery:
-        if splitter is not None:
-            guard.applied.callback(_split_step.install(runner.model, splitter, guard.loss_weight, guard.graphs))
-        return
-    batch = plan.batch_size if guard.changes else plan.batch_size_before
-    schedule = MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, batch)
-    guard.applied.callback(_recovery.arm(runner, decision.spare, schedule, guard))
+    if decision is not None and decision.spare is not None and not guard.no_recovery:
+        _split_step.arm(runner.model, guard)
+    elif decision is not None and decision.splitter is not None and guard.changes:
+        _split_step.install(runner.model, decision.splitter, guard)
 
 
 def first_hook(runner: Any) -> VramGuardHook | None:

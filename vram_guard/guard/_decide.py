@@ -12,10 +12,10 @@ from vram_guard.budget import Budget
 from vram_guard.errors import DeviceQueryError, NoDeviceError, UnsupportedStepError, UnsupportedTechniqueError
 from vram_guard.forks.fork import ForkRefusedError, Progress, run_in_fork
 from vram_guard.guard import settling
-from vram_guard.guard._ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.collectives import collectives_of, left_out, repeated_in_parts
 from vram_guard.guard.decision import Decision
 from vram_guard.guard.expandable import why_not_expandable
+from vram_guard.guard.ranks import Outcome, attempt, from_rank_zero, gather
 from vram_guard.guard.refusals import Refusal, check_pins, splitting_notes, undone_later, unproven_later
 from vram_guard.language import _
 from vram_guard.limits import COPY_SECONDS, IDLE_SECONDS

@@ -11,7 +11,7 @@ from vram_guard.report.text import render
 from vram_guard.user_code import leads_to_stand_ins, said_of_failure
 
 if TYPE_CHECKING:
-    from vram_guard.guard._ranks import Outcome
+    from vram_guard.guard.ranks import Outcome
     from vram_guard.plan import Plan
     from vram_guard.plan.checks import Mode
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import DoesNotFitError
 from vram_guard.guard._decide import found_by_rank_zero, least_budget
-from vram_guard.guard._ranks import Outcome, from_rank_zero
+from vram_guard.guard.ranks import Outcome, from_rank_zero
 from vram_guard.job import Job
 from vram_guard.language import _
 from vram_guard.simulate import DEFAULT_CAPABILITY

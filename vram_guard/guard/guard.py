@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,23 +11,26 @@ from vram_guard.apply.loss_weight import bound_to
 from vram_guard.apply.saved_rates import still_multiplied
 from vram_guard.errors import RecoveryFailedError
 from vram_guard.guard._decide import decide
-from vram_guard.guard._ranks import gather
 from vram_guard.guard._verdict import judge, judge_failure
 from vram_guard.guard.applied import Applied
 from vram_guard.guard.expandable import expand_segments
+from vram_guard.guard.ranks import gather
 from vram_guard.language import _
 from vram_guard.limits import FIRST_STEPS
 from vram_guard.report.html import html_report, where_to_read_on
 from vram_guard.report.text import render
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.units import format_bytes
+from vram_guard.watch.batches import MicroBatches
 from vram_guard.watch.first_steps import FirstSteps, Measured
 from vram_guard.watch.memory import reader_for
 from vram_guard.watch.oom import is_out_of_memory
-from vram_guard.watch.recovery import MicroBatchSchedule, plan_to_use
+from vram_guard.watch.recovery import MicroBatchSchedule, Recovery, plan_to_use
 from vram_guard.watch.running import Running, running_here
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.guard.decision import Decision
     from vram_guard.guard.settings import GuardSettings
@@ -166,6 +169,42 @@ class Guard:
         if plan is not None and plan.fits and plan.recipe.optimizer_in_backward:
             return _("weights have stepped already where memory runs out in the backward pass")
         return self.training.why_not_recovered({} if self.decision is None else self.decision.refused)
+
+    def recover(
+        self,
+        put: Callable[[MicroBatches], Callable[[], None]],
+        model: nn.Module,
+        why_whole: Callable[[], str],
+        *frameworks: str,
+    ) -> None:
+        """Have batches repeated in smaller parts where memory runs out, on this one rank.
+
+        Args:
+            put: has the framework train on its batches through these; returns the function that undoes it.
+            model: as it trains.
+            why_whole: see :class:`~vram_guard.watch.batches.MicroBatches`.
+            *frameworks: packages whose objects a model holds without their being its state.
+        """
+        decision, plan, training = self.decision, self.plan, self.training
+        recovery = Recovery(
+            model,
+            memory=reader_for(training.device),
+            log=training.warn,
+            prediction_text=self.prediction,
+            on_failure=self.out_of_memory,
+            frameworks=frameworks,
+        )
+        splitter = decision.splitter if decision is not None and self.changes else None
+        full = None if plan is None else plan.batch_size if self.changes else plan.batch_size_before
+        batches = MicroBatches(
+            None if decision is None else decision.spare,
+            self.loss_weight,
+            graphs=self.graphs,
+            recovery=recovery,
+            schedule=MicroBatchSchedule(None if splitter is None else splitter.micro_batch_size, full),
+            why_whole=why_whole,
+        )
+        self.applied.callback(put(batches))
 
     @contextmanager
     def stopping(self) -> Iterator[None]:

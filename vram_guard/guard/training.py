@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from vram_guard.apply.loss_weight import LossWeight
     from vram_guard.capture.loader import Sample
     from vram_guard.forks.fork import Progress
-    from vram_guard.guard._ranks import Ranks
     from vram_guard.guard.applied import Applied
     from vram_guard.guard.decision import Decision
+    from vram_guard.guard.ranks import Ranks
     from vram_guard.guard.settings import GuardSettings
     from vram_guard.plan import Plan
     from vram_guard.proof.effects import StepEffects

@@ -18,7 +18,7 @@ from vram_guard.apply.outputs import detached, merged
 from vram_guard.errors import LossChangedError
 from vram_guard.techniques.loss_graphs import LossGraphs
 from vram_guard.watch import own_collectives
-from vram_guard.watch.rank_coordinator import RankCoordinator
+from vram_guard.watch.rank_coordinator import RankCoordinator, hosts
 from vram_guard.watch.recovery import Attempt, MicroBatchSchedule, Recovery
 
 if TYPE_CHECKING:
@@ -107,6 +107,36 @@ class BatchPass:
         # Numbers of Python: a count in double precision would make losses of single precision double.
         pairs = [(part, float(weight)) for part, weight in zip(self.parts, weights, strict=True) if float(weight) != 0]
         return [part for part, _weight in pairs], [weight for _part, weight in pairs]
+
+
+def cut_batches(
+    put: Callable[[MicroBatches], Callable[[], None]],
+    splitter: Splitter,
+    loss_weight: LossWeight,
+    graphs: LossGraphs | None,
+    *,
+    in_step: bool,
+    why_whole: Callable[[], str],
+) -> Callable[[], None]:
+    """Have the batches of a training cut, on all of its ranks; returns the function that undoes it.
+
+    Args:
+        put: has a framework train on its batches through these; returns the function that undoes it.
+        splitter: how they are cut.
+        loss_weight: what the loss is over the samples of a batch.
+        graphs: see :class:`MicroBatches`.
+        in_step: every forward waits for the other ranks.
+        why_whole: asked before a batch is cut.
+    """
+    ranks = hosts()
+    undo = put(MicroBatches(splitter, loss_weight, graphs=graphs, ranks=ranks, in_step=in_step, why_whole=why_whole))
+
+    def undone() -> None:
+        undo()
+        if ranks is not None:
+            ranks.close()
+
+    return undone
 
 
 class MicroBatches:

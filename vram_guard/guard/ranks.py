@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch.distributed as dist
+
 from vram_guard import errors
 from vram_guard.forks.fork import is_ours, line_that_failed
 from vram_guard.guard.arrivals import all_arrive, late, patience
@@ -32,6 +34,30 @@ class Ranks(Protocol):
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of rank ``source``, on every rank; values are picklable."""
+
+
+class ProcessRanks:
+    """The processes of torch.distributed's default group; one where that is not used."""
+
+    @property
+    def rank(self) -> int:
+        """See :class:`Ranks`."""
+        return int(dist.get_rank()) if _is_used() else 0
+
+    @property
+    def world_size(self) -> int:
+        """See :class:`Ranks`."""
+        return int(dist.get_world_size()) if _is_used() else 1
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """See :class:`Ranks`."""
+        holder = [value]
+        dist.broadcast_object_list(holder, src=source)
+        return holder[0]
+
+
+def _is_used() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 @dataclass(frozen=True)
