@@ -34,22 +34,40 @@ class Model(torch.nn.Module):
         super().__init__()
         self.inner = torch.nn.ModuleList([torch.nn.Dropout(0.5)])
         self.wide, self.start_epoch, self.size = False, 7, 64
-        self.outputs: list[Any] = []
+        self.latest: Any = None
+        self.losses: dict[str, list[Any]] = {"train": []}
+        self.factors = [0.0, 1.0]
 
 
 def test_attributes_are_those_that_no_step_keeps() -> None:
     model = Model()
     attributes = ModelAttributes(model, ["size"])
     before = attributes.now()
-    assert (before["wide"], before["inner.0.p"], before["outputs"]) == (False, False, [])
+    assert (before["wide"], before["inner.0.p"], before["latest"]) == (False, False, None)
     assert "size" not in before
     assert attributes.places(("epoch",)) == {7}
     model.inner[0].p = 0.0
     assert attributes.now() == {**before, "inner.0.p": True}  # zero
     with attributes.in_step():
-        model.outputs.append(torch.zeros(3))
+        model.latest = torch.zeros(3)
         model.wide = True  # an epoch's hook may switch it back
-    assert attributes.now().keys() == before.keys() - {"outputs"}
+    assert attributes.now().keys() == before.keys() - {"latest"}
+
+
+def test_numbers_that_hooks_collect_switch_nothing() -> None:
+    model = Model()
+    attributes = ModelAttributes(model)
+    empty = attributes.now()
+    model.losses["train"] += [0.5, (3, "of the first epoch", torch.zeros(()))]
+    full = attributes.now()
+    assert full == empty
+    model.losses["train"].clear()
+    assert attributes.now() == full
+    model.losses["train"].append("another loss")
+    assert attributes.now() != empty
+    model.losses["train"].clear()
+    model.factors[0] = 0.1
+    assert attributes.now() != empty
 
 
 def test_numbers_are_found_in_containers() -> None:

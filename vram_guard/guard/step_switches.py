@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from numbers import Complex
 from typing import Any
 
 import torch
@@ -44,7 +47,7 @@ class ModelAttributes:
             known = self._known.get(id(module))
             if known is None or known[0] != identities:
                 switches = {} if _is_metric(module) else {n: one for n, one in own.items() if n not in self._besides}
-                known = identities, {f"{path}.{name}".lstrip("."): simple(one) for name, one in switches.items()}
+                known = identities, {f"{path}.{name}".lstrip("."): _switch(one) for name, one in switches.items()}
                 if not any(map(_has_parts, switches.values())):
                     self._known[id(module)] = known
             found.update(known[1])
@@ -67,6 +70,34 @@ class ModelAttributes:
             for name, value in vars(module).items()
             if type(value) is int and name not in self._besides and any(word in name for word in words)
         }
+
+
+class _Collected(list[Any]):
+    """Numbers that hooks may collect: more of them, or fewer, are as good as the same ones."""
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Collected) and all(map(operator.eq, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _switch(value: Any) -> Any:
+    """An attribute as far as it decides about a step."""
+    if isinstance(value, dict) and len(value) <= LONGEST_SWITCHES:
+        return {str(key): _switch(one) for key, one in value.items()}
+    if isinstance(value, (list, deque)) and len(value) <= LONGEST_SWITCHES and all(map(_is_measured, value)):
+        return _Collected(map(simple, value))
+    return simple(value)
+
+
+def _is_measured(value: Any) -> bool:
+    """True for numbers, tensors, and tuples of these with words."""
+    if isinstance(value, tuple):
+        return all(isinstance(one, str) or _is_measured(one) for one in value)
+    return isinstance(value, (Complex, torch.Tensor))
 
 
 def _named(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
