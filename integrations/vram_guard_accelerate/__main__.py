@@ -29,11 +29,13 @@ def main() -> None:
     except VramGuardError as error:
         _refused(error)
     _run_script.end_process_groups_at_exit()
+    if plan.precision:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = plan.precision
     from vram_guard_accelerate.apply.applying import OtherModelError, PlanInstaller
 
     PlanInstaller(plan).install()
     try:
-        _run_script.run(command, module=module)
+        _run_script.run([*command, *plan.script_arguments()], module=module)
     except OtherModelError as error:
         _refused(error)
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from vram_guard.errors import DoesNotFitError, LostCopyError, VramGuardError
+from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
-from vram_guard.forks.fork import Copy, answer_of
+from vram_guard.forks.fork import Copy
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.guard.arrivals import all_arrive, late
@@ -30,6 +30,7 @@ from vram_guard.simulate.parallel.groups import pretended_group
 from vram_guard.terminal import fitting_log, in_log
 from vram_guard_accelerate._messages import say
 from vram_guard_accelerate._settings import LaunchSettings
+from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.apply.applying import PlanInstaller
 from vram_guard_accelerate.dry_run import forks, patches
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
@@ -72,7 +73,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
         fits: whether a plan was found that fits; None before.
 
     Raises:
-        InvalidInputError: an unknown setting.
+        InvalidInputError: an unknown setting, or ``grow``: schedules are made before ``prepare``, and would not know.
         DoesNotFitError: nothing that is allowed makes it fit; on every rank, nothing was prepared.
         LostRankError: a process of the training ended meanwhile.
         UnsupportedStepError: the script cannot be followed from here. Where the copy dies or hangs, the training goes
@@ -81,10 +82,29 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
     Example:
         >>> guard(budget="24GiB", allow=["accumulate"]).settings.budget
         '24GiB'
+        >>> guard(budget="24GiB", grow=True)
+        Traceback (most recent call last):
+        vram_guard.errors.InvalidInputError: guard: a larger batch has to be known before loaders ...
     """
 
     def __init__(self, **settings: Any) -> None:
+        if settings.get("grow"):
+            raise InvalidInputError(
+                _(
+                    "guard: a larger batch has to be known before loaders and schedules are made; use vram-guard "
+                    "launch --grow"
+                )
+            )
         self.settings = LaunchSettings.of(settings)
+        if self.settings.grow:
+            _logger.warning(
+                "%s",
+                _(
+                    "guard: the project's settings say grow, which is ignored here: a larger batch has to be "
+                    "known before loaders and schedules are made (vram-guard launch --grow)"
+                ),
+            )
+            self.settings = replace(self.settings, grow=False)
         self.text = ""
         self.fits: bool | None = None
         self._undo: Callable[[], None] = _nothing
@@ -127,6 +147,8 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
             _report(answer.words(option, verbose=verbose))
         if not self.fits:
             raise DoesNotFitError(_("the training does not fit, and was not prepared.\n{plan}", plan=self.text))
+        if answer.launch_plan.precision:
+            techniques.set_precision(accelerator, answer.launch_plan.precision)
         PlanInstaller(answer.launch_plan).install()
         return accelerator.prepare(*args, **kwargs)
 
@@ -160,7 +182,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
                 return forks.fork(None)
 
         what = _("the copy of the process that looked at the training")
-        return answer_of(ask, what, self.settings.start_seconds)
+        return forks.answer_of(ask, what, self.settings.start_seconds)
 
 
 def _nothing() -> None:
@@ -220,4 +242,5 @@ def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent
     from vram_guard_accelerate.planning.followed_script import answer_for
 
     answer = answer_for(first, settings, budget, sys.argv[0])
+    forks.end_all()
     parent.send(answer)

@@ -18,17 +18,15 @@ from vram_guard.settings import filled, read
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Why the guard leaves a model divided, or whole, and in its precision, as it is launched.
+#: Why the guard leaves a model divided, or whole, as it is launched.
 ELSEWHERE = marked(
-    "in which precision a model computes, how it is divided, and whether it lies on the host, is chosen by "
-    "accelerate's own options, which are predicted as they are given (--mixed_precision bf16; --use_fsdp "
-    "--fsdp_version 2 --fsdp_offload_params true)"
+    "how a model is divided, and whether it lies on the host, is chosen by accelerate's own options, which are "
+    "predicted as they are given (--use_fsdp --fsdp_version 2 --fsdp_offload_params true)"
 )
 
 #: Techniques that cannot be used in a script, which makes model and optimizer by itself, and why.
 NOT_HERE: dict[str, str] = {
     "accumulate": marked("a script computes its loss by itself, once for each batch; slices leave that as it is"),
-    "precision": ELSEWHERE,
     "half": marked("the script makes its weights itself, in the precision that it chooses"),
     "offload_frozen": marked("the script moves its frozen models itself"),
     "offload_optimizer": marked(
@@ -66,9 +64,8 @@ class LaunchSettings(PlanSettings):
         return super().techniques - NOT_HERE.keys()
 
     def asks(self, technique: str) -> bool:
-        """True if a technique, or "grow", was asked for by its name, or is by default and possible in a script."""
-        by_default = self.allow == tuple(sorted(DEFAULT_ALLOW)) and technique in NOT_HERE
-        return self.grow if technique == "grow" else technique in (self.allow or ()) and not by_default
+        """True if a technique, or "grow", was asked for by its name, or is by default."""
+        return self.grow if technique == "grow" else technique in (self.allow or ())
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -109,9 +106,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             default=",".join(name for name in DEFAULT_ALLOW if name not in (*NOT_HERE, "reshard")),
         ),
     )
-    group.add_argument(
-        "--grow", action="store_true", help=_("where it fits, name a larger batch that would fill the GPU, and stop")
-    )
+    group.add_argument("--grow", action="store_true", help=_("where it fits, fill the GPU with a larger batch"))
     group.add_argument(
         "--longest",
         metavar="WHICH",

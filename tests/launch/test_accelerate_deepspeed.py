@@ -129,10 +129,13 @@ def test_blocks_are_checkpointed_and_smaller_batches_are_told_where_it_does_not_
         assert answer["plan"]["estimate"]["peak_reserved"] < answer["plan"]["before"]["peak_reserved"]
         assert any("4 samples" in note for note in answer["notes"]), answer["notes"]
         assert answer["launch_plan"]["recipe"]["checkpoint"]
-    for name, size in (("accumulate", 512), ("trainer_accumulate", 32)):
+    for name, option, size in (
+        ("accumulate", "--batch_size", "512"),
+        ("trainer_accumulate", "--per_device_train_batch_size", "32"),
+    ):
         answer = changed[name]
         assert (answer["fits"], answer["changed"]) == (False, False), answer
-        assert any(note.startswith(f"batches of {size} samples fit, with 2 times") for note in answer["notes"])
+        assert answer["own_options"] == [option, size, "--gradient_accumulation_steps", "2"]
 
 
 def launched(folder: Path, *options: object, **config: int) -> tuple[dict[str, Any], str]:
@@ -157,7 +160,7 @@ def test_a_real_launch_with_deepspeed_is_predicted_changed_and_trains(tmp_path: 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_path: Path) -> None:
     """Blocks checkpointed."""
-    plan = LaunchPlan(recipe=Recipe(checkpoint=("blocks.0", "blocks.1")))
+    plan = LaunchPlan(batch_size=4, grown_batch_size=4, recipe=Recipe(checkpoint=("blocks.0", "blocks.1")))
     variables = {**by_engine(tmp_path, stage), "DS_ACCELERATOR": "cpu"}
     written, found = (cases.trained(tmp_path, "in_batches", plan=one, **variables) for one in ("", to_json(plan)))
     assert (written["forwards"], found["forwards"]) == (["method"] * 3, ["Checkpointed", "Checkpointed", "method"])
@@ -169,6 +172,8 @@ def test_two_processes_under_the_engine_train_to_equal_weights(stage: int, tmp_p
 def test_a_trainer_in_two_processes_under_the_engine_trains_to_equal_weights(tmp_path: Path) -> None:
     """Blocks checkpointed."""
     plan = LaunchPlan(
+        batch_size=4,
+        grown_batch_size=4,
         recipe=Recipe(checkpoint=("transformer.h.0", "transformer.h.1")),
     )
     variables = {**by_engine(tmp_path, 2, whole=1000), "DS_ACCELERATOR": "cpu"}

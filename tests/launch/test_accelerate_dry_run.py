@@ -52,12 +52,19 @@ def answers(folder: Path) -> dict[str, dict[str, Any]]:
     cases.request(asked / "remembers", TRAINING, "remembers", budget="40MiB", allow=("slices",))
     cases.request(asked / "remembering_blocks", TRAINING, "remembers", "--batch_size", 64, "--samples", 128,
                   budget="112MiB", allow=("checkpoint",))  # fmt: skip
+    cases.request(asked / "mixed", TRAINING, "plain", "--batch_size", 64, "--samples", 128, budget="115MiB",
+                  allow=("precision",))  # fmt: skip
+    cases.request(asked / "half", TRAINING, "clipping", "--batch_size", 64, "--samples", 128, budget="115MiB",
+                  gpu="RTX 2080 Ti", allow=("precision", "slices"))  # fmt: skip
     cases.request(asked / "compiled", TRAINING, "compiled", budget="40MiB", allow=("slices",))
     cases.request(asked / "by_inductor", TRAINING, "by_inductor", whole_job=False)
     cases.request(asked / "reduce_overhead", TRAINING, "reduce_overhead", whole_job=False)
     for name in ("contrastive", "summed", "masked", "beside", "accumulate"):
         cases.request(asked / f"sliced_{name}", TRAINING, name, budget="40MiB", allow=("slices",))
+    cases.request(asked / "explicit_mixed", TRAINING, "explicit", "--batch_size", 64, "--samples", 128,
+                  budget="115MiB", allow=("precision",))  # fmt: skip
     cases.request(asked / "grown", TRAINING, "plain", budget="160MiB", grow=True, lr_rule="linear")
+    cases.request(asked / "scaling", TRAINING, "plain", "--scale_lr", budget="160MiB", grow=True, lr_rule="linear")
     cases.request(asked / "nothing", TRAINING, "plain", budget="1MiB", allow=("precision", "checkpoint"))
     cases.request(asked / "one_step", TRAINER, "--output_dir", folder / "one_step", *TRAINER_ARGUMENTS,
                   "--max_steps", 1, "--out", *never, budget="8MiB", allow=("checkpoint",))  # fmt: skip
@@ -176,6 +183,11 @@ def test_forwards_that_must_not_run_twice_do_not(answers: Any) -> None:
     assert "blocks.0-1 (Remembers) cannot be checkpointed: the forward changes means" in said
 
 
+def test_mixed_precision_is_planned_where_the_script_leaves_it_open(answers: Any) -> None:
+    assert answers["mixed"]["launch_plan"]["precision"] == "bf16"
+    assert answers["mixed"]["fits"]
+
+
 @pytest.mark.torch_since(2, 6)
 def test_compiled_models_are_predicted_and_not_cut_open(answers: Any) -> None:
     answer = answers["compiled"]
@@ -208,14 +220,27 @@ def test_accelerates_step_that_cannot_be_followed_compiled_is_counted_as_eager_a
     assert answer["plan"]["estimate"]["tier"] == "partly symbolic"
 
 
-def test_a_larger_batch_is_told(answers: Any) -> None:
-    answer = answers["grown"]
-    batch = answer["plan"]["batch_size"]
-    factor = batch["after"] // batch["before"]
+def test_an_older_gpu_gets_float16_with_its_scaler(answers: Any) -> None:
+    assert "error" not in answers["half"], answers["half"]
+    assert answers["half"]["launch_plan"]["precision"] == "fp16"
+    assert answers["half"]["fits"]
+
+
+def test_a_scripts_own_precision_wins_and_that_is_said(answers: Any) -> None:
+    answer = answers["explicit_mixed"]
+    assert not answer["fits"]
+    assert any("passes its own mixed_precision" in note for note in answer["notes"])
+
+
+def test_growth_multiplies_batch_and_learning_rate(answers: Any) -> None:
+    orders = answers["grown"]["launch_plan"]
+    factor = orders["grown_batch_size"] / 16
     assert factor >= 2
-    assert f"of {batch['after']} samples" in answer["only_told"]
-    assert f"{factor} times its learning rate" in answer["only_told"]
-    assert not answer["launch_plan"]["recipe"]["slices"]
+    assert orders["learning_rate_factor"] == factor
+    assert orders["batch_option"] == "--batch_size"  # the script offers it
+    # It would multiply its rates by that option itself: once is enough.
+    assert answers["scaling"]["launch_plan"]["learning_rate_factor"] == factor
+    assert answers["scaling"]["launch_plan"]["batch_option"] == ""
 
 
 def test_where_nothing_fits_nothing_is_changed(answers: Any) -> None:

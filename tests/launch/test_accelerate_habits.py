@@ -19,7 +19,7 @@ if sys.platform == "win32":
 import accelerate_cases as cases  # noqa: E402 - what is tested has to be there
 from accelerate_cases import ONE, TWO, difference, launch  # noqa: E402
 
-from vram_guard.codec import to_json  # noqa: E402
+from vram_guard.codec import from_plain, to_json  # noqa: E402
 from vram_guard.errors import UnsupportedStepError  # noqa: E402
 from vram_guard.techniques import Body, Slices  # noqa: E402
 from vram_guard_accelerate import guard  # noqa: E402
@@ -31,7 +31,9 @@ LOOPS = ("early_stopping", "retried", "folds", "profiled", "hooked", "with_modes
 #: Whose models do not say at the first batch that they train.
 TOLD_LATE = ("ahead", "evaluated_first")
 REFUSED = ("runs", "runs_in_a_shell", "starts")
-SLICED = LaunchPlan(recipe=LaunchPlan().recipe.with_(slices=Slices(Body("network", ("0",)), 3, 1)))
+SLICED = LaunchPlan(
+    batch_size=8, grown_batch_size=8, recipe=LaunchPlan().recipe.with_(slices=Slices(Body("network", ("0",)), 3, 1))
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +89,25 @@ def test_nothing_is_saved_by_any_librarys_own_means(answers: Any, folder: Path) 
 # --- a larger batch -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["folds", "shuffled_by_hand"])
-def test_a_larger_batch_is_told(answers: Any, name: str) -> None:
-    answer = answers[f"{name}_grow"]
+def test_the_loaders_of_every_training_in_a_script_grow(answers: Any, tmp_path: Path, cache: Path) -> None:
+    """Rates are multiplied in all of them."""
+    orders = answers["folds_grow"]["launch_plan"]
+    assert orders["grown_batch_size"] == 16  # of the 20 samples of a fold
+    assert orders["learning_rate_factor"] == 2
+    out = tmp_path / "folds.pt"
+    own = (*ONE, "-m", "vram_guard_accelerate", HABITS, "folds", "--out", out)
+    done = launch(*own, cache=cache, guarded=False, **{VARIABLE: to_json(from_plain(LaunchPlan, orders))})
+    assert done.returncode == 0, done.stderr
+    found = torch.load(out)
+    assert found["steps"] == [2, 2]  # as written: 3
+    assert found["losses"] == [0.2]
+
+
+def test_a_batch_that_no_loader_was_given_does_not_grow(answers: Any) -> None:
+    answer = answers["shuffled_by_hand_grow"]
     assert "error" not in answer, answer
-    batch = answer["plan"]["batch_size"]
-    assert batch["after"] > batch["before"]
-    assert f"of {batch['after']} samples" in answer["only_told"]
+    assert not answer["changed"]
+    assert any("batch sampler" in note for note in answer["notes"])
 
 
 # --- programs that a script starts ----------------------------------------------------------------------------
@@ -170,6 +184,28 @@ def test_what_a_script_leaves_behind_ends_with_its_dry_run(
 def _run_with(word: str) -> bool:
     """Whether a process was given this word; one that has ended and that nobody has waited for yet has none."""
     return any(word in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_rates_of_a_larger_batch_come_back_to_the_scripts_own(tmp_path: Path, cache: Path) -> None:
+    """Two steps with four times the rate and a checkpoint; two more under a plan that changes nothing."""
+    grown = LaunchPlan(batch_size=8, grown_batch_size=8, learning_rate_factor=4.0)
+    out = tmp_path / "project"
+    out.mkdir()
+    own = (*ONE, "--budget", "1GiB", HABITS, "resumes", "--out", out)
+    guarded = (*ONE, "-m", "vram_guard_accelerate", HABITS, "resumes", "--out", out)
+    first = launch(*guarded, cache=cache, guarded=False, **{VARIABLE: to_json(grown)})
+    assert first.returncode == 0, first.stderr
+    assert _rates(out) == pytest.approx([0.4 / 2, 0.4 / 3])
+    again = launch(*own, cache=cache)
+    assert again.returncode == 0, again.stderr
+    assert _rates(out) == pytest.approx([0.1 / 4, 0.1 / 5])
+
+
+def _rates(folder: Path) -> list[float]:
+    return [float(word) for word in (folder / "rates.txt").read_text().split()]
 
 
 # --- the same training in slices ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from json_answers import held_against  # noqa: E402
 
 from vram_guard.codec import from_json, to_json  # noqa: E402
 from vram_guard.techniques import Body, Recipe, Slices  # noqa: E402
+from vram_guard_accelerate.apply.applying import PlanInstaller  # noqa: E402
 from vram_guard_accelerate.cli import launch as command  # noqa: E402
 from vram_guard_accelerate.launch_plan import VARIABLE, LaunchPlan  # noqa: E402
 from vram_guard_accelerate.planning.prediction import Prediction, predict  # noqa: E402
@@ -173,20 +173,6 @@ def test_asked_before_launching(launched: Any, monkeypatch: Any, typed: str, sta
         assert from_json(LaunchPlan, os.environ.pop(VARIABLE)).recipe.slices is not None
 
 
-def test_a_larger_batch_is_told_and_nothing_is_started(
-    launched: Any, predicted: Prediction, monkeypatch: Any, capsys: Any
-) -> None:
-    from vram_guard.cli import main
-    from vram_guard_accelerate.cli import launchers
-
-    _, out, options = launched
-    told = replace(predicted.answer, only_told="a larger batch is the script's own to set", launch_plan=LaunchPlan())
-    monkeypatch.setattr(command, "predict", lambda _request: replace(predicted, answer=told))
-    monkeypatch.setattr(launchers, "run", None)  # it is not called
-    assert main(["launch", *options, "--grow", str(TRAINING), "plain", "--out", str(out)]) == 0
-    assert "nothing was started" in capsys.readouterr().err
-
-
 def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> None:
     arguments = (
         *("--output_dir", tmp_path / "out", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true"),
@@ -201,6 +187,72 @@ def test_transformers_trainer_under_the_guard(tmp_path: Path, cache: Path) -> No
     assert 0 < difference(as_written, sliced) < 1e-6
     assert as_written["rates"] == sliced["rates"]
     assert as_written["steps"] == sliced["steps"] == 3
+
+
+def test_a_growing_batch_scales_rates_once_also_over_a_checkpoint(tmp_path: Path, cache: Path) -> None:
+    """Three steps, a checkpoint after each, and a run that goes on from the second: its rates are the third's."""
+    plan = LaunchPlan(batch_size=8, grown_batch_size=16, learning_rate_factor=2.0)
+    more = {VARIABLE: to_json(plan)}
+    first, second, folder = tmp_path / "first.pt", tmp_path / "second.pt", tmp_path / "checkpoints"
+    own = (*ONE, "-m", "vram_guard_accelerate", TRAINING, "accumulate", "--batch_size", 8, "--samples", 200)
+    done = launch(*own, "--out", first, "--checkpoints", folder, cache=cache, guarded=False, **more)
+    assert done.returncode == 0, done.stderr
+    rates = torch.load(first)["rates"]
+    assert rates == pytest.approx([2 * 0.1 / (1 + step) for step in (1, 2, 3)])
+    resumed = launch(
+        *own, "--out", second, "--resume", folder / "step_2", "--steps", 1, cache=cache, guarded=False, **more
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert torch.load(second)["rates"] == pytest.approx(rates[2:])
+
+
+@pytest.fixture
+def doubled_rates(monkeypatch: Any) -> Any:
+    """LaunchPlan to double learning rates, in this process, for one test."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+    for name in ("prepare", "prepare_model", "save_state", "load_state"):
+        monkeypatch.setattr(Accelerator, name, getattr(Accelerator, name))
+    for kind in (LRScheduler, ReduceLROnPlateau):
+        monkeypatch.setattr(kind, "__init__", kind.__init__)
+    PlanInstaller(LaunchPlan(learning_rate_factor=2.0)).install()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("doubled_rates")
+def test_a_schedule_that_is_not_prepared_is_scaled_too() -> None:
+    """Transformers' Trainer hands its optimizer to ``prepare``, and keeps its schedule."""
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, prepared = Accelerator(cpu=True).prepare(model, optimizer)
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        model(torch.ones(1, 2)).sum().backward()
+        prepared.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.2, 0.1, 0.2 / 3])
+
+
+@pytest.mark.usefixtures("doubled_rates")
+def test_the_newest_checkpoint_is_scaled_once(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    accelerator.prepare(optimizer)
+    accelerator.save_state()
+    accelerator.load_state()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
 def edited(out: Path, cache: Path, *own: str, **more: str) -> str:

@@ -80,6 +80,8 @@ def test_blocks_keep_results_as_the_plan_of_the_launch_says(configs: Any, plain:
     blocks = tuple(f"blocks.{number}" for number in range(3))
     for keeps in ((), ("addmm",)):
         plan = LaunchPlan(
+            batch_size=16,
+            grown_batch_size=16,
             recipe=Recipe(checkpoint=blocks, checkpoint_keeps=keeps),
         )
         planned = {VARIABLE: to_json(plan)}

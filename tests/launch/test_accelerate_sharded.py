@@ -49,6 +49,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     ask("checkpoint", *LARGE, budget="180MiB", allow=("checkpoint",))
     ask("first_checkpoint", *FIRST, *LARGE, budget="180MiB", allow=("checkpoint",))
     ask("accumulate", *LARGE, budget="180MiB", allow=("slices", "accumulate"))
+    ask("listed", "--listed")
     ask("asks", loop="clipping", budget="90MiB", allow=("offload_parameters", "shard"))
     trainer = (cases.TRAINER, "--output_dir", asked.parent / "flag", "--out", "never.pt", "--report_to", "none")
     sharded = '{"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "cpu_ram_efficient_loading": false}'
@@ -114,7 +115,11 @@ def test_blocks_are_checkpointed_and_smaller_batches_told_where_a_model_is_divid
         assert set(named) <= set(BLOCKS)
     told = answers["accumulate"]
     assert (told["fits"], told["changed"]) == (False, False)
-    assert any(note.startswith("batches of 512 samples fit, with 2 times") for note in told["notes"])
+    assert told["own_options"] == ["--batch_size", "512", "--gradient_accumulation_steps", "2"]
+
+
+def test_weights_that_were_listed_before_they_are_divided_would_not_be_clipped(answers: Any) -> None:
+    assert "before Accelerator.prepare" in answers["listed"]["message"]
 
 
 def test_another_division_is_left_to_accelerates_own_options(answers: Any) -> None:

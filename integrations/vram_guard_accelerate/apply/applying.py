@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import io
 import pickle
+import sys
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vram_guard.apply.saved_rates import divided_optimizer, divided_schedulers
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.language import _
-from vram_guard_accelerate._patching import wrap
+from vram_guard.patching import replaced
+from vram_guard_accelerate._patching import made_by_script, wrap
+from vram_guard_accelerate.apply import techniques
+from vram_guard_accelerate.apply.loaders import LoaderMatcher
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from vram_guard.techniques import Recipe
@@ -38,6 +47,10 @@ class PlanInstaller:
         """Of the first model, see :func:`_made_of`."""
         self._planned: list[nn.Module] = []
         """The models that a plan for one model is for."""
+        self._training = LoaderMatcher(plan.loader)
+        self._scaled: set[int] = set()
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every scheduler of torch: a script need not hand its own to ``prepare``."""
 
     def install(self) -> None:
         """From now on whatever the script hands to ``Accelerator.prepare`` follows the plan."""
@@ -47,6 +60,17 @@ class PlanInstaller:
             self._watch_own_loop()
         wrap(Accelerator, "prepare", self.prepare)
         wrap(Accelerator, "prepare_model", self.prepare)
+        if self.plan.grown_batch_size != self.plan.batch_size and not self.plan.batch_option:
+            from torch.utils.data import DataLoader
+
+            wrap(DataLoader, "__init__", self._larger_batches)
+        if self.plan.learning_rate_factor != 1:
+            from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+            for kind in (LRScheduler, ReduceLROnPlateau):  # the second does not call the first's
+                wrap(kind, "__init__", self._remember_scheduler)
+            wrap(Accelerator, "save_state", self._save_as_written)
+            wrap(Accelerator, "load_state", self._load_as_written)
 
     def _watch_own_loop(self) -> None:
         """What a script without Accelerate trains follows the plan from where it calls it first in training."""
@@ -85,7 +109,8 @@ class PlanInstaller:
         prepared = original(accelerator, *args, **kwargs)
         for model in new:
             self._treat(model)
-        set_optimizers(accelerator, self.plan.recipe)
+        techniques.set_optimizers(accelerator, self.plan.recipe)
+        self._scale(accelerator)
         return prepared
 
     def _treat(self, model: nn.Module) -> None:
@@ -137,14 +162,106 @@ class PlanInstaller:
             slices = replace(slices, body=body) if name.startswith(prefix) else None
         return recipe.with_(**own, chunked_head=head.removeprefix(prefix), slices=slices)
 
+    # --- a larger batch ---------------------------------------------------------------------------------------
 
-def set_optimizers(accelerator: Any, recipe: Recipe) -> None:
-    """The prepared optimizers in the form that the recipe names (for-loop, fused): in place."""
-    from vram_guard.techniques.placement import optimizer_for
+    def _larger_batches(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """The training's loaders, identified by where the script makes them, deliver more at once."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        maker = sys._getframe(2)  # noqa: SLF001 - who makes it is the question
+        its_size = given.arguments.get("batch_size") == self.plan.batch_size
+        if made_by_script(maker) and self._training.matches(maker) and its_size:
+            given.arguments["batch_size"] = self.plan.grown_batch_size
+        original(*given.args, **given.kwargs)
 
-    for optimizer in accelerator._optimizers:  # noqa: SLF001 - see private_api.py
-        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        optimizer_for(inner, recipe)
+    # --- learning rates ---------------------------------------------------------------------------------------
+
+    def _scale(self, accelerator: Any) -> None:
+        """Multiply the rates of what is prepared, once each."""
+        from vram_guard.apply.learning_rate import scale_learning_rates
+
+        wanted = self.plan.learning_rate_factor
+        if wanted == 1:
+            return
+        schedulers = _distinct([*_prepared_schedulers(accelerator), *self._schedulers])
+        for optimizer in _prepared_optimizers(accelerator):
+            own = [one for one in schedulers if _optimizer_of(one) is optimizer]
+            late = [one for one in own if id(one) not in self._scaled]
+            fresh = id(optimizer) not in self._scaled
+            self._scaled |= {id(optimizer), *(id(one) for one in own)}
+            if fresh:
+                scale_learning_rates(optimizer, late, wanted)
+            elif late and not _made_after(optimizer, late, wanted):
+                # In place of their optimizer, which is scaled already: one without parameter groups.
+                no_groups: Any = SimpleNamespace(param_groups=[], defaults={})
+                scale_learning_rates(no_groups, late, wanted)
+
+    def _remember_scheduler(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        self._schedulers.add(scheduler)
+
+    def _in_checkpoint(self, accelerator: Any) -> list[tuple[Any, list[Any]]]:
+        """The optimizers of a checkpoint whose rates are scaled, each with its schedulers there."""
+        registered = [one for one in accelerator._custom_objects if one in self._schedulers]  # noqa: SLF001
+        schedulers = _distinct([*_prepared_schedulers(accelerator), *registered])
+        return [
+            (optimizer, [one for one in schedulers if _optimizer_of(one) is optimizer])
+            for optimizer in _prepared_optimizers(accelerator)
+            if id(optimizer) in self._scaled
+        ]
+
+    def _save_as_written(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        """A checkpoint holds rates as the script wrote them, so that it can be loaded without the guard too."""
+        factor = self.plan.learning_rate_factor
+
+        def divided(scheduler: Any, state: Any) -> Any:
+            made = divided_schedulers([scheduler], [state], factor)
+            return state if made is None else made[0]
+
+        with contextlib.ExitStack() as stack:
+            for optimizer, schedulers in self._in_checkpoint(accelerator):
+                stack.enter_context(_state_as(optimizer, lambda _one, state: divided_optimizer(state, factor)))
+                for scheduler in schedulers:
+                    stack.enter_context(_state_as(scheduler, divided))
+            return original(accelerator, *args, **kwargs)
+
+    def _load_as_written(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        from vram_guard.apply.learning_rate import scale_learning_rates
+
+        loaded = original(accelerator, *args, **kwargs)
+        for optimizer, schedulers in self._in_checkpoint(accelerator):
+            scale_learning_rates(optimizer, schedulers, self.plan.learning_rate_factor)
+        return loaded
+
+
+def _prepared_optimizers(accelerator: Any) -> list[Any]:
+    return [getattr(one, "optimizer", one) for one in accelerator._optimizers]  # noqa: SLF001
+
+
+def _prepared_schedulers(accelerator: Any) -> list[Any]:
+    return [getattr(one, "scheduler", one) for one in accelerator._schedulers]  # noqa: SLF001
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    """The optimizer itself, also of a scheduler that was made over a prepared one."""
+    own = getattr(scheduler, "optimizer", None)
+    return getattr(own, "optimizer", own)
+
+
+def _distinct(things: Iterable[Any]) -> list[Any]:
+    return list({id(one): one for one in things}.values())
+
+
+def _state_as(thing: Any, changed: Callable[[Any, Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, ``state_dict()`` of this object is changed; the object is not."""
+    own = thing.state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = own(*args, **kwargs)
+        if isinstance(state, dict):
+            state.pop("state_dict", None)  # schedulers write down all of their attributes
+        return changed(thing, state)
+
+    return replaced(thing, {"state_dict": state_dict})
 
 
 class _WithoutValues(pickle.Pickler):
@@ -169,3 +286,10 @@ def _made_of(model: nn.Module) -> bytes | None:
     except Exception:  # noqa: BLE001 - the user's own classes say how they are written
         return None
     return hashlib.sha256(written.getvalue()).digest()
+
+
+def _made_after(optimizer: Any, schedulers: list[Any], factor: float) -> bool:
+    """True if schedulers were made over rates that were scaled already: their base is the optimizer's own."""
+    bases = [getattr(one, "base_lrs", None) for one in schedulers]
+    rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+    return factor == 1 or all(base is None or list(base) == rates for base in bases)

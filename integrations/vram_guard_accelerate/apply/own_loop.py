@@ -32,11 +32,19 @@ class OwnLoop:
     def __init__(self, made: Iterable[torch.optim.Optimizer]) -> None:
         self._made = made
         self._models: list[nn.Module] = []
+        self._scalers: list[torch.amp.GradScaler] | None = None
         self.state = SimpleNamespace(_mixed_precision="no", dynamo_plugin=None)
 
     def train(self, models: list[nn.Module]) -> None:
         """These are the models that it trains."""
         self._models = models
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The script's own, if it has one."""
+        if self._scalers is None:
+            self._scalers = alive(torch.amp.GradScaler)
+        return next((one for one in self._scalers if one.is_enabled()), None)
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:

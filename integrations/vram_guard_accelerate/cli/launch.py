@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 
@@ -59,41 +60,46 @@ def launch(arguments: Sequence[str]) -> int:
         prediction,
         as_json=given.options.json,
         verbose=given.settings.verbose,
+        typed=("vram-guard", "launch", *arguments),
     )
     if not prediction.answer.fits:
         say(_("vram-guard: it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
-    if prediction.answer.only_told and prediction.answer.launch_plan.within:
+    if prediction.answer.only_told:
         say(_("vram-guard: as it is written it does not fit, and is not started"))
         return EXIT_DOES_NOT_FIT
     if given.options.dry_run:
         return EXIT_DONE
-    if prediction.answer.only_told or (given.options.ask and not _agreed()):
+    if given.options.ask and not _agreed():
         say(_("vram-guard: nothing was started"))
         return EXIT_DONE
     handed_over = prediction.answer.changed or target.machines > 1  # machines compare their plans
     return _launch(given, target, prediction.answer.launch_plan if handed_over else None)
 
 
-def show(prediction: Prediction, *, as_json: bool, verbose: bool) -> None:
+def show(prediction: Prediction, *, as_json: bool, verbose: bool, typed: Sequence[str]) -> None:
     """The plan: JSON on standard output, or text on standard error, where it stays apart from the script's own.
 
     Args:
         prediction: of the launch.
         as_json: for programs.
         verbose: the whole report.
+        typed: the command.
     """
     answer = prediction.answer
+    remarks = [_untried(shlex.join([*typed, *answer.own_options]))] if answer.own_options else []
     if as_json:
         found = {
             **answer.plan,
-            "notes": list(answer.notes),
+            "notes": [*answer.notes, *remarks],
             "only_told": answer.only_told,
+            "script_arguments": answer.launch_plan.script_arguments(),
+            "own_options": list(answer.own_options),
             "log": prediction.log,
         }
         print(json.dumps(found, indent=2), flush=True)  # noqa: T201
         return
-    say(answer.words("-v", verbose=verbose))
+    say(answer.words("-v", verbose=verbose, remarks=remarks))
 
 
 def _misplaced(error: NoDeviceError, arguments: Sequence[str]) -> NoDeviceError:
@@ -107,6 +113,14 @@ def _misplaced(error: NoDeviceError, arguments: Sequence[str]) -> NoDeviceError:
         option=behind.partition("=")[0],
     )
     return NoDeviceError(_("{problem} {remark}", problem=error, remark=said), error.problem)
+
+
+def _untried(command: str) -> str:
+    return _(
+        "the script's own options make its batches smaller: {command}. This was not tried: whether it fits, and is the "
+        "same training, is not known",
+        command=command,
+    )
 
 
 def _agreed() -> bool:
@@ -126,6 +140,7 @@ def _launch(given: LaunchArguments, target: Target, plan: LaunchPlan | None) -> 
         if plan.recipe.expandable_segments:
             name, value = with_expandable_segments()
             os.environ[name] = value
-        command = ["-m", "vram_guard_accelerate", *command]
+        precision = ["--mixed_precision", plan.precision] if plan.precision else []
+        command = [*precision, "-m", "vram_guard_accelerate", *command]
     options = [word for word in given.accelerate if word not in ("-m", "--module")]
     return launchers.run(options, command, simple=target.simple)

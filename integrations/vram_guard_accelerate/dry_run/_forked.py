@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from vram_guard.limits import TRACE_SECONDS
 from vram_guard.simulate.compiled import EAGER, allowed_seconds, cause_of, too_late
 from vram_guard.simulate.memory.leftovers import Leftovers
 from vram_guard.techniques import find_blocks, install
-from vram_guard_accelerate.apply.applying import set_optimizers
+from vram_guard_accelerate._precision import ACCELERATES, precision_of
+from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
+from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._watched_forwards import WatchedForwards
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
-from vram_guard_accelerate.dry_run.forks import ForkTask, ParentPipe
+from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
-from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult, at_line
+from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult, at_line, stopped
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit, processor_limit
 
 if TYPE_CHECKING:
@@ -65,8 +68,10 @@ class ForkedPhase(LoopPhase):
         loop.tracer.recorder.phase("forward", 1)
 
     def _change(self) -> None:
-        """Put the techniques that are asked for on what is prepared."""
+        """Put the precision and the techniques that are asked for on what is prepared."""
         request, accelerator = self._request, self.loop.accelerator
+        if request.precision != precision_of(accelerator):
+            techniques.set_precision(accelerator, ACCELERATES[request.precision])
         compiled = compiled_in(accelerator, self.loop.root)
         if request.compiled:
             self.loop.tracer.compile(_ADAPTER)
@@ -75,7 +80,7 @@ class ForkedPhase(LoopPhase):
         if not request.recipe and not request.compiled:
             self.loop.tracer.watch(self.loop.root, [block.name for block in find_blocks(self.loop.root)])
         install(self.loop.root, request.recipe)
-        set_optimizers(accelerator, request.recipe)
+        techniques.set_optimizers(accelerator, request.recipe)
 
     # --- the places of the script ----------------------------------------------------------------------------
 
@@ -100,9 +105,20 @@ class ForkedPhase(LoopPhase):
         """Notify the tracer."""
         return self.loop.tracer.loading()
 
-    def clips(self) -> None:
-        """Remember it."""
+    def clips(self, parameters: Iterable[Any]) -> Any:
+        """Remember it; under FSDP2, what is clipped must be what is trained."""
         self._clips = True
+        if self.run.process is None or hasattr(parameters, "__tensor_flatten__"):
+            return parameters
+        listed, own = list(parameters), {id(one) for model in self.loop.models for one in model.parameters()}
+        if any(id(parameter) not in own for parameter in listed):
+            stopped(
+                _(
+                    "the script clips the gradients of parameters that it listed before Accelerator.prepare; FSDP2 "
+                    "puts others in their place there, and nothing would be clipped"
+                )
+            )
+        return listed
 
     def called(self, model: nn.Module, called: dict[str, Any]) -> None:  # noqa: ARG002 - any call is one
         """A loop that updates weights without an optimizer has done so when it calls its model again."""

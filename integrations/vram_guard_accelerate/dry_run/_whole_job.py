@@ -18,9 +18,10 @@ from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.timeline import STEP_PHASES, Note, Timeline
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
+from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase, batches_of
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
-from vram_guard_accelerate.dry_run.forks import ForkTask, ParentPipe
+from vram_guard_accelerate.dry_run.forks import ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
@@ -42,6 +43,8 @@ class WholeJobPhase(ForkedPhase):
     def __init__(self, run: DryRun, loop: FollowedLoop, sample: Sample, task: ForkTask, parent: ParentPipe) -> None:
         super().__init__(run, loop, sample, task, parent)
         self._recorder: Recorder = loop.tracer.recorder
+        self._place = run.script.loaders.place_of_training(sample)
+        """Where its loader was made; None where the script did not make it."""
         self._evaluates = self._saves = False
         self._over: BatchIterator | None = None
         """Over the training's batches of the latest epoch that has come to its end."""
@@ -67,14 +70,15 @@ class WholeJobPhase(ForkedPhase):
         return self._epochs > 1
 
     def trains_on(self, loader: Any) -> bool:
-        """True for the training's loader, and while the model trains for those made at its line or over its data.
+        """True for the training's loader, and while the model trains for those made at its place or over its data.
 
         An evaluation may run over the training's loader too: nothing is differentiated then.
         """
         if loader is self._sample.loader:
             return torch.is_grad_enabled()
         of_training = getattr(loader, "dataset", None) is getattr(self._sample.loader, "dataset", loader)
-        return self.loop.trains and (of_training or self.run.script.loaders.made_as(loader, self._sample.loader))
+        again = self._place is not None and self.run.script.loaders.made_again(loader, self._place)
+        return self.loop.trains and (of_training or again)
 
     def stands_for_others(self, loader: Any) -> bool:
         """True for every loader but the training's."""

@@ -9,19 +9,17 @@ from torch import nn
 
 from vram_guard.budget import Budget
 from vram_guard.capture.loader import Sample
-from vram_guard.errors import UnsupportedStepError
-from vram_guard.language import _
 from vram_guard.simulate.compiled import compiles
 from vram_guard.simulate.device.cuda_module import ASSUMED_MEMORY
+from vram_guard_accelerate._precision import precision_of
+from vram_guard_accelerate.apply.loaders import LoadersMade
 from vram_guard_accelerate.apply.own_loop import OptimizersMade, OwnLoop
-from vram_guard_accelerate.dry_run._loaders_made import LoadersMade
+from vram_guard_accelerate.dry_run._script_options import ScriptOptions
+from vram_guard_accelerate.launch_plan import LoaderPlace
 
 if TYPE_CHECKING:
     from vram_guard_accelerate.dry_run._engine import EngineProcess
     from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
-
-#: Accelerate's names of precisions -> the core's.
-_PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,24 @@ class LaunchShape:
 class ScriptObservations:
     """Facts observed while a script ran by itself, before it trains."""
 
+    options: ScriptOptions = field(default_factory=ScriptOptions)
     optimizers: OptimizersMade = field(default_factory=OptimizersMade)
     loaders: LoadersMade = field(default_factory=LoadersMade)
     resuming_not_followed: str = ""
     """The reason why the memory that ``load_state`` takes is not known; "" where it is, or where nothing is loaded."""
+    precision_given: str = ""
+    """The precision that the script itself passes to the Accelerator; "" where it passes none."""
     uses_accelerate: bool = False
     """The script has made an Accelerator."""
+    reads_precision: bool = False
+    """The script asked the Accelerator for its precision, and may have acted on the answer."""
     by_trainer: bool = False
-    """The Accelerator is that of Transformers' ``Trainer``."""
+    """The Accelerator is that of Transformers' ``Trainer``, which takes the environment's precision."""
+
+    @property
+    def precision_option(self) -> str:
+        """The script's own option for mixed precision, where it takes Accelerate's words; "" where there is none."""
+        return self.options.precision(self.precision_given)
 
 
 @dataclass(frozen=True)
@@ -93,11 +101,18 @@ class FirstBatch:
 
     @property
     def precision(self) -> str:
-        """The script's own, as the core calls it: in Lightning's words."""
-        name = str(self.accelerator.state._mixed_precision)  # noqa: SLF001 - see private_api.py
-        if name not in _PRECISIONS:
-            raise UnsupportedStepError(_("mixed precision {name} cannot be predicted", name=repr(name)))
-        return _PRECISIONS[name]
+        """The script's own."""
+        return precision_of(self.accelerator)
+
+    @property
+    def batch_size_option(self) -> str:
+        """The script's own option for the batch size; "" where there is none."""
+        return self.script.options.batch_size(self.sample.batch_size)
+
+    @property
+    def loader_place(self) -> LoaderPlace | None:
+        """The place where the script makes the training's loader; None where it makes none of its batch size."""
+        return self.script.loaders.place_of_training(self.sample)
 
     @property
     def compiled(self) -> bool:

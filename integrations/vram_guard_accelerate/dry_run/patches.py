@@ -33,6 +33,7 @@ def install(run: DryRun) -> None:
     own_ranks.watch(run.shape.ranks)
     _refuse_local_sgd()
     torch.set_num_threads(1)  # copies of a process cannot use its pool of threads
+    run.script.options.watch()
     run.own_backward.install()
     wrap(torch.autograd, "backward", partial(_differentiated, run))
     wrap(Accelerator, "__init__", partial(_accelerator_made, run))
@@ -42,6 +43,7 @@ def install(run: DryRun) -> None:
     for owner in (Accelerator, torch.nn.utils):
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(owner, name, partial(_clip, run))
+    _watch_precision(run, Accelerator)
     wrap(accelerate.data_loader, "send_to_device", partial(_send_to_device, run))
     wrap(DataLoader, "__init__", partial(_loader_made, run))
     wrap(DataLoader, "__iter__", lambda original, loader: BatchIterator(run, loader, original))
@@ -53,6 +55,8 @@ def _accelerator_made(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> 
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     made = given.pop("self")
     run.script.uses_accelerate = True
+    if given.get("mixed_precision") is not None:
+        run.script.precision_given = str(given["mixed_precision"])
     if given.get("megatron_lm_plugin") is not None:
         stopped(_("the script shards its model ({plugin}), which cannot be predicted", plugin="megatron_lm_plugin"))
     engine = _engine.plugin_of(given.get("deepspeed_plugin") or given.get("deepspeed_plugins"))
@@ -102,8 +106,20 @@ def _differentiated(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _clip(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:
-    run.phase.clips()
-    return original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    given["parameters"] = run.phase.clips(given["parameters"])
+    return original(**given)
+
+
+def _watch_precision(run: DryRun, accelerator: Any) -> None:
+    original = accelerator.mixed_precision.fget
+
+    def mixed_precision(self: Any) -> Any:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("accelerate"):
+            run.script.reads_precision = True
+        return original(self)
+
+    accelerator.mixed_precision = property(mixed_precision)
 
 
 def _send_to_device(run: DryRun, original: Any, *args: Any, **kwargs: Any) -> Any:

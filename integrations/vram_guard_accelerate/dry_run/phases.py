@@ -2,7 +2,7 @@
 
 Until ``Accelerator.prepare`` a script runs for real (:mod:`.preparing`). From then on its models are symbolic
 (:mod:`.following`). Where its loop asks for the first training batch, the process stops to plan: copies of it run the
-loop on (:mod:`.forked`), each with another batch size or technique, and say what it would have allocated.
+loop on (:mod:`.forked`), each with another batch size, precision or technique, and say what it would have allocated.
 """
 
 from __future__ import annotations
@@ -155,8 +155,9 @@ class DryRunPhase:
     def differentiates_for_real(self) -> None:
         """Gradients are about to be computed, by whatever way."""
 
-    def clips(self) -> None:
-        """The script clips gradients."""
+    def clips(self, parameters: Any) -> Any:
+        """The script clips the gradients of these parameters; the same ones, to be clipped."""
+        return parameters
 
     def stepped(self, optimizer: object) -> None:
         """An optimizer has stepped."""

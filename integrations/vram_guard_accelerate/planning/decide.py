@@ -19,7 +19,7 @@ from vram_guard.parallel.spec import data_parallel
 from vram_guard.plan import Plan
 from vram_guard.plan.layout_facts import less_nccl, links_of
 from vram_guard.plan.source import Explored, Source
-from vram_guard.plan.techniques import FORMS, TECHNIQUES, splits_of
+from vram_guard.plan.techniques import FORMS, TECHNIQUES, mixed_precision, splits_of
 from vram_guard.proof.effects import compared_while_training, other_draws_of_slices
 from vram_guard.proof.prove import Disproof, Proof
 from vram_guard.proof.small_steps import SmallSteps, small_steps
@@ -28,11 +28,12 @@ from vram_guard.report.html import html_report
 from vram_guard.report.text import render
 from vram_guard.techniques import Body, Recipe, find_blocks
 from vram_guard.tensors import without_modes
+from vram_guard_accelerate._precision import ACCELERATES
 from vram_guard_accelerate._settings import ELSEWHERE, NOT_HERE, LaunchSettings
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import ForkedTraces
 from vram_guard_accelerate.dry_run.results import LoopFacts
-from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan
+from vram_guard_accelerate.launch_plan import BEFORE_START, LaunchPlan, LoaderPlace, option_words
 from vram_guard_accelerate.planning.requests import DryRunAnswer
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _decided(
     made, proof = settled(script, refused)
     launch_plan = _launch_plan(made, first)
     notes = [*first.sample.notes, *_notes(script, refused, made), *proof.notes]
-    told = _only_told(first, made, launch_plan)
+    told = _only_told(first, launch_plan)
     notes += [_("this plan is only told, and not carried out: {reason}", reason=told)] if told else []
     return DryRunAnswer(
         plan=as_dict(made),
@@ -84,7 +85,21 @@ def _decided(
         fits=made.fits,
         changed=made.changed,
         only_told=told,
+        own_options=_own_options(script, made),
     )
+
+
+def _own_options(script: _Script, made: Plan) -> tuple[str, ...]:
+    """What the script's own options for smaller batches would be, where nothing that the guard does fits."""
+    first, facts = script.first, script.facts
+    batch, accumulation = first.batch_size_option, first.script.options.accumulation(facts.batches_per_step)
+    if made.fits or first.why_one_size or not (batch and accumulation and script.settings.asks("accumulate")):
+        return ()
+    size, written = first.sample.batch_size, made.timeline_before
+    for count in splits_of(size):
+        if written is not None and written.at(size // count).peak_reserved <= script.budget.usable:
+            return tuple(option_words((batch, size // count), (accumulation, facts.batches_per_step * count)))
+    return ()
 
 
 @dataclass
@@ -172,43 +187,28 @@ def _notes(script: _Script, refused: Mapping[str, str], made: Plan) -> Iterator[
         yield compared_while_training()
     if not made.fits and not script.first.by_itself:
         yield _(ELSEWHERE)
-    yield from _smaller_batches(script, made)
-
-
-def _smaller_batches(script: _Script, made: Plan) -> Iterator[str]:
-    """Where nothing that the guard does fits, what the script itself could do."""
-    size, written, asked = script.first.sample.batch_size, made.timeline_before, script.settings.allow or ()
-    if made.fits or written is None or script.first.why_one_size or "accumulate" not in asked:
-        return
-    for count in splits_of(size):
-        if written.at(size // count).peak_reserved <= script.budget.usable:
-            yield _(
-                "batches of {size} samples fit, with {count} times as many of them in an optimizer step: both are the "
-                "script's own to set, and whether it is the same training then is not known",
-                size=size // count,
-                count=count,
-            )
-            return
 
 
 def _launch_plan(made: Plan, first: FirstBatch) -> LaunchPlan:
     """The changes that a plan means for the script that it was made for."""
+    mixed = made.precision != made.precision_before
+    script = first.script
     return LaunchPlan(
+        precision=ACCELERATES[made.precision] if mixed else "",
+        batch_size=made.batch_size_before,
+        grown_batch_size=made.batch_size,
+        # Where the script scales by that option too, rates would be scaled twice: the loader is made larger.
+        batch_option=first.batch_size_option if _grows(made) and not script.options.scales_rates else "",
+        loader=first.loader_place or LoaderPlace(),
+        learning_rate_factor=made.learning_rate_factor,
         models=len(first.models),
         by_itself=first.by_itself,
         recipe=made.recipe,
     )
 
 
-def _only_told(first: FirstBatch, made: Plan, plan: LaunchPlan) -> str:
-    """The reason why a script is not changed as its plan says; "" where it is, or need not be."""
-    if made.batch_size != made.batch_size_before:
-        return _(
-            "a larger batch, of {count} samples, is the script's own to set, and so is {factor} times its learning "
-            "rate for it",
-            count=made.batch_size,
-            factor=f"{made.learning_rate_factor:g}",
-        )
+def _only_told(first: FirstBatch, plan: LaunchPlan) -> str:
+    """The reason why a script without Accelerate cannot be changed inside; "" where it can, or need not be."""
     if not first.by_itself or not plan.within:
         return ""
     if len(first.models) > 1:
@@ -216,6 +216,10 @@ def _only_told(first: FirstBatch, made: Plan, plan: LaunchPlan) -> str:
     if first.compiled:
         return _("the script compiles its model, and what the compiler makes of the plan was not proven")
     return first.fails_at_others
+
+
+def _grows(made: Plan) -> bool:
+    return made.batch_size != made.batch_size_before
 
 
 def _small_steps(first: FirstBatch, recipe: Recipe) -> SmallSteps | None:
@@ -245,13 +249,14 @@ def _refused(first: FirstBatch, facts: LoopFacts) -> Iterator[tuple[str, str]]:
     reasons = {
         **{name: _(why) for name, why in NOT_HERE.items()},
         "expandable_segments": "" if os.environ.get(BEFORE_START) == "1" else before_the_process(),
-        "grow": first.fails_at_others or first.sample.growable,
+        "precision": _why_not_mixed(first),
+        "grow": _why_not_grown(first),
         "fused": clips if facts.clips_gradients else "",
         "offload_activations": next(iter(facts.own_backward), ""),
         "slices": _why_not_sliced(first),
     }
     if first.by_itself:
-        reasons["precision"] = _("it trains without Accelerate, and what it casts by itself stays as it is")
+        reasons["grow"] = _("the script trains without Accelerate, which would do it")
     if first.process is not None:
         reasons |= _beside_shards(first, first.process.fsdp_version)
     return ((name, reason) for name, reason in reasons.items() if reason)
@@ -267,7 +272,33 @@ def _beside_shards(first: FirstBatch, fsdp_version: int | None) -> dict[str, str
     return dict(beside_layout(f"FSDP{fsdp_version}", *(() if nested else ("checkpoint",))))
 
 
+def _why_not_grown(first: FirstBatch) -> str:
+    why = first.fails_at_others or first.sample.growable
+    if why or first.batch_size_option or first.loader_place is not None:
+        return why
+    return _(
+        "the script makes no loader with the training's batch size (it gives it a batch sampler, or a library does)"
+    )
+
+
 def _why_not_sliced(first: FirstBatch) -> str:
     if first.compiled:
         return _("a model that torch.compile compiles as a whole is not cut open")
     return first.why_one_size
+
+
+def _why_not_mixed(first: FirstBatch) -> str:
+    if first.by_itself:
+        return _("the script trains without Accelerate, which would do it; what it casts by itself stays as it is")
+    if first.precision != "32-true":
+        return _("the training is in {precision} already, and stays so", precision=first.precision)
+    script, (name, _why) = first.script, mixed_precision(first.precision, first.shape.capability)
+    if name is not None and (script.precision_option or script.by_trainer or script.reads_precision):
+        option = script.precision_option or "--mixed_precision"
+        return _(
+            "the script chooses what it does in another precision; launch it with {options} to see what it takes then",
+            options=f"{option} {ACCELERATES[name]}",
+        )
+    if script.precision_given and not script.by_trainer:
+        return _("the script passes its own mixed_precision to the Accelerator, which takes precedence")
+    return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -46,19 +46,22 @@ class DryRunAnswer:
     changed: bool
     only_told: str
     """The reason why the launch is not changed as the plan says; "" where it is."""
+    own_options: tuple[str, ...] = ()
+    """Words for the script's command line that make its batches smaller: nobody has tried them."""
     brief: str = ""
     """The text in about a dozen lines."""
     page: str = ""
     """All of it, as a page."""
 
-    def words(self, option: str, *, verbose: bool) -> str:
+    def words(self, option: str, *, verbose: bool, remarks: Sequence[str] = ()) -> str:
         """The answer for people, with its notes.
 
         Args:
             option: that shows the whole text, as it is written.
             verbose: whether it is given.
+            remarks: beside the answer's own notes.
         """
         told = self.plan["reasons"]
-        notes = [f"  - {note}" for note in self.notes if note not in told]
+        notes = [f"  - {note}" for note in (*self.notes, *remarks) if note not in told]
         lines = [(self.text if verbose else self.brief).rstrip(), *notes]
         return "\n".join(lines if verbose else [*lines, where_to_read_on(self.page, option)])

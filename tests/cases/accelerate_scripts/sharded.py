@@ -51,12 +51,13 @@ def whole_weights(accelerator, model):
         return {name: one.detach().clone() for name, one in (*model.named_parameters(), *model.named_buffers())}
 
 
-def train(options, accelerator, model=None, clip=None):
+def train(options, accelerator, model=None, before=None, clip=None):
     set_seed(accelerator.process_index if options.own_seed else 0)
     model = model or Wide()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(data(options.samples), batch_size=options.batch_size)
+    kept = [] if before is None else before(model)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     rates, losses, norms = [], [], []
     for x, y in loader:
@@ -64,7 +65,7 @@ def train(options, accelerator, model=None, clip=None):
             loss = nn.functional.cross_entropy(model(x).float(), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norm = clip(accelerator, model) if clip else None
+                norm = clip(accelerator, model, kept) if clip else None
                 norms.append(0.0 if norm is None else float(norm))
             optimizer.step()
             scheduler.step()
@@ -101,7 +102,7 @@ def train(options, accelerator, model=None, clip=None):
         )
 
 
-def by_norm(accelerator, model):
+def by_norm(accelerator, model, _kept):
     return accelerator.clip_grad_norm_(model.parameters(), 0.1)
 
 
@@ -140,7 +141,14 @@ def configured(options):
     )
     steps = options.gradient_accumulation_steps
     accelerator = Accelerator(gradient_accumulation_steps=steps, fsdp_plugin=plugin)
-    train(options, accelerator, clip=by_norm)
+    if not options.listed:
+        train(options, accelerator, clip=by_norm)
+        return
+
+    def clip(accelerator, _model, listed):
+        return accelerator.clip_grad_norm_(listed, 0.1)
+
+    train(options, accelerator, before=lambda model: list(model.parameters()), clip=clip)
 
 
 def two_models(options):
@@ -169,6 +177,7 @@ def main():
     parser.add_argument("--strategy", default="FULL_SHARD")
     parser.add_argument("--from_first", action="store_true")
     parser.add_argument("--on_host", action="store_true")
+    parser.add_argument("--listed", action="store_true", help="it clips what it listed before prepare")
     options = parser.parse_args()
     take_for_gpus()
     globals()[options.loop](options)

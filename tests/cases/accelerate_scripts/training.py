@@ -428,6 +428,7 @@ def main():
     parser.add_argument("--checkpoints")
     parser.add_argument("--resume")
     parser.add_argument("--mixed_precision")
+    parser.add_argument("--scale_lr", action="store_true")
     options = parser.parse_args()
     globals()[options.loop](options)
 
