@@ -26,7 +26,7 @@ def _written_last() -> None:
 
 import torch.distributed as dist  # noqa: E402
 
-from vram_guard.guard import _ranks, arrivals  # noqa: E402
+from vram_guard.guard import arrivals, ranks  # noqa: E402
 from vram_guard.watch.rank_coordinator import RankCoordinator  # noqa: E402
 
 
@@ -50,14 +50,14 @@ def late_rank() -> None:
     """The second rank comes back from its work only when the first one has given it up."""
     store = dist.distributed_c10d._get_default_store()
     arrivals.APART_SECONDS = arrivals.IDLE_SECONDS = 0.2
-    FOUND["together"] = _ranks.attempt(Talking(), dist.get_rank).value
+    FOUND["together"] = ranks.attempt(Talking(), dist.get_rank).value
 
     def work() -> int:
         if dist.get_rank():
             store.wait(["vram_guard/1/decided"], timedelta(seconds=60))
         return 1
 
-    outcome = _ranks.attempt(Talking(), work)
+    outcome = ranks.attempt(Talking(), work)
     assert outcome.failure is not None
     FOUND["late"] = [outcome.failure.kind, outcome.failure.unsupported]
 
@@ -71,7 +71,7 @@ def killed_rank(rank: int) -> None:
             store.wait(["vram_guard/0/arrived"], timedelta(seconds=60))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _ranks.attempt(Talking(), work)
+    ranks.attempt(Talking(), work)
 
 
 def main(how: str) -> None:
