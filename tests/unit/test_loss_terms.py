@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,27 @@ from vram_guard.proof.samples_apart import SamplesApart, form_over_samples
 from vram_guard.step import TrainingStep
 
 
+def read_off(batch_of: Callable[[int], Any], loss: Callable[[Any], torch.Tensor]) -> Any:
+    """What a loss is over the samples of a batch, and why it is none of what is known."""
+    forms = []
+    for samples in (8, 4):
+        batch = batch_of(samples)
+        apart = SamplesApart(batch, samples, split(batch, samples, 1))
+        with apart:
+            found = loss(batch)
+        forms.append(apart.form(found))
+    return form_over_samples(*forms)
+
+
+def texts(samples: int) -> dict[str, torch.Tensor]:
+    labels = torch.ones(samples, 8, dtype=torch.long)
+    return {"input_ids": labels, "labels": labels.clone()}
+
+
+def sounds(samples: int) -> dict[str, torch.Tensor]:
+    return {"input_values": torch.randn(samples, 4000), "labels": texts(samples)["labels"]}
+
+
 def test_losses_of_transformers_are_told_apart() -> None:
     """A language model's mean; CTC, which Wav2Vec2 sums; a mixture of experts, whose balance is neither."""
     transformers = pytest.importorskip("transformers")
@@ -28,16 +50,8 @@ def test_losses_of_transformers_are_told_apart() -> None:
         None: transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, **size, **experts)),
     }
     for expected, model in models.items():
-        forms = []
-        for samples in (8, 4):
-            labels = torch.ones(samples, 8, dtype=torch.long)
-            given = {"input_values": torch.randn(samples, 4000)} if expected == "checked" else {"input_ids": labels}
-            batch = {**given, "labels": labels.clone()}
-            apart = SamplesApart(batch, samples, split(batch, samples, 1))
-            with apart:
-                loss = model.train()(**batch).loss
-            forms.append(apart.form(loss))
-        found, why = form_over_samples(*forms)
+        batch_of = sounds if expected == "checked" else texts
+        found, why = read_off(batch_of, lambda batch, model=model: model.train()(**batch).loss)
         # It asks whether a label is too large, and may go another way.
         assert ("mean" if isinstance(found, Normaliser) else found) == (None if expected == "checked" else expected), (
             why
@@ -151,14 +165,7 @@ WEIGHT = torch.rand(8)
 def test_what_depends_on_a_place_in_the_batch_or_on_other_samples_is_no_mean(loss: Any) -> None:
     """Ones that are counted up are others at each place, and so is a row that a value is put into; a number that is
     drawn for the whole batch, and a sum of as many copies as there are samples, are others in each part of it."""
-    forms = []
-    for samples in (8, 4):
-        batch = torch.rand(samples, 8)
-        apart = SamplesApart(batch, samples, split(batch, samples, 1))
-        with apart:
-            found = loss(batch)
-        forms.append(apart.form(found))
-    assert form_over_samples(*forms)[0] is None
+    assert read_off(lambda samples: torch.rand(samples, 8), loss)[0] is None
 
 
 @each(
@@ -173,26 +180,18 @@ def test_what_depends_on_a_place_in_the_batch_or_on_other_samples_is_no_mean(los
     ],
 )
 def test_what_is_done_to_every_sample_alike_is_a_mean(loss: Any) -> None:
-    forms = []
-    for samples in (8, 4):
-        batch = torch.rand(samples, 8)
-        apart = SamplesApart(batch, samples, split(batch, samples, 1))
-        with apart:
-            found = loss(batch)
-        forms.append(apart.form(found))
-    assert form_over_samples(*forms) == ("mean", "")
+    assert read_off(lambda samples: torch.rand(samples, 8), loss) == ("mean", "")
 
 
 def test_every_second_label_is_not_taken_for_all_but_the_first() -> None:
-    forms = []
-    for samples in (8, 4):
-        batch = {"x": torch.rand(samples, 4, 3), "labels": torch.ones(samples, 8, dtype=torch.long)}
-        apart = SamplesApart(batch, samples, split(batch, samples, 1))
-        with apart:
-            second = batch["labels"].view(samples, 4, 2)[..., 1:]
-            loss = functional.cross_entropy(batch["x"].flatten(0, 1), second.flatten())
-        forms.append(apart.form(loss))
-    assert form_over_samples(*forms)[0] is None
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(samples, 4, 3), "labels": torch.ones(samples, 8, dtype=torch.long)}
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        second = batch["labels"].view(len(batch["x"]), 4, 2)[..., 1:]
+        return functional.cross_entropy(batch["x"].flatten(0, 1), second.flatten())
+
+    assert read_off(batch, loss)[0] is None
 
 
 def test_a_step_that_decides_by_its_loss_is_named_by_its_line() -> None:

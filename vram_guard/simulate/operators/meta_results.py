@@ -18,11 +18,6 @@ from vram_guard.tensors import is_dense, tensors_in
 
 Kind = Literal["makes", "updates", "other"]
 
-#: Initialisation of weights that have no memory: nothing to do, nothing to check.
-FILLED: frozenset[str] = frozenset(
-    {"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::bernoulli_"}
-)
-
 _META = torch.device("meta")
 
 #: torch's own, and not what the user's code gets while a trace runs: that asks each time who calls.

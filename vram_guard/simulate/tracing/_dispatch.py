@@ -183,7 +183,7 @@ class SymbolicMode(TorchDispatchMode):
         returns = func._schema.returns
         aliases = bool(returns) and all(r.alias_info is not None for r in returns)
         if _writes(func):
-            return self._fill if name in meta_results.FILLED else self._in_place
+            return self._fill if name in _FILLED else self._in_place
         if aliases:
             return self._view
         return self._generic
@@ -492,6 +492,9 @@ class SymbolicMode(TorchDispatchMode):
 
 #: Namespaces without operators of libraries: looked up no further.
 _TORCHS_OWN = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional"})
+
+#: Initialisation of weights that have no memory: nothing to do, nothing to check.
+_FILLED = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::bernoulli_"})
 
 #: Operators that may read one place and write another.
 _COPIES = frozenset({"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"})
