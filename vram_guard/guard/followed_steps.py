@@ -123,9 +123,11 @@ class FollowedSteps(ABC):
         """True while hooks run between epochs that may change what decides."""
         return bool(self.overriding(self.of_epochs))
 
-    def in_step(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
         """Around the model's part of a step."""
-        return contextlib.nullcontext() if self._begun else self._attributes.in_step()
+        with self.asked.computing_loss(), contextlib.nullcontext() if self._begun else self._attributes.in_step():
+            yield
 
     @property
     def first_over(self) -> bool:
@@ -293,7 +295,7 @@ class FollowedSteps(ABC):
             self._found += 1
             self._run.note(Message("from {place} on the step differs: {what}", place=self.label, what=why))
             self.asked.followed(self._numbers(self._place))
-            if self.asked or not all(map(self._leaves_loss, changed)):
+            if self.asked.in_loss or not all(map(self._leaves_loss, changed)):
                 self._run.changes_later("loss")
         self._before = self._run.allocated
         self._states.followed(self._before)

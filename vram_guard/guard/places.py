@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,9 @@ class StepDecisions:
     """
 
     def __init__(self) -> None:
+        self.in_loss = False
+        """A loss has asked, not only what runs around steps."""
+        self._computes_loss = False
         self._decided: dict[str, _Decided] = {}
         self._followed: list[dict[str, int]] = []
         self._kinds: set[tuple[Any, ...]] = set()
@@ -39,8 +43,18 @@ class StepDecisions:
         """True if a number, or what was computed of it, was asked for and decided nothing: it may be an amount."""
         return any(one.undecided for one in self._decided.values())
 
+    @contextlib.contextmanager
+    def computing_loss(self) -> Iterator[None]:
+        """What asks inside the block may compute another loss by the answer."""
+        self._computes_loss = True
+        try:
+            yield
+        finally:
+            self._computes_loss = False
+
     def answer(self, name: str, value: int) -> int:
         """The number of this name, which notes what is decided by it."""
+        self.in_loss |= self._computes_loss
         noting: int = _NotingInt.made(value, (), lambda place: place, self._decided.setdefault(name, _Decided()))
         return noting
 
