@@ -9,7 +9,7 @@ import linecache
 import sys
 from collections.abc import Container, Hashable, Iterable, Iterator
 from functools import cache
-from types import CellType, CodeType, FrameType, FunctionType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vram_guard.language import _
@@ -127,6 +127,12 @@ def functions_around() -> list[FunctionType]:
     return found
 
 
+def read_code_around() -> None:
+    """Read here, and once, what copies of this process would each read of the functions around them."""
+    for function in _between_steps(functions_around()):
+        _attributes(function.__code__, "STORE")
+
+
 def _imported_functions() -> dict[str, list[FunctionType]]:
     """Those of the user's modules, and of their classes, by the name that they are called by."""
     known: dict[str, list[FunctionType]] = {}
@@ -214,7 +220,8 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_users(module: Any) -> bool:
-    file = _attribute(module, "__file__")
+    # What a module makes when it is asked for, as lazy ones do, is no file of its own.
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else _attribute(module, "__file__")
     return isinstance(file, str) and is_users_file(file)
 
 
@@ -225,7 +232,9 @@ def _goes_on(value: Any) -> bool:
 
 def _methods(kind: type) -> Iterator[FunctionType]:
     for given in vars(kind).values():
-        of_descriptor = [_attribute(given, name) for name in ("__func__", "fget", "fset", "fdel")]
+        of_descriptor = []
+        if type(given) is not FunctionType:
+            of_descriptor = [_attribute(given, name) for name in ("__func__", "fget", "fset", "fdel")]
         for method in [one for one in of_descriptor if one is not None] or [given]:
             function = _attribute(method, "__wrapped__") or method  # as no_grad wraps it
             if type(function) is FunctionType and is_users_file(function.__code__.co_filename):

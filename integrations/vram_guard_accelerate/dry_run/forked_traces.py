@@ -16,7 +16,7 @@ from vram_guard.longest.choice import choose
 from vram_guard.longest.planned_batch import PlannedBatch
 from vram_guard.plan.source import TraceRequest
 from vram_guard.proof.bodies import BodyFacts, Watch, body_of
-from vram_guard.proof.later_changes import functions_around
+from vram_guard.proof.later_changes import functions_around, read_code_around
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
@@ -65,6 +65,7 @@ class ForkedTraces:
                 raise found
             return found
 
+        read_code_around()
         return body_of(look, self._first.sample.batch_size, functions_around)
 
     def trace(self, request: TraceRequest) -> Timeline:
