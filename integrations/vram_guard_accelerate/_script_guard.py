@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import DoesNotFitError, InvalidInputError, LostCopyError, VramGuardError
 from vram_guard.forks.exclusive import alone_in_process, renew_in_copy
-from vram_guard.forks.fork import Copy
+from vram_guard.forks.fork import Copy, answer_of
 from vram_guard.forks.isolation import isolate
 from vram_guard.forks.side_effects import discard_writes
 from vram_guard.guard.arrivals import all_arrive, late
@@ -182,7 +182,7 @@ class guard:  # noqa: N801 - used like a function: `with guard(...):`
                 return forks.fork(None)
 
         what = _("the copy of the process that looked at the training")
-        return forks.answer_of(ask, what, self.settings.start_seconds)
+        return answer_of(ask, what, self.settings.start_seconds)
 
 
 def _nothing() -> None:
@@ -242,5 +242,4 @@ def _decided(first: FirstBatch, settings: LaunchSettings, budget: Budget, parent
     from vram_guard_accelerate.planning.followed_script import answer_for
 
     answer = answer_for(first, settings, budget, sys.argv[0])
-    forks.end_all()
     parent.send(answer)

@@ -341,10 +341,9 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def silent_view(trainer: Any, **answers: Any) -> _trainer_proxy.TrainerView:
-    """The Trainer, or its copy, during a trace: its loggers write nothing, its callbacks are there and do nothing."""
-    silent = _namespaces.part(_namespaces.of(trainer), "loggers.logger.DummyLogger")()
+    """The Trainer, or its copy, during a trace: its callbacks are there and do nothing."""
     callbacks = [_trainer_proxy.silent_callback(trainer, one) for one in trainer.callbacks]
-    return _trainer_proxy.TrainerView(trainer, callbacks=callbacks, logger=silent, loggers=[silent], **answers)
+    return _trainer_proxy.TrainerView(trainer, callbacks=callbacks, **answers)
 
 
 def _view(trainer: Trainer, found: Sample, batches: float) -> _trainer_proxy.TrainerView:

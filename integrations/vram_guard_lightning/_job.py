@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_guard.apply.microbatch import splitter_of
+from vram_guard.guard.unfollowed import in_a_line
 from vram_guard.job import Job, LoopRun
 from vram_guard.language import Message, _
 from vram_guard.longest.planned_batch import PlannedBatch
@@ -74,8 +75,7 @@ def job_of(
         with random_state_kept():
             validation = read_validation(trainer, planned_batch)
     except Exception as error:  # noqa: BLE001 - the user's own code makes the loaders
-        why = f"{type(error).__name__}: {error}"
-        notes.append(_("validation is not included in the prediction: {error}", error=why))
+        notes.append(_("validation is not included in the prediction ({why})", why=in_a_line(error)))
     if validation is not None:
         notes += validation.notes
     epochs = _epochs(trainer, batches)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from vram_guard.apply.backward_hooks import of_package
 from vram_guard.capture.later_calls import later_calls
-from vram_guard.capture.loader import Sample, read_loader
+from vram_guard.capture.loader import Sample, number_of_batches, read_loader
 from vram_guard.capture.simulated_device import move_to_simulated_device
 from vram_guard.errors import InvalidInputError, UnsupportedStepError
 from vram_guard.guard.training import CapturedTraining
@@ -30,20 +30,8 @@ from vram_guard.parallel.data_parallel import options_of
 from vram_guard.proof.effects import StepEffects
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard.step import TrainingStep
-from vram_guard_mmengine import (
-    _dividing,
-    _layouts,
-    _optim,
-    _refusals,
-    _symbolic_run,
-)
-from vram_guard_mmengine._evaluation import (
-    built,
-    capture_evaluation,
-    is_endless,
-    number_of_batches,
-    rounds_of_training,
-)
+from vram_guard_mmengine import _dividing, _layouts, _optim, _refusals, _symbolic_run
+from vram_guard_mmengine._evaluation import built, capture_evaluation, is_endless, rounds_of_training
 from vram_guard_mmengine._job import RunnerJob, checkpoint_of
 from vram_guard_mmengine._kinds import is_mmengines, synchronises
 from vram_guard_mmengine._loss import AccumulatedLoss, CompiledMethod, HostBatch, Loss, RecordingOptimWrapper
@@ -289,21 +277,8 @@ def _loader(runner: Any) -> DataLoader[Any]:
 
 def _sample(loader: Any) -> Sample:
     endless = is_endless(loader)
-    if isinstance(loader, DataLoader) and not endless:
-        _check_iterations(loader)
-    with random_state_kept():
-        found = read_loader(loader, endless=endless)
-    if getattr(getattr(loader, "dataset", None), "num_samples", None) is not None:  # MMEngine's _SlicedDataset
-        found = replace(found, growable=_("num_batch_per_epoch counts batches of the configured size"))
-    return found
-
-
-def _check_iterations(loader: Any) -> None:
-    try:
-        iterations = len(loader)
-    except TypeError:  # a stream
-        return
-    if iterations == 0:
+    empty = isinstance(loader, DataLoader) and not endless and number_of_batches(loader) == 0
+    if empty:
         raise InvalidInputError(
             _(
                 "the train dataset has {length} samples, no whole batch of {size}: there is nothing to train on; "
@@ -312,6 +287,11 @@ def _check_iterations(loader: Any) -> None:
                 size=loader.batch_size,
             )
         )
+    with random_state_kept():
+        found = read_loader(loader, endless=endless)
+    if getattr(getattr(loader, "dataset", None), "num_samples", None) is not None:  # MMEngine's _SlicedDataset
+        found = replace(found, growable=_("num_batch_per_epoch counts batches of the configured size"))
+    return found
 
 
 def _length(runner: Any, loader: Any) -> tuple[int, int]:
@@ -319,11 +299,8 @@ def _length(runner: Any, loader: Any) -> tuple[int, int]:
     loop = runner._train_loop  # noqa: SLF001 - as above
     get: Callable[[str, int], Any] = loop.get if isinstance(loop, dict) else lambda name, to: getattr(loop, name, to)
     epochs = int(get("max_epochs", 1) or 1)
-    try:
-        iterations = len(loader)
-    except TypeError:
-        iterations = 1
-    return epochs, int(get("max_iters", 0) or epochs * iterations)
+    batches = number_of_batches(loader)
+    return epochs, int(get("max_iters", 0) or epochs * (1 if batches is None else batches))
 
 
 def _compiled(runner: Any) -> CompiledMethod | None:

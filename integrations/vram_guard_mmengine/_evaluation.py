@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from mmengine.device import get_device
 
-from vram_guard.capture.loader import read_loader
+from vram_guard.capture.loader import number_of_batches, read_loader
 from vram_guard.errors import UnsupportedStepError
 from vram_guard.guard.evaluation import CapturedEvaluation, evaluation_step
 from vram_guard.guard.evaluation_loader import EvaluationLoader
+from vram_guard.guard.unfollowed import in_a_line
 from vram_guard.language import _
 from vram_guard.longest.choice import longest_beside
 from vram_guard.longest.planned_batch import PlannedBatch
@@ -141,11 +142,12 @@ def rounds_of_training(runner: Any, kind: Kind, notes: list[str], planned_batch:
     try:
         return rounds_of(runner, kind, notes, planned_batch)
     except Exception as error:  # noqa: BLE001 - the user's own code reads the data
-        why = f"{type(error).__name__}: {error}"
         if kind == "val":
-            notes.append(_("validation is not included in the prediction ({why})", why=why))
+            notes.append(_("validation is not included in the prediction ({why})", why=in_a_line(error)))
         else:
-            notes.append(_("the test after the training is not included in the prediction ({why})", why=why))
+            notes.append(
+                _("the test after the training is not included in the prediction ({why})", why=in_a_line(error))
+            )
         return None
 
 
@@ -164,13 +166,6 @@ def is_endless(loader: Any) -> bool:
     """MMEngine's InfiniteSampler, and others that never stop: recognised by their names."""
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     return any("Infinite" in type(sampler).__name__ for sampler in samplers)
-
-
-def number_of_batches(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a stream
-        return None
 
 
 # --- by itself --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from mmengine._strategy import single_device
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 
-from vram_guard.guard.unfollowed import in_a_line, left_out_if_it_fails
+from vram_guard.guard.unfollowed import left_out_if_it_fails
 from vram_guard.job import LoopRun
 from vram_guard.language import Message
 from vram_guard.patching import replace_attributes
@@ -98,20 +98,13 @@ class FollowedRunner:
 
     def _call(self, name: str, arguments: dict[str, Any]) -> None:
         for hook in self.hooks:
-            if not hasattr(hook, name) or (id(hook), name) in self._failed:
+            called = id(hook), name
+            if not hasattr(hook, name) or called in self._failed:
                 continue
-            try:
+            with left_out_if_it_fails(self.run, Message("the hook {hook}", hook=f"{type(hook).__name__}.{name}")):
+                self._failed.add(called)
                 getattr(hook, name)(self.runner, **arguments)
-            except Exception as error:  # noqa: BLE001 - the user's own code
-                self._failed.add((id(hook), name))
-                self.run.note(
-                    Message(
-                        "{hook}.{name} cannot be followed ({error}): what it does is not included in the prediction",
-                        hook=type(hook).__name__,
-                        name=name,
-                        error=in_a_line(error),
-                    )
-                )
+                self._failed.discard(called)
 
     @contextlib.contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:

@@ -259,7 +259,7 @@ def checkpoint_of(runner: Any, notes: list[str]) -> Checkpoint | None:
         with resumable():
             content = _opened(str(Path(path).expanduser()))
     except Exception as error:  # noqa: BLE001 - whatever is in the file
-        notes.append(_("resuming is not included in the prediction ({why})", why=f"{type(error).__name__}: {error}"))
+        notes.append(_("resuming is not included in the prediction ({why})", why=in_a_line(error)))
         return None
     return Checkpoint(str(path), mapped(content, _without_data))
 

@@ -51,6 +51,19 @@ class Sample:
     """The samples of each loader behind it, of those that deliver samples."""
 
 
+def number_of_batches(loader: Any) -> int | None:
+    """The batches that a loader delivers; None where it does not say, as streams do.
+
+    Example:
+        >>> number_of_batches(DataLoader([1.0] * 5, batch_size=2)), number_of_batches(iter([]))
+        (3, None)
+    """
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 class Reading:
     """Samples of one loader, and the batches that its ``collate_fn`` makes of them.
 

@@ -123,12 +123,40 @@ def run_in_fork(
         >>> run_in_fork(lambda _progress: seen.append(1) or len(seen)), seen
         (1, [])
     """
+    what = _("the copy of the process that looked at the training")
+    return answer_of(lambda: begin_in_fork(work), what, most_seconds, progress=progress)
+
+
+def answer_of(
+    begin: Callable[[], Copy[T]],
+    what: str,
+    most_seconds: float,
+    begun: Copy[T] | None = None,
+    progress: Progress | None = None,
+) -> T:
+    """The answer of a copy; where it is ended from outside, that of a second one.
+
+    Args:
+        begin: makes a copy.
+        what: the copy and what it is to do, in words.
+        most_seconds: when to give up.
+        begun: the first copy, where it is there already.
+        progress: called with its lines.
+
+    Raises:
+        EndedCopyError: both were ended so.
+        LostCopyError: the copy died or hung.
+
+    Example:
+        >>> answer_of(lambda: begin_in_fork(lambda _progress: 6 * 7), "the copy", 60)
+        42
+    """
     with contextlib.suppress(EndedOnceError):
-        return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
+        return (begun or begin()).answer(progress, most_seconds=most_seconds)
     try:
-        return begin_in_fork(work).answer(progress, most_seconds=most_seconds)
+        return begin().answer(progress, most_seconds=most_seconds)
     except EndedOnceError as error:
-        raise ended.twice(_("the copy of the process that looked at the training"), error.code) from error
+        raise ended.twice(what, error.code) from error
 
 
 def begin_in_fork(work: Callable[[Progress], T]) -> Copy[T]:
@@ -216,10 +244,6 @@ class Copy(Generic[T]):
         """End the copy, whose answer nobody needs."""
         with self._pipe, contextlib.closing(self._stack):
             self._process.end()
-
-    def kill(self) -> None:
-        """End the copy, and wait for nothing."""
-        self._process.kill()
 
 
 # --- in the copy ---------------------------------------------------------------------------------------------------

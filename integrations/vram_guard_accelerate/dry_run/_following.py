@@ -15,14 +15,13 @@ from vram_guard.simulate.parallel.own_replicas import replicas_in
 from vram_guard.state.random_generators import random_state_kept
 from vram_guard_accelerate.dry_run import _resuming
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
-from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._loads import Loads
 from vram_guard_accelerate.dry_run._whole_job import WholeJobPhase
 from vram_guard_accelerate.dry_run._without_loader import without_loader
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.forked_traces import longest_of
-from vram_guard_accelerate.dry_run.forks import ForkEntered, ParentPipe
+from vram_guard_accelerate.dry_run.forks import ForkEntered, ForkTask, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, DryRunPhase
 from vram_guard_accelerate.dry_run.results import stopped
 

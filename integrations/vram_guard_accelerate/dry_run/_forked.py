@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from vram_guard.capture.loader import Sample
+from vram_guard.capture.loader import Sample, number_of_batches
 from vram_guard.errors import LostCopyError
 from vram_guard.language import _
 from vram_guard.limits import TRACE_SECONDS
@@ -21,10 +21,9 @@ from vram_guard.techniques import find_blocks, install
 from vram_guard_accelerate._precision import ACCELERATES, precision_of
 from vram_guard_accelerate.apply import techniques
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop, LoopPhase
-from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run._watched_forwards import WatchedForwards
 from vram_guard_accelerate.dry_run.first_batch import compiled_in
-from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.forks import ForkTask, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun
 from vram_guard_accelerate.dry_run.results import DryRunFailure, LoopFacts, TraceResult, at_line, stopped
 from vram_guard_accelerate.dry_run.time_limit import limit, no_limit, processor_limit
@@ -190,7 +189,7 @@ class ForkedPhase(LoopPhase):
     @property
     def steps(self) -> int | None:
         """Optimizer steps that the run has at least: those of an epoch; None where its loader has no known end."""
-        batches = None if self._sample.loader is None else batches_of(self._sample.loader)
+        batches = None if self._sample.loader is None else number_of_batches(self._sample.loader)
         return None if batches is None else batches // (self.run.shape.ranks * self._between)
 
     @property
@@ -207,14 +206,6 @@ class ForkedPhase(LoopPhase):
         )
         watched = None if self._watching is None else self._watching.found()
         return TraceResult(self.timeline(), facts, watched=watched)
-
-
-def batches_of(loader: Any) -> int | None:
-    """The batches of an epoch of a loader; None where they are not known."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _batch_size(loader: Any) -> int | None:

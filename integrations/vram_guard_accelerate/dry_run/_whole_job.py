@@ -11,17 +11,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from vram_guard.capture.loader import Sample
+from vram_guard.capture.loader import Sample, number_of_batches
 from vram_guard.language import _
 from vram_guard.limits import EPOCHS_FOLLOWED, FIRST_STEPS, JOB_SECONDS, JOB_WALL_SECONDS
 from vram_guard.simulate.memory.recorder import Recorder
 from vram_guard.timeline import STEP_PHASES, Note, Timeline
 from vram_guard_accelerate._patching import wrap
 from vram_guard_accelerate.dry_run._followed_loop import FollowedLoop
-from vram_guard_accelerate.dry_run._fork_task import ForkTask
-from vram_guard_accelerate.dry_run._forked import ForkedPhase, batches_of
+from vram_guard_accelerate.dry_run._forked import ForkedPhase
 from vram_guard_accelerate.dry_run._sharded_process import ShardedProcess
-from vram_guard_accelerate.dry_run.forks import ParentPipe
+from vram_guard_accelerate.dry_run.forks import ForkTask, ParentPipe
 from vram_guard_accelerate.dry_run.phases import BatchIterator, DryRun, calls_next
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 from vram_guard_accelerate.dry_run.time_limit import limit, processor_limit
@@ -120,7 +119,7 @@ class WholeJobPhase(ForkedPhase):
 
     def _say_what_is_left_out(self) -> None:
         """Where the first epoch is longer than what is followed of it."""
-        length = batches_of(self._sample.loader)
+        length = number_of_batches(self._sample.loader)
         if length is None or length > self.loop.batches * self.run.shape.ranks:
             self._notes.append(
                 Note(

@@ -9,7 +9,7 @@ from typing import Any
 
 from vram_guard.capture.loader import Sample
 from vram_guard.errors import UnsupportedStepError, UnsupportedTechniqueError, VramGuardError
-from vram_guard.forks.fork import Copy
+from vram_guard.forks.fork import Copy, answer_of
 from vram_guard.language import _
 from vram_guard.limits import ANSWER_SECONDS, COPY_SECONDS, TRACE_SECONDS
 from vram_guard.longest.choice import choose
@@ -20,7 +20,6 @@ from vram_guard.proof.later_changes import functions_around, read_code_around
 from vram_guard.simulate import TRACED_SIZES
 from vram_guard.timeline import Note, Timeline
 from vram_guard_accelerate.dry_run import forks
-from vram_guard_accelerate.dry_run._fork_task import ForkTask
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch
 from vram_guard_accelerate.dry_run.results import DryRunFailure, TraceResult
 
@@ -109,7 +108,7 @@ class ForkedTraces:
         return answer
 
     def _fork(self, request: TraceRequest, whole_job: bool, watch: Watch | None = None) -> Copy[Any]:
-        return forks.fork(ForkTask(request, whole_job=whole_job, watch=watch))
+        return forks.fork(forks.ForkTask(request, whole_job=whole_job, watch=watch))
 
 
 def longest_of(first: FirstBatch, planned_batch: PlannedBatch) -> Sample:
@@ -135,7 +134,7 @@ def _what(request: TraceRequest) -> str:
 def _answer_of(
     ask: Callable[[], Copy[Any]], what: str, begun: Copy[Any] | None = None, seconds: float = PATIENCE
 ) -> TraceResult:
-    answer = forks.answer_of(ask, what, seconds, begun)
+    answer = answer_of(ask, what, seconds, begun)
     if isinstance(answer, DryRunFailure):
         raise answer.as_error()
     if not isinstance(answer, TraceResult):

@@ -7,19 +7,30 @@ copied again. Memory is shared between the copies until written to, and symbolic
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vram_guard.errors import UnsupportedStepError
-from vram_guard.forks import ended
-from vram_guard.forks.ended import EndedOnceError
 from vram_guard.forks.fork import Copy, Home, fork_here
 from vram_guard.forks.side_effects import discard_writes, way
 from vram_guard.language import _
 from vram_guard_accelerate.dry_run.time_limit import no_limit
+
+if TYPE_CHECKING:
+    from vram_guard.plan.source import TraceRequest
+    from vram_guard.proof.bodies import Watch
+
+
+@dataclass(frozen=True)
+class ForkTask:
+    """Run the loop under these settings, for two optimizer steps."""
+
+    request: TraceRequest
+    whole_job: bool = False
+    """True if the loop is followed beyond its second step: evaluation, saving, the next epoch."""
+    watch: Watch | None = None
+    """What is looked at in each forward of the loop; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,48 +54,14 @@ class ForkEntered(BaseException):
         self.parent = parent
 
 
-running: set[Copy[Any]] = set()
-"""Copies that have not answered yet."""
-
-
 def fork(task: Any) -> Copy[Any]:
     """A copy that begins here: :class:`ForkEntered` is raised in it, with what it is to do."""
     copy = fork_here()
     if isinstance(copy, Home):
-        running.clear()  # copies of the original's: they are not this one's to end
         if way():  # what this process writes is seen by none of those that it was copied from
             discard_writes()
         raise ForkEntered(task, ParentPipe(copy))
-    running.add(copy)
     return copy
-
-
-def answer_of(ask: Callable[[], Copy[Any]], what: str, seconds: float, begun: Copy[Any] | None = None) -> Any:
-    """The answer of a copy; where it is ended from outside, that of a second one.
-
-    Args:
-        ask: makes a copy.
-        what: the copy and what it is to do, in words.
-        seconds: when to give up.
-        begun: the first copy, where it is there already.
-
-    Raises:
-        EndedCopyError: both were ended so.
-        LostCopyError: the copy died, or did not answer in time.
-    """
-    with contextlib.suppress(EndedOnceError):
-        return _answer(begun or ask(), seconds)
-    try:
-        return _answer(ask(), seconds)
-    except EndedOnceError as error:
-        raise ended.twice(what, error.code) from error
-
-
-def _answer(copy: Copy[Any], seconds: float) -> Any:
-    try:
-        return copy.answer(most_seconds=seconds)
-    finally:
-        running.discard(copy)
 
 
 def check_forks() -> None:
@@ -96,9 +73,3 @@ def check_forks() -> None:
                 "vram-guard launch --dry-run on Linux or macOS with --gpu or --budget"
             )
         )
-
-
-def end_all() -> None:
-    """End all copies: none outlives its original."""
-    for copy in list(running):
-        copy.kill()

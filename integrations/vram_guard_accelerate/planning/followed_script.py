@@ -17,7 +17,7 @@ from vram_guard.forks.fork import write_all
 from vram_guard.language import _
 from vram_guard_accelerate import _run_script
 from vram_guard_accelerate._settings import LaunchSettings
-from vram_guard_accelerate.dry_run import forks, own_ranks, patches, subprocess_policy
+from vram_guard_accelerate.dry_run import own_ranks, patches, subprocess_policy
 from vram_guard_accelerate.dry_run.first_batch import FirstBatch, LaunchShape
 from vram_guard_accelerate.dry_run.phases import DryRun
 from vram_guard_accelerate.dry_run.preparing import PreparingPhase
@@ -95,7 +95,6 @@ def _answer(folder: Path, answer: DryRunAnswer | DryRunFailure) -> NoReturn:
     """Write the answer and end at once, without the script's own exit handlers (trackers, threads)."""
     code = 1
     try:
-        forks.end_all()
         handle = os.open(folder / ANSWER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         write_all(handle, memoryview(to_json(answer).encode()))
         sys.stdout.flush()
