@@ -445,6 +445,19 @@ def gradient_penalty_of_the_batch(m, out, b):
     return F.mse_loss(out, b["y"]) + slope.norm()
 
 
+@loss("x", "y")
+def attacked_along_the_slope_of_a_mean(m, out, b):
+    x = b["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.mse_loss(m.net(x), b["y"]), x)
+    return F.mse_loss(m.net(b["x"] + 3 * slope), b["y"])
+
+
+@loss("x", "y")
+def noise_that_two_samples_share(m, out, b):
+    noise = torch.randn((len(out) + 1) // 2, 4)
+    return F.mse_loss(out + torch.cat([noise, -noise])[: len(out)], b["y"])
+
+
 loss("x", "y")(neighbours_smooth=lambda m, out, b: F.mse_loss(out, b["y"]) + 0.2 * (out[1:] - out[:-1]).square().mean())
 loss("x", "y", "label")(
     root_beside_a_mean=lambda m, out, b: F.cross_entropy(out, b["label"]) + F.mse_loss(out, b["y"]).sqrt()
@@ -477,6 +490,7 @@ loss("x", "y")(
     divided_before_the_sum=lambda m, out, b: ((out - b["y"]).square().mean(-1) / len(out)).sum(),
     with_the_length_added=lambda m, out, b: F.mse_loss(m.net(b["x"] + 0.01 * len(out)), b["y"]),
 )
+loss("x", "label")(margin_by_the_length=lambda m, out, b: F.multi_margin_loss(out, b["label"], margin=len(out) / 8))
 loss("x", "label")(
     class_weights_and_the_largest=lambda m, out, b: (
         F.cross_entropy(out, b["label"], weight=WEIGHTS) / float(out.detach().abs().max())

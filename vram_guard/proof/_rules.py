@@ -278,7 +278,9 @@ def _pointwise(call: Call) -> Label:
     ids = met(call.labels)
     ids = ids.view((1,) * (call.outs[0].dim() - ids.dim()) + tuple(ids.shape)) if call.outs else ids
     natural = call.name in _NATURAL or call.outs[0].dtype == torch.bool
-    return _made(call, ids, natural=natural, part=_tested(call))
+    made = _made(call, ids, natural=natural, part=_tested(call))
+    # The gradient of a mean is divided by the number of its elements, which no argument shows.
+    return made.with_(key=_of_copies(call.key, call.outs[0].shape)) if call.args.get("reduction") == _MEAN else made
 
 
 def _cast(part: Part | None, call: Call) -> Part | None:
@@ -424,7 +426,9 @@ def _concatenated(call: Call) -> Label:
     sizes = [max(of.shape[at] for of in ids) for at in range(out.dim())]
     if all(label.const for label in labels):
         shape = [out.shape[at] if at == dim else size for at, size in enumerate(sizes)]
-        return constant(call.key, shape, uniform=False, drawn=any(label.drawn for label in labels))
+        drawn = any(label.drawn for label in labels)  # samples may share a number, at places that a part has others of
+        key = _of_copies(call.key, [out.shape[dim]] if drawn else [])
+        return constant(key, shape, uniform=False, drawn=drawn)
     if any(label.drawn for label in labels):
         return call.unknown()
     rows = [of for label, of in zip(labels, ids, strict=True) if not label.const]
@@ -514,8 +518,8 @@ def _loss(call: Call) -> Label:
     ids = met(labels)
     if not bool((ids != NONE).any()):
         return constant(call.key, call.outs[0].shape, uniform=False, drawn=any(label.drawn for label in labels))
-    keys = [label.key for label in call.labels]
-    made = Label(ids, key_of(call.name, *keys, call.args.get("beta"), call.args.get("delta")))
+    numbers = [None if isinstance(one, torch.Tensor) else one for one in call.args.values()]
+    made = Label(ids, key_of(call.name, *(label.key for label in call.labels), numbers))
     reduction = call.args.get("reduction", 1)
     if reduction == 0:
         return made
