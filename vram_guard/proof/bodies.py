@@ -131,7 +131,7 @@ def _look(step: TrainingStep, watch: Watch, size: int) -> Any:
         finally:
             undo()
 
-    run_step(step.with_(loss=loss, job=None), size, (8, 0))
+    run_step(step.with_(loss=loss, job=None), size, (8, 0), looks=True)
     return watch.found()
 
 

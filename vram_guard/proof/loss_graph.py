@@ -149,7 +149,7 @@ class LossGraph:
         self._looking = True
         try:
             for size in sizes:
-                run_step(self.step.with_(job=None), size, (8, 0))
+                run_step(self.step.with_(job=None), size, (8, 0), looks=True)
         except BaseException:
             self._looks = {}
             raise

@@ -135,9 +135,9 @@ class ForkedPhase(LoopPhase):
             self.loop.batches += 1
 
     def differentiates_for_real(self) -> None:
-        """A loss has been computed."""
-        if self._watching is not None:
-            self._watching.end()
+        """A loss has been computed; the last one of the second step is all that losses are watched for."""
+        if self._watching is not None and self._watching.end() and len(list(self.run.script.optimizers)) == 1:
+            self.answer()
         super().differentiates_for_real()
 
     def stepped(self, optimizer: object) -> None:

@@ -23,6 +23,8 @@ class WatchedForwards:
         self._loop = loop
         self._open: ExitStack | None = None
         self._stepped = False
+        self._losses = [0, 0]
+        """Of the first step, and since."""
         if not loop.by_itself:
             loop.watch_calls()
 
@@ -37,11 +39,13 @@ class WatchedForwards:
         self._open.enter_context(self._watch.around())
         self._open.callback(self._watch.installed(self._loop.root))
 
-    def end(self) -> None:
-        """A backward pass begins."""
+    def end(self) -> bool:
+        """A backward pass begins; True if the second step has computed as many losses as the first."""
         if self._open is not None:
             self._open.close()
             self._open = None
+            self._losses[self._stepped] += 1
+        return self._losses[1] >= self._losses[0] > 0
 
     def found(self) -> Any:
         """What was found after the first step, or the error that says what stands in the way."""

@@ -90,6 +90,16 @@ class Loop:
         finally:
             handle.remove()
 
+    def look(self, number: int) -> None:
+        """An optimizer step up to its loss; all of one that may compute several, or computes it in its optimizer."""
+        use = None if self.optimizer is None else self._uses[self.optimizer]
+        if use != "none" or traced_micro_batches(self.step) > 1:
+            return self.run((number,))
+        if self.step.zero_grad == "before_forward":
+            self._zero_grad(number)
+        self._load(number)
+        return self._forward(number)
+
     def _run(self, numbers: Iterable[int]) -> None:
         if self.optimizer is None:
             return self._infer(numbers)

@@ -85,6 +85,7 @@ def run_step(
     marked: bool = False,
     steps: int = 2,
     compiled: bool = False,
+    looks: bool = False,
 ) -> Timeline:
     """Trace the step at one batch size; the blocks of the result have exact sizes (``per_sample`` 0).
 
@@ -98,6 +99,7 @@ def run_step(
         steps: optimizer steps; one is a part of a timeline alone.
         compiled: whether code under ``torch.compile`` is compiled and followed, or runs uncompiled. What this process
             has compiled before is forgotten then.
+        looks: whether nothing but losses is looked at: the second step ends with its own.
 
     Raises:
         InvalidInputError: the setting ``cudnn`` makes no sense.
@@ -108,7 +110,7 @@ def run_step(
 
     def traced(step: TrainingStep) -> Timeline:
         with asked_as_chosen(capability), _alone() as interrupts:
-            run = _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled)
+            run = _Run(step, batch_size, capability, interrupts, watched, rank, marked, steps, compiled, looks)
             return with_room(run.timeline)
 
     def followed(step: TrainingStep) -> Timeline:
@@ -191,6 +193,7 @@ class _Run:
         marked: bool = False,
         steps: int = 2,
         compiled: bool = False,
+        looks: bool = False,
     ) -> None:
         self.written = step
         self.step = as_an_engine_takes_it(step)
@@ -205,6 +208,7 @@ class _Run:
         self.interrupts = interrupts
         self.steps = steps
         self.compiled = compiled
+        self.looks = looks
         self.recorder = Recorder()
         self.recorder.borders = [] if marked else None
         self.recorder.measured_step = min(steps, self.recorder.measured_step)
@@ -348,6 +352,10 @@ class _Run:
 
     def _play(self, loop: Loop, model: nn.Module) -> None:
         """The steps, or the whole job."""
+        if self.looks:
+            loop.run((1,))
+            loop.look(2)
+            return
         if self.step.job is None:
             left = Leftovers(self.recorder)
             for number in range(1, self.steps + 1):
