@@ -1,17 +1,22 @@
-"""What of the user's stands around operators: modes that see each of them, and hooks that pack what they save."""
+"""What stands around operators: modes that see each of them, hooks that pack what they save, a compiler."""
 
 # ruff: noqa: SLF001 - see simulate/private_api.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+#: Where torch wraps what is to be compiled.
+_WRAPPERS = "torch._dynamo.eval_frame"
 
 
 def dispatch_modes() -> list[str]:
@@ -48,6 +53,26 @@ def name_of_packing(pack: Callable[..., Any]) -> str:
     while isinstance(pack, partial):
         pack = pack.func
     return "" if _is_known(pack) else str(getattr(pack, "__qualname__", type(pack).__qualname__))
+
+
+def compiled_with_caller() -> bool:
+    """True where something that ``torch.compile`` has wrapped has called this: they are compiled as one.
+
+    Also where compiled code runs uncompiled, as in a trace.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        # Wrappers that keep the compiler off, as torch puts around optimizers' steps, have None in its place.
+        if frame.f_globals.get("__name__") == _WRAPPERS and any(map(callable, _compilers(frame.f_locals))):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _compilers(wrapper: dict[str, Any]) -> Iterator[Any]:
+    """What a wrapper of torch's hands code to, by the variables of its function."""
+    yield wrapper.get("callback")
+    yield getattr(wrapper.get("self"), "callback", None)
 
 
 def _name_of_mode(mode: object) -> str:

@@ -18,7 +18,9 @@ from .lightning import Base, BlockNet, PureBlock, Training, case, drawn
 WHY = r"block|checkpoint|recomput|pure"
 
 
-def blocks(name: str, says: str = WHY, net: Any = BlockNet, exact: bool = False) -> Callable[[Any], Any]:
+def blocks(
+    name: str, says: str = WHY, net: Any = BlockNet, exact: bool = False, modes: tuple[str, ...] = ()
+) -> Callable[[Any], Any]:
     """A case of three blocks of this class."""
 
     def register(block: type[nn.Module]) -> Any:
@@ -31,7 +33,7 @@ def blocks(name: str, says: str = WHY, net: Any = BlockNet, exact: bool = False)
             module = OfBlocks()
             return Training(module, effects=lambda: [getattr(one, "watched", None) for one in module.net.blocks])
 
-        case(f"block {name}", unchanged(name), CHECKPOINT, says="" if exact else says)(make)
+        case(f"block {name}", *(modes or (unchanged(name), CHECKPOINT)), says="" if exact else says)(make)
         return block
 
     return register
@@ -310,3 +312,44 @@ class Several(PureBlock):
     def forward(self, x, kept=None, *, scale=1.0):
         x = x + scale * self.inner(x)
         return x, (x if kept is None else kept + x)
+
+
+# --- compiled ones: a compiler puts back nothing that a second forward writes ----------------------------------------
+
+
+class Compiled(BlockNet):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__(block)
+        for one in self.blocks:
+            one.compile(backend="aot_eager")
+
+
+@blocks("compiled, with a constant in a buffer", net=Compiled, exact=True, modes=(CHECKPOINT,))
+class Constant(PureBlock):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("scale", torch.full((), 0.7))
+
+    def change(self, x):
+        return x * self.scale
+
+
+@blocks("compiled, with a counter in a buffer", "changes the buffer calls", net=Compiled, modes=(CHECKPOINT,))
+class Counted(PureBlock):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def change(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+@blocks("compiled, with batch normalisation", "changes the buffer", net=Compiled, modes=(CHECKPOINT,))
+class CompiledNorm(PureBlock):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def change(self, x):
+        return self.norm(x)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from vram_guard.errors import UnsupportedTechniqueError
 from vram_guard.language import _
 from vram_guard.limits import MOST_CANDIDATES
-from vram_guard.modes import function_modes
+from vram_guard.modes import compiled_with_caller, function_modes
 from vram_guard.proof.effects import Listening
 from vram_guard.proof.functions import OwnBackward
 from vram_guard.proof.later_changes import CodeRun, functions_of
@@ -46,9 +45,6 @@ LEAST_SHARE = 0.5
 
 #: Modules with hooks that hand on what they see as results alone (``output_hidden_states``).
 _HARMLESS_HOOKS = frozenset(("transformers.utils.output_capturing",))
-
-#: Where torch wraps what is to be compiled.
-_WRAPPERS = "torch._dynamo.eval_frame"
 
 #: Values that are compared by what they are, and may be put together from those of slices.
 _PLAIN = (type(None), bool, int, float, str)
@@ -353,7 +349,9 @@ class _FollowedForward(PatchedForward):
         heard: Listening,
     ) -> None:
         reasons = itertools.chain(
-            _compiled_around(),
+            [_("torch.compile compiles it as one with what calls it; blocks inside it may be compiled")]
+            if compiled_with_caller()
+            else [],
             _normalisation(self.module),
             _hooks(self.module),
             state.changed(),
@@ -414,23 +412,6 @@ def _results(out: Any, rows: int, apart: SamplesApart) -> Iterator[int]:
         if label.const or not in_order:
             raise UnsupportedTechniqueError(_("its results do not have a row for each row of its arguments"))
         yield label.key
-
-
-def _compiled_around() -> Iterator[str]:
-    """A reason where a function that ``torch.compile`` has wrapped calls what is being looked at."""
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - the stack is what is asked for
-    while frame is not None:
-        # Wrappers that keep the compiler off, as torch puts around optimizers' steps, have None in its place.
-        if frame.f_globals.get("__name__") == _WRAPPERS and any(map(callable, _compilers(frame.f_locals))):
-            yield _("torch.compile compiles it as one with what calls it; blocks inside it may be compiled")
-            return
-        frame = frame.f_back
-
-
-def _compilers(wrapper: dict[str, Any]) -> Iterator[Any]:
-    """What a wrapper of torch's hands code to, by the variables of its function."""
-    yield wrapper.get("callback")
-    yield getattr(wrapper.get("self"), "callback", None)
 
 
 def _normalisation(module: nn.Module) -> Iterator[str]:

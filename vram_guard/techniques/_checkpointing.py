@@ -30,8 +30,8 @@ def checkpoint_modules(model: nn.Module, names: Iterable[str], keeps: Collection
     it sets (a counter of calls). An empty cache of keys and values is kept from the blocks, as transformers' own
     checkpointing does, or a second forward would append to it twice; a block whose cache is filled already runs as
     written. Each recomputation is compared with the first forward, see :mod:`vram_guard.techniques._recomputed`.
-    What else a forward leaves behind (a list it appends to) it leaves twice, as with torch's own: plans leave
-    such blocks out, see :mod:`vram_guard.techniques.purity`.
+    What else a forward leaves behind (a list it appends to; buffers, where it is compiled) it leaves twice, as with
+    torch's own: plans leave such blocks out, see :mod:`vram_guard.techniques.purity`.
 
     Args:
         model: any module; it is changed in place.
@@ -85,20 +85,18 @@ class Checkpointed(PatchedForward):
                 return forward(*args, **kwargs)
             args = tuple(None if is_cache(value) else value for value in args)
             kwargs = {name: None if is_cache(value) else value for name, value in kwargs.items()}
-        settings: dict[str, Any] = {"use_reentrant": False}
-        # torch.compile takes no contexts of its own; a block without buffers seldom needs them.
-        if not torch.compiler.is_compiling() or any(True for _ in module.buffers()):
-            settings["context_fn"] = partial(_contexts, module, self.keeps)
         # Keyword arguments go as positional ones: only those are saved as autograd saves tensors, which notices when
         # one is changed in place before the forward runs again.
         run = partial(_with_names, forward, len(args), tuple(kwargs))
-        if torch.compiler.is_compiling():  # both forwards come from one graph
-            return checkpoint(run, *args, *kwargs.values(), **settings)
+        if torch.compiler.is_compiling():  # both forwards come from one graph, which takes no contexts
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
         self.found.check(wait=False)
         call = BlockCall(self.name, module, self.found)
         run = partial(_to_its_end, call, run)
         with call.first() as determinism_check:
-            return checkpoint(run, *args, *kwargs.values(), determinism_check=determinism_check, **settings)
+            contexts = partial(_contexts, module, self.keeps)
+            check: Any = {"use_reentrant": False, "determinism_check": determinism_check, "context_fn": contexts}
+            return checkpoint(run, *args, *kwargs.values(), **check)
 
     def _forward(self) -> Callable[..., Any]:
         """The forward that was there before, as Dynamo can follow it: it knows no construction of a bound method."""
@@ -134,7 +132,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     first = FirstForward(module)
     second = SecondForward(first)
-    if not keeps or torch.compiler.is_compiling() or not AVAILABLE:
+    if not keeps or not AVAILABLE:
         return first, second
     keeping, kept = keeping_contexts(keeps)
     return _Around(first, keeping), _Around(second, kept)

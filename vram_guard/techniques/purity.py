@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from vram_guard.modes import dispatch_modes, function_modes, packing_hook
+from vram_guard.modes import compiled_with_caller, dispatch_modes, function_modes, packing_hook
 from vram_guard.state.collector import ObjectsBefore
 from vram_guard.state.forwards import counts_as_written
 from vram_guard.state.reached import (
@@ -132,7 +132,7 @@ class WatchedForward(PatchedForward):
         around = [] if before is None else [*filter(None, [packing_hook()]), *dispatch_modes(), *function_modes()]
         with operations.noted() as noted, writes or contextlib.nullcontext():
             out = self.as_written(*args, **kwargs)
-        found = [] if before is None else list(before.changed(noted))
+        found = [] if before is None else list(before.changed(noted, compiled=compiled_with_caller()))
         found += [("around", name) for name in around]
         if before is not None and writes is not None:
             for function, text in writes.elsewhere(before.known):
@@ -178,9 +178,14 @@ class _Look:
         for tensor in tensors_in(inputs):
             self._tensors.setdefault(storage_of(tensor), ("input", ""))
 
-    def changed(self, noted: Noted) -> Iterator[tuple[ChangeKind, str]]:
-        """Kinds and names of what a forward has changed since, and checkpointing does not put back."""
-        put_back = {buffer[0] for buffer in self._buffers if counts_as_written(*buffer[1:])}
+    def changed(self, noted: Noted, *, compiled: bool) -> Iterator[tuple[ChangeKind, str]]:
+        """Kinds and names of what a forward has changed since, and checkpointing does not put back.
+
+        Args:
+            noted: what its operators have done.
+            compiled: whether it is compiled, and its second forward with it: nothing of that is put back.
+        """
+        put_back = {buffer[0] for buffer in self._buffers if counts_as_written(*buffer[1:]) and not compiled}
         for at, made_before in noted.written.items():
             # A number that was a tensor's of ours is another's where that one has died since.
             is_old = made_before or (made_before is None and at in self._tensors)
