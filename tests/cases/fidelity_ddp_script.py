@@ -75,6 +75,12 @@ class Normalised(Base):
         return super().loss((self.norm(batch[0]), batch[1]))
 
 
+class Ranked(Base):
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss.sqrt() if torch.distributed.get_rank() else loss
+
+
 class Hooked(Base):
     def on_after_backward(self):
         self.effects.append(float(self.net.first.weight.grad.norm()))
@@ -97,6 +103,7 @@ CASES = [
     of("a collective in the step", Reducing, says=r"collective|all_reduce|training_step"),
     of("batch normalisation", Normalised, says=r"normali[sz]ation|running|statistic"),
     of("accumulation and clipping", Base, accumulate_grad_batches=2, gradient_clip_val=0.1),
+    of("another loss on rank 1", Ranked, says=r"not proven for the loss of this rank"),
     of("a hook after backward", Hooked, says=r"on_after_backward"),
 ]
 

@@ -74,7 +74,35 @@ def decide(training: Training, settings: GuardSettings, reader: MemoryReader | N
         return Outcome(own, None)
     # Timelines do not travel: rank 0 keeps them to draw.
     shared = from_rank_zero(ranks, own and replace(own, plan=replace(own.plan, timeline=None, timeline_before=None)))
+    is_proven = settings.mode == "fit" and settings.said_loss_weight is None
+    if is_proven and shared is not None and shared.plan.splits > 1:
+        proven = attempt(ranks, lambda: _prove_own_loss(training, shared), 2 * COPY_SECONDS + IDLE_SECONDS)
+        if proven.failure is not None:
+            return Outcome(None, proven.failure, proven.error)
     return Outcome(own if ranks.rank == 0 else shared, None)
+
+
+def _prove_own_loss(training: Training, found: Decision) -> None:
+    """Look whether the loss of this rank, too, is what micro-batches are proven for: a step may ask for its rank.
+
+    Raises:
+        UnsupportedStepError: it is not.
+    """
+
+    def weight() -> tuple[object, str]:
+        captured = training.capture()
+        graph = LossGraph(captured.step, captured.loaded, captured.effects, read=captured.read_afterwards)
+        return reduction(replace(captured, step=graph.step), found.plan, graph)
+
+    if training.ranks.rank == 0:
+        return
+    try:
+        own, why = run_in_fork(lambda _progress: weight())
+    except ForkRefusedError:
+        own, why = weight()
+    if own != found.loss_weight:
+        why = why or _("it is a {own} over the samples, and that of rank 0 a {other}", own=own, other=found.loss_weight)
+        raise UnsupportedStepError(_("micro-batches are not proven for the loss of this rank: {why}", why=why))
 
 
 def least_budget(training: Training, settings: PlanSettings) -> Outcome[Budget]:
