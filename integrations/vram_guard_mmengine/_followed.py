@@ -102,7 +102,7 @@ class FollowedRunner:
             if not hasattr(hook, name) or called in self._failed:
                 continue
             with left_out_if_it_fails(self.run, Message("the hook {hook}", hook=f"{type(hook).__name__}.{name}")):
-                self._failed.add(called)
+                self._failed.add(called)  # until it has not: the block takes the error
                 getattr(hook, name)(self.runner, **arguments)
                 self._failed.discard(called)
 
